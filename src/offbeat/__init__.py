@@ -1,0 +1,1 @@
+"""offbeat: train PyTorch models on many workers without keeping to the beat of the slowest one."""

@@ -1,0 +1,1 @@
+"""The benchmarks, each runnable by name with `offbeat bench NAME`."""

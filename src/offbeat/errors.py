@@ -1,0 +1,37 @@
+"""The errors that offbeat raises of its own; every text says what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+
+class OffbeatError(Exception):
+    """The base of offbeat's own errors."""
+
+
+class ProtocolError(OffbeatError):
+    """Something arrived that the protocol does not allow."""
+
+
+class LinkError(OffbeatError):
+    """A link to a peer could not be opened or broke.
+
+    Attributes:
+        peer: the link name of the peer, or the address dialled where the name is not known yet.
+    """
+
+    def __init__(self, peer: str, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class WorkerError(OffbeatError):
+    """The job ends because of a worker.
+
+    Attributes:
+        worker: the id of the worker that caused it, None where no single worker did.
+        step: the step that worker was in, None before the first.
+    """
+
+    def __init__(self, message: str, *, worker: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.step = step

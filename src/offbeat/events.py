@@ -1,0 +1,173 @@
+"""Every event that a policy sees and every action that it answers with.
+
+Events are facts that a worker reports or that the coordinator observes; actions are decisions. Both are
+frozen, keyword-only dataclasses of plain data, so that they travel on the wire and in the run log as they
+are. Times are seconds: `now_s` is the coordinator's monotonic clock when the event reached it, every other
+`*_s` is a duration measured by the worker itself. This module never reads a clock and imports nothing but
+the standard library.
+
+`worker` is an id that is never used twice in a job (the rank, for workers present from the start); `step`
+counts finished optimizer steps, `round` counts gradient exchanges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A worker asks to take part.
+
+    Attributes:
+        peer: the name under which the worker's links know it; unique even if two workers claim one id.
+        place: host and process id, for messages to people.
+        addresses: where the worker's links listen, best first.
+        model: one line a parameter or buffer (name, dtype, shape), in the model's order.
+        strategy: the strategy as text; all workers must run the same.
+    """
+
+    now_s: float
+    worker: int
+    world: int
+    peer: str
+    place: str
+    addresses: tuple[str, ...]
+    model: tuple[str, ...]
+    strategy: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A worker has computed its gradients of a round and waits for nobody yet.
+
+    Attributes:
+        compute_s: forward and backward time of this round, waiting and exchange excluded.
+        samples: samples behind the gradients, 0 where the session did not deal the batch.
+    """
+
+    now_s: float
+    worker: int
+    step: int
+    round: int
+    compute_s: float
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimed:
+    """Where one step's wall time went; the six parts sum to `wall_s`."""
+
+    now_s: float
+    worker: int
+    step: int
+    batch_s: float
+    compute_s: float
+    apply_s: float
+    communicate_s: float
+    wait_s: float
+    other_s: float
+    wall_s: float
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """A worker measured the model: `metrics` are plain numbers by name, a unit last in the name."""
+
+    now_s: float
+    worker: int
+    epoch: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """A worker finished its loop and leaves in order, after `step` steps."""
+
+    now_s: float
+    worker: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A worker is gone without leaving: its connection broke or its heartbeat stopped.
+
+    Attributes:
+        cause: what was observed, as one clause ("the connection was closed").
+    """
+
+    now_s: float
+    worker: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A worker met an error of its own and ends because of it."""
+
+    now_s: float
+    worker: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """Time passed and nothing else happened."""
+
+    now_s: float
+
+
+Event: TypeAlias = Joined | Ready | StepTimed | Evaluated | Left | Lost | Failed | Tick
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """How to reach one worker: its link name and its addresses, best first."""
+
+    worker: int
+    name: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Everybody is here: these are the workers and how they reach one another."""
+
+    peers: tuple[Peer, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """From `round` on, until another Group says otherwise, `members` average with `weights`.
+
+    Attributes:
+        members: worker ids, ascending.
+        weights: one a member, not negative, sum 1 (a mean counts samples on top of them).
+    """
+
+    round: int
+    members: tuple[int, ...]
+    weights: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The job cannot go on: every worker ends with this reason.
+
+    Attributes:
+        worker: who caused it, None where no single worker did.
+        step: the step that worker was in, None before the first.
+    """
+
+    worker: int | None
+    step: int | None
+    reason: str
+
+
+Action: TypeAlias = Start | Group | Stop

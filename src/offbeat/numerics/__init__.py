@@ -1,0 +1,1 @@
+"""What is computed on tensors and in which order: pure, no communication, no clocks."""

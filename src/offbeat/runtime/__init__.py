@@ -1,0 +1,1 @@
+"""The only layer with sockets, threads, processes, files and clocks."""
