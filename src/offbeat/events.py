@@ -170,4 +170,19 @@ class Stop:
     reason: str
 
 
-Action: TypeAlias = Start | Group | Stop
+@dataclass(frozen=True, kw_only=True)
+class Refuse:
+    """One peer may not take part; the job goes on without it.
+
+    The coordinator tells the peer why and closes its connection; nothing that it sent or sends, its end
+    included, becomes an event, because the id that it claims may belong to a worker that runs.
+
+    Attributes:
+        peer: the link name of the one that is refused (see `Joined.peer`).
+    """
+
+    peer: str
+    reason: str
+
+
+Action: TypeAlias = Start | Group | Stop | Refuse
