@@ -1,0 +1,283 @@
+"""The sets by name: what they consist of, where they come from, how they are scaled. Shapes: N samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from offbeat.data import download as net
+from offbeat.data.download import Progress, Remote
+from offbeat.data.files import CIFAR_RECORD_BYTES, DataError, checked_labels, read_cifar_batch, read_idx
+
+DEFAULT_DIR = Path("~/.cache/offbeat")
+
+SETS: Mapping[str, str] = MappingProxyType(
+    {
+        "digits": "1,797 handwritten digits of 8x8 pixels that come with scikit-learn",
+        "mnist": "60,000 + 10,000 handwritten digits of 28x28 pixels",
+        "cifar10": "50,000 + 10,000 colour images of 32x32 pixels in 10 classes",
+    }
+)
+"""What `load` can load: name -> one line of description."""
+
+MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+_MNIST_HOME = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST_FILES: Mapping[str, Remote] = MappingProxyType(
+    {
+        name: Remote(url=f"{_MNIST_HOME}{name}.gz", md5=md5, size_bytes=size_bytes)
+        for name, md5, size_bytes in (
+            ("train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
+            ("train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
+            ("t10k-images-idx3-ubyte", "9fb629c4189551a2d022fa330f9573f3", 1_648_877),
+            ("t10k-labels-idx1-ubyte", "ec29112dd5afa0611ce80d1b7f02629c", 4_542),
+        )
+    }
+)
+"""The four files of MNIST by their names without .gz; checksums as in torchvision's `MNIST`."""
+
+CIFAR10_ARCHIVE = Remote(
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    md5="c32a1d4ab5d03f1284b67883e8d87530",
+    size_bytes=170_052_171,
+)
+"""The CIFAR-10 binary version; checksum as on its home page, https://www.cs.toronto.edu/~kriz/cifar.html."""
+
+_CIFAR10_FOLDER = "cifar-10-batches-bin"
+_CIFAR10_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+_CIFAR10_TEST = "test_batch.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """A data set, split for training and testing.
+
+    Attributes:
+        train: samples, float32 (N, *sample_shape), and labels, int64 (N,) in 0..classes-1.
+        test: the same for testing.
+        classes: the number of classes.
+        sample_shape: the shape of one sample, (channels, height, width).
+    """
+
+    train: TensorDataset
+    test: TensorDataset
+    classes: int
+    sample_shape: tuple[int, ...]
+
+
+def load(
+    name: str,
+    data_dir: str | Path = DEFAULT_DIR,
+    *,
+    download: bool = False,
+    progress: Progress | None = None,
+) -> Splits:
+    """Load a data set into memory; the same files give the same tensors in the same order.
+
+    `digits` are scaled to [0, 1]; of each digit every fifth sample is for testing (1,442 + 355). `mnist` and
+    `cifar10` are scaled to [0, 1], then normalised by the mean and standard deviation of their training
+    pixels a channel (`MNIST_MEAN`, `CIFAR10_MEAN`, ...). CIFAR-10 takes 737 MB of memory.
+
+    Args:
+        name: a key of `SETS`.
+        data_dir: the folder with the files; `~` is the home folder. `digits` needs none.
+        download: fetch the files that are missing from their public homes.
+        progress: called as bytes of a download arrive.
+
+    Returns:
+        The set.
+
+    Raises:
+        DataError: files are missing, damaged or cannot be fetched, or scikit-learn is missing for `digits`.
+        ValueError: unknown name.
+    """
+    if name not in SETS:
+        raise ValueError(f"unknown data set {name!r}; expected one of {', '.join(SETS)}")
+    if name == "digits":
+        return _digits()
+    try:
+        folder = Path(data_dir).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{data_dir}: there is no home folder here; name a folder with --data-dir") from error
+    if name == "mnist":
+        if download:
+            fetch_mnist(folder, progress=progress)
+        return read_mnist(folder)
+    if download:
+        fetch_cifar10(folder, progress=progress)
+    return read_cifar10(folder)
+
+
+def _digits() -> Splits:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            "digits come with scikit-learn, which is missing: pip install 'offbeat[demo]'"
+        ) from error
+    raw = load_digits()
+    images = torch.from_numpy(raw.images).to(torch.float32).div_(16).unsqueeze(1)
+    labels = torch.from_numpy(raw.target).to(torch.int64)
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    for digit in range(10):
+        is_test[(labels == digit).nonzero().squeeze(1)[4::5]] = True
+    return Splits(
+        train=TensorDataset(images[~is_test], labels[~is_test]),
+        test=TensorDataset(images[is_test], labels[is_test]),
+        classes=10,
+        sample_shape=(1, 8, 8),
+    )
+
+
+def read_mnist(folder: Path, *, train_count: int = 60_000, test_count: int = 10_000) -> Splits:
+    """Read `MNIST/raw/*-ubyte` or `*-ubyte.gz` in a folder.
+
+    Args:
+        folder: the data folder.
+        train_count: training samples that must be there.
+        test_count: test samples that must be there.
+
+    Returns:
+        The set, normalised.
+
+    Raises:
+        DataError: a file is missing or not what it must be.
+    """
+    raw = folder / "MNIST" / "raw"
+    missing = [name for name in MNIST_FILES if _mnist_path(raw, name) is None]
+    if missing:
+        raise DataError(
+            f"MNIST is not in {folder}: looked for {', '.join(missing)} (also with .gz) in {raw}; "
+            f"run with --download, or put the files of {_MNIST_HOME} there"
+        )
+    train, test = (
+        _mnist_split(raw, f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte", count)
+        for prefix, count in (("train", train_count), ("t10k", test_count))
+    )
+    return Splits(train=train, test=test, classes=10, sample_shape=(1, 28, 28))
+
+
+def _mnist_path(raw: Path, name: str) -> Path | None:
+    """The plain file before the gzipped one; a folder of that name only where there is no file."""
+    found = [path for path in (raw / name, raw / f"{name}.gz") if path.exists()]
+    return next((path for path in found if path.is_file()), found[0] if found else None)
+
+
+def _mnist_split(raw: Path, images_name: str, labels_name: str, count: int) -> TensorDataset:
+    images_path = _mnist_path(raw, images_name) or raw / images_name
+    labels_path = _mnist_path(raw, labels_name) or raw / labels_name
+    images = read_idx(images_path, dims=3)
+    labels = read_idx(labels_path, dims=1)
+    _must_be(images_path, "images of height and width", tuple(images.shape), (count, 28, 28))
+    _must_be(labels_path, "labels", tuple(labels.shape), (count,))
+    return TensorDataset(
+        _normalised(images.unsqueeze(1), MNIST_MEAN, MNIST_STD),
+        checked_labels(labels_path, labels, classes=10),
+    )
+
+
+def fetch_mnist(
+    folder: Path, *, files: Mapping[str, Remote] = MNIST_FILES, progress: Progress | None = None
+) -> None:
+    """Fetch the files of MNIST that are not in a folder.
+
+    Args:
+        folder: the data folder.
+        files: the four files by their names without .gz.
+        progress: called as bytes arrive.
+
+    Raises:
+        DataError: a file could not be fetched.
+    """
+    raw = folder / "MNIST" / "raw"
+    for name, remote in files.items():
+        if _mnist_path(raw, name) is None:
+            net.fetch(remote, raw / f"{name}.gz", progress=progress)
+
+
+def read_cifar10(folder: Path, *, batch_count: int = 10_000) -> Splits:
+    """Read `cifar-10-batches-bin/*.bin` in a folder.
+
+    Args:
+        folder: the data folder.
+        batch_count: records that each of the six files must have.
+
+    Returns:
+        The set, normalised.
+
+    Raises:
+        DataError: a file is missing or not what it must be.
+    """
+    raw = folder / _CIFAR10_FOLDER
+    missing = [name for name in (*_CIFAR10_TRAIN, _CIFAR10_TEST) if not (raw / name).exists()]
+    if missing:
+        raise DataError(
+            f"CIFAR-10 is not in {folder}: looked for {', '.join(missing)} in {raw}; "
+            f"run with --download, or put the files of {CIFAR10_ARCHIVE.url} (the binary version) there"
+        )
+    train = _cifar10_split([raw / name for name in _CIFAR10_TRAIN], batch_count)
+    test = _cifar10_split([raw / _CIFAR10_TEST], batch_count)
+    return Splits(train=train, test=test, classes=10, sample_shape=(3, 32, 32))
+
+
+def _cifar10_split(paths: list[Path], batch_count: int) -> TensorDataset:
+    batches = []
+    for path in paths:
+        images, labels = read_cifar_batch(path)
+        _must_be(path, "records", (len(labels),), (batch_count,))
+        batches.append((images, labels))
+    pixels = torch.cat([images for images, _ in batches])
+    return TensorDataset(
+        _normalised(pixels, CIFAR10_MEAN, CIFAR10_STD), torch.cat([labels for _, labels in batches])
+    )
+
+
+def fetch_cifar10(
+    folder: Path,
+    *,
+    archive: Remote = CIFAR10_ARCHIVE,
+    batch_count: int = 10_000,
+    progress: Progress | None = None,
+) -> None:
+    """Fetch and unpack CIFAR-10 unless its six files are in a folder; the archive is deleted afterwards.
+
+    Args:
+        folder: the data folder.
+        archive: the gzipped tar.
+        batch_count: records of each of the six files in it.
+        progress: called as bytes arrive.
+
+    Raises:
+        DataError: the archive could not be fetched or unpacked.
+    """
+    raw = folder / _CIFAR10_FOLDER
+    names = (*_CIFAR10_TRAIN, _CIFAR10_TEST)
+    if all((raw / name).exists() for name in names):
+        return
+    target = folder / "cifar-10-binary.tar.gz"
+    net.fetch(archive, target, progress=progress)
+    members = [f"{_CIFAR10_FOLDER}/{name}" for name in names]
+    net.unpack(target, raw, members=members, size_bytes=batch_count * CIFAR_RECORD_BYTES)
+    target.unlink(missing_ok=True)
+
+
+def _must_be(path: Path, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise DataError(
+            f"{path}: expected {' x '.join(f'{n:,}' for n in expected)} {what}, found "
+            f"{' x '.join(f'{n:,}' for n in found)}; delete it and fetch it again"
+        )
+
+
+def _normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Pixels, uint8 (N, C, H, W), to (pixel / 255 - mean) / std, float32."""
+    shape = (1, -1, 1, 1)
+    scaled = pixels.to(torch.float32).div_(255)
+    return scaled.sub_(torch.tensor(mean).reshape(shape)).div_(torch.tensor(std).reshape(shape))
