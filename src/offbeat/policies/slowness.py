@@ -1,0 +1,173 @@
+"""Injected slowness: which worker takes how many times as long, and when, as rules written in one line each.
+
+Every process asks its own copy and all copies agree: chance comes from the seed, the epoch and the rule's
+place in the list, never from shared or global state. Nothing here sleeps; the session sleeps
+(factor - 1) times the compute time that it measured.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+FORMS = (
+    "WORKER:FACTOR or random:FACTOR, and after it @START-END (parts of an epoch), @burst=SLOW/PERIOD (steps) "
+    "or nothing"
+)
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_RULE = re.compile(
+    rf"(?P<worker>random|[0-9]+):(?P<factor>{_NUMBER})"
+    rf"(?:@(?:(?P<start>{_NUMBER})-(?P<end>{_NUMBER})|burst=(?P<slow>[0-9]+)/(?P<period>[0-9]+)))?"
+)
+_TEXT_CHARACTERS_MAX = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPart:
+    """From `start` (included) to `end` (excluded) of every epoch, as parts of its steps, 0 to 1."""
+
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.start < self.end <= 1.0:
+            raise ValueError(
+                f"expected a part of an epoch, 0 <= start < end <= 1, got {self.start:g}-{self.end:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Burst:
+    """The first `slow_steps` of every `period_steps` steps, counted over the whole run."""
+
+    slow_steps: int
+    period_steps: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slow_steps <= self.period_steps:
+            raise ValueError(
+                f"expected a burst of 1 to {self.period_steps} slow steps in a period of "
+                f"{self.period_steps}, got {self.slow_steps}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRule:
+    """One worker takes `factor` times as long, always or at times.
+
+    Attributes:
+        worker: the worker's id, or None for one that is drawn anew each epoch, each alike likely.
+        factor: how many times as long a step takes; finite, at least 1 (1 = not slower).
+        when: None for always.
+    """
+
+    worker: int | None
+    factor: float
+    when: EpochPart | Burst | None = None
+
+    def __post_init__(self) -> None:
+        if self.worker is not None and self.worker < 0:
+            raise ValueError(f"expected a worker of at least 0, got {self.worker}")
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ValueError(f"expected a finite factor of at least 1 (1 = not slower), got {self.factor:g}")
+
+
+def parse(text: str) -> SlowRule:
+    """Read one rule: `1:5`, `random:3`, `1:5@0.0-0.5`, `random:3@0.5-1`, `1:5@burst=20/100`.
+
+    Raises:
+        ValueError: one line that names the text, what was expected and what is wrong with it.
+    """
+    shown = repr(text[:_TEXT_CHARACTERS_MAX])
+    found = _RULE.fullmatch(text) if len(text) <= _TEXT_CHARACTERS_MAX else None
+    if found is None:
+        raise ValueError(f"slowness {shown} is not understood: expected {FORMS}, e.g. 1:5, random:3@0.0-0.5")
+    when: EpochPart | Burst | None = None
+    try:
+        if found["start"] is not None:
+            when = EpochPart(start=float(found["start"]), end=float(found["end"]))
+        elif found["slow"] is not None:
+            when = Burst(slow_steps=int(found["slow"]), period_steps=int(found["period"]))
+        worker = None if found["worker"] == "random" else int(found["worker"])
+        return SlowRule(worker=worker, factor=float(found["factor"]), when=when)
+    except ValueError as error:
+        raise ValueError(f"slowness {shown}: {error}") from None
+
+
+class Slowness:
+    """Says how many times as long each worker takes in each step.
+
+    Rules that hold for one worker in one step multiply, as a passing hindrance on a machine that is slow
+    anyway does: `1:2` and `random:3` make worker 1, when drawn, 6 times slower.
+
+    Args:
+        rules: any number, none of them naming a worker outside 0 to `workers` - 1.
+        workers: how many workers there are, at least 1; a random rule draws among them.
+        seed: two jobs with one seed draw the same victims.
+
+    Raises:
+        ValueError: a bad count, or a rule about a worker that does not exist.
+    """
+
+    def __init__(self, rules: Sequence[SlowRule], *, workers: int, seed: int) -> None:
+        if workers < 1:
+            raise ValueError(f"expected at least 1 worker, got {workers}")
+        for rule in rules:
+            if rule.worker is not None and rule.worker >= workers:
+                raise ValueError(
+                    f"slowness names worker {rule.worker}, but the workers are 0 to {workers - 1}: "
+                    "name one of those or 'random'"
+                )
+        self._rules = tuple(rules)
+        self._workers = workers
+        self._seed = seed
+
+    def factor(
+        self, worker: int, epoch: int, step_in_epoch: int, steps_per_epoch: int | None, step: int
+    ) -> float:
+        """Return how many times as long this step takes; 1.0 is normal.
+
+        Args:
+            worker: the worker that asks.
+            epoch: counted from 0.
+            step_in_epoch: counted from 0 in each epoch.
+            steps_per_epoch: None where it is not known; then no rule may speak of a part of an epoch.
+            step: counted from 0 over the whole run.
+
+        Raises:
+            ValueError: a rule speaks of a part of an epoch and `steps_per_epoch` is None or less than 1.
+        """
+        product = 1.0
+        for index, rule in enumerate(self._rules):
+            # When comes before who, so that a missing steps_per_epoch is refused on all workers alike.
+            if _holds(rule.when, step_in_epoch, steps_per_epoch, step) and worker == (
+                _victim(self._seed, epoch, index, self._workers) if rule.worker is None else rule.worker
+            ):
+                product *= rule.factor
+        return product
+
+
+def _holds(
+    when: EpochPart | Burst | None, step_in_epoch: int, steps_per_epoch: int | None, step: int
+) -> bool:
+    if when is None:
+        return True
+    if isinstance(when, Burst):
+        return step % when.period_steps < when.slow_steps
+    if steps_per_epoch is None or steps_per_epoch < 1:
+        raise ValueError(
+            f"slowness in the part {when.start:g}-{when.end:g} of an epoch needs the number of steps in an "
+            f"epoch, got {steps_per_epoch}: use session.batches, which knows it, or a burst instead"
+        )
+    # A quotient of two integers is rounded just as the rule's decimals were, so 0.7 begins at step 7 of 10.
+    return when.start <= step_in_epoch / steps_per_epoch < when.end
+
+
+@lru_cache(maxsize=64)
+def _victim(seed: int, epoch: int, index: int, workers: int) -> int:
+    """Draw the epoch's victim; a text as seed, because hashes of texts alone are fixed across processes."""
+    return random.Random(f"slowness {seed} {epoch} {index}").randrange(workers)
