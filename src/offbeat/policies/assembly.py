@@ -1,0 +1,226 @@
+"""Who is here at the start, and whether they came to do the same work.
+
+Nothing here knows what happens once the job runs: after its Start, this policy only turns away those who
+come too late.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Evaluated,
+    Event,
+    Failed,
+    Joined,
+    Left,
+    Lost,
+    Peer,
+    Ready,
+    Refuse,
+    Start,
+    StepTimed,
+    Stop,
+    Tick,
+)
+
+_NAMED_MAX = 16
+
+
+class Assembly:
+    """Starts the job once every worker is here with the same model and strategy, or says why it cannot.
+
+    Before the Start, the first thing that is wrong ends the job with one Stop. After a Start or a Stop,
+    nothing but a Refuse to whoever comes still.
+
+    Args:
+        world: how many workers make up the job, at least 1; their ids are 0 to `world` - 1.
+        deadline_s: how long after the first event the last worker may come. The default leaves a cluster
+            time to start its processes and import torch on a cold file system.
+
+    Raises:
+        ValueError: a world or deadline out of range.
+    """
+
+    def __init__(self, world: int, deadline_s: float = 30.0) -> None:
+        if world < 1:
+            raise ValueError(f"expected a world of at least 1 worker, got {world}")
+        if not deadline_s > 0:
+            raise ValueError(f"expected a deadline of more than 0 seconds, got {deadline_s}")
+        self._world = world
+        self._deadline_s = deadline_s
+        self._first_event_s: float | None = None
+        self._present: dict[int, tuple[Peer, str]] = {}  # the peer and its place, in the order they came
+        self._strategy = ""  # as the first that came has it; everybody present has the same
+        self._model: tuple[str, ...] = ()  # likewise
+        self._over: str | None = None  # why nobody may come any more
+
+    def handle(self, event: Event) -> list[Action]:
+        """Answer with a Start, a Stop, a Refuse or nothing.
+
+        Raises:
+            ProtocolError: a worker that the job does not have is said to have gone; nothing changes.
+        """
+        if self._first_event_s is None:
+            self._first_event_s = event.now_s
+        match event:
+            case Joined():
+                return self._joined(event)
+            case Lost() | Failed() | Left():
+                return self._gone(event)
+            case Tick():
+                return self._tick(event.now_s)
+            case Ready() | StepTimed() | Evaluated():
+                return []
+            case _:
+                assert_never(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not an argument of the constructor, as plain data."""
+        return {
+            "first_event_s": self._first_event_s,
+            "present": [
+                {"worker": peer.worker, "peer": peer.name, "addresses": list(peer.addresses), "place": place}
+                for peer, place in self._present.values()
+            ],
+            "strategy": self._strategy,
+            "model": list(self._model),
+            "over": self._over,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a policy with the same arguments."""
+        self._first_event_s = state["first_event_s"]
+        self._present = {
+            one["worker"]: (
+                Peer(worker=one["worker"], name=one["peer"], addresses=tuple(one["addresses"])),
+                one["place"],
+            )
+            for one in state["present"]
+        }
+        self._strategy = state["strategy"]
+        self._model = tuple(state["model"])
+        self._over = state["over"]
+
+    def _joined(self, event: Joined) -> list[Action]:
+        if self._over is not None:
+            return [Refuse(peer=event.peer, reason=self._refusal(event))]
+        wrong = self._wrong(event)
+        if wrong is not None:
+            return self._stop(event.worker, None, wrong)
+        if not self._present:
+            self._strategy, self._model = event.strategy, event.model
+        peer = Peer(worker=event.worker, name=event.peer, addresses=event.addresses)
+        self._present[event.worker] = (peer, event.place)
+        if len(self._present) < self._world:
+            return []
+        self._over = "the job has started without it"
+        peers = tuple(self._present[worker][0] for worker in range(self._world))
+        return [Start(peers=peers, reason=f"all {self._world} workers are here with the same model")]
+
+    def _wrong(self, event: Joined) -> str | None:
+        """Say why this worker cannot take part in this job, if it cannot."""
+        newcomer = f"worker {event.worker} ({event.place})"
+        if event.world != self._world:
+            return (
+                f"{newcomer} expects a world of {event.world} workers, this job has {self._world}: "
+                "start every worker with the same WORLD_SIZE"
+            )
+        if not 0 <= event.worker < self._world:
+            return (
+                f"{newcomer} is none of the workers 0 to {self._world - 1} of a world of {self._world}: "
+                "give every worker a RANK of its own below WORLD_SIZE"
+            )
+        if event.worker in self._present:
+            return (
+                f"two workers call themselves worker {event.worker}, at {self._present[event.worker][1]} "
+                f"and at {event.place}: give every worker a RANK of its own"
+            )
+        if not self._present:
+            return None
+        earlier, place = next(iter(self._present.values()))
+        first = f"worker {earlier.worker} ({place})"
+        if event.strategy != self._strategy:
+            return (
+                f"{newcomer} runs the strategy {event.strategy!r}, {first} runs {self._strategy!r}: "
+                "give every worker the same strategy"
+            )
+        difference = _difference(first, self._model, newcomer, event.model)
+        if difference is not None:
+            return f"{difference}: build the same model on every worker"
+        return None
+
+    def _refusal(self, event: Joined) -> str:
+        if event.worker in self._present:
+            return (
+                f"worker {event.worker} ({event.place}) cannot take part: its id is taken by the one at "
+                f"{self._present[event.worker][1]}, and {self._over}"
+            )
+        return f"worker {event.worker} ({event.place}) cannot take part: {self._over}"
+
+    def _gone(self, event: Lost | Failed | Left) -> list[Action]:
+        if not 0 <= event.worker < self._world:
+            raise ProtocolError(
+                f"expected a worker from 0 to {self._world - 1}, "
+                f"got {type(event).__name__} of worker {event.worker}"
+            )
+        if self._over is not None:
+            return []
+        here = self._present.get(event.worker)
+        who = f"worker {event.worker}" + (f" ({here[1]})" if here else "")
+        match event:
+            case Lost():
+                return self._stop(event.worker, None, f"{who} was lost before the start: {event.cause}")
+            case Failed():
+                return self._stop(event.worker, event.step, f"{who} failed before the start: {event.error}")
+            case Left():
+                reason = f"{who} left before the start, {self._count()}"
+                return self._stop(event.worker, event.step, reason)
+            case _:
+                assert_never(event)
+
+    def _tick(self, now_s: float) -> list[Action]:
+        assert self._first_event_s is not None
+        if self._over is not None or now_s - self._first_event_s <= self._deadline_s:
+            return []
+        missing = [worker for worker in range(self._world) if worker not in self._present]
+        names = ", ".join(str(worker) for worker in missing[:_NAMED_MAX]) + _more(len(missing))
+        return self._stop(
+            missing[0] if len(missing) == 1 else None,
+            None,
+            f"{'worker' if len(missing) == 1 else 'workers'} {names} did not come within "
+            f"{self._deadline_s:g} s, {self._count()}: see why the missing ones did not start, "
+            "or start the job with fewer",
+        )
+
+    def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:
+        self._over = f"the job has ended ({reason})"
+        return [Stop(worker=worker, step=step, reason=reason)]
+
+    def _count(self) -> str:
+        here = sorted(self._present.items())
+        names = ", ".join(f"worker {worker} ({place})" for worker, (_, place) in here[:_NAMED_MAX])
+        return f"{len(here)} of {self._world} are here" + (f" ({names}{_more(len(here))})" if here else "")
+
+
+def _more(count: int) -> str:
+    return f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
+
+
+def _difference(who: str, model: tuple[str, ...], other: str, other_model: tuple[str, ...]) -> str | None:
+    """Name the first parameter or buffer in which two models differ, if they do."""
+    for index, (one, another) in enumerate(zip(model, other_model, strict=False)):
+        if one != another:
+            return f"parameter or buffer {index} of the model is {one!r} on {who} but {another!r} on {other}"
+    if len(model) == len(other_model):
+        return None
+    longer, shorter, lines = (
+        (who, other, model) if len(model) > len(other_model) else (other, who, other_model)
+    )
+    common = min(len(model), len(other_model))
+    return (
+        f"the model has {len(lines)} parameters and buffers on {longer} but {common} on {shorter}: "
+        f"{lines[common]!r} is the first that the latter lacks"
+    )
