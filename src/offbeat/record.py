@@ -1,0 +1,381 @@
+"""Events and actions as plain data, on the wire and in the run log; and the replay of a log.
+
+A run log is JSON lines: a header with the log's version and the job's policies, then every event as the
+policies got it, each followed by the actions that they answered with. This module opens no connection,
+reads no clock, and decides nothing but whether data are what they should be.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from offbeat.errors import ProtocolError
+from offbeat.events import Action, Evaluated, Event
+from offbeat.policies import Policy, decide
+
+LOG_VERSION: Final = 1
+MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024  # a Joined that describes 100,000 parameters stays below it
+_BUFFER_BYTES_MAX: Final = 64 * 1024
+_VERSION_KEY: Final = "offbeat_log"
+_POLICY_PATH: Final = re.compile(r"(offbeat\.policies(?:\.[a-z][a-z0-9_]*)+):([A-Z][A-Za-z0-9]*)")
+
+_NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]
+
+
+def _shape(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
+    """Derive what plain data of a dataclass must be: its fields, no other, and a "type" that names it."""
+    hints = get_type_hints(kind)
+    columns = [
+        (field.name, _constrained(hints[field.name]))
+        for field in fields(kind)
+        if not (without_clock and field.name == "now_s")
+    ]
+    return msgspec.defstruct(
+        kind.__name__, columns, tag=kind.__name__, tag_field="type", forbid_unknown_fields=True, kw_only=True
+    )
+
+
+def _constrained(hint: Any) -> Any:
+    """Bound every number of a field: counts and durations are finite and not negative, metrics are free."""
+    if hint is int:
+        return _Count
+    if hint is float:
+        return _Amount
+    if hint == int | None:
+        return _Count | None
+    if hint == dict[str, float]:
+        return dict[str, float | _NotFinite]
+    if get_origin(hint) is tuple:
+        return tuple[_constrained(get_args(hint)[0]), ...]  # type: ignore[misc]
+    if is_dataclass(hint):
+        return msgspec.defstruct(
+            cast(type, hint).__name__,
+            [(name, _constrained(inner)) for name, inner in get_type_hints(hint).items()],
+            forbid_unknown_fields=True,
+            kw_only=True,
+        )
+    assert hint is str, f"events and actions hold no {hint}"
+    return str
+
+
+_EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
+_ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
+_KINDS: Final = _EVENTS | _ACTIONS
+_EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]
+_ACTION_SHAPES: Final = [_shape(kind) for kind in _ACTIONS.values()]
+_SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])  # type: ignore[arg-type]
+
+_event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_SHAPES)])  # type: ignore[misc,arg-type]
+_action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_SHAPES)])  # type: ignore[misc,arg-type]
+_line_decoder: Final = msgspec.json.Decoder(_SHAPE)
+_json: Final = msgspec.json.Encoder()
+_msgpack: Final = msgspec.msgpack.Encoder()
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def to_plain(thing: Event | Action) -> dict[str, Any]:
+    """Return an event or action as a dict of plain data with its class's name under "type"."""
+    plain: dict[str, Any] = {"type": type(thing).__name__, **msgspec.to_builtins(thing)}
+    if isinstance(thing, Evaluated):
+        plain["metrics"] = {name: _plain_metric(value) for name, value in thing.metrics.items()}
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> Event | Action:
+    """Return the event or action that `to_plain` made this of.
+
+    Raises:
+        ProtocolError: an unknown type, a field too many or too few, of another type, or out of range.
+    """
+    try:
+        return _thing(msgspec.convert(plain, _SHAPE))
+    except _MALFORMED as error:
+        raise ProtocolError(f"expected an event or action as plain data: {error}") from None
+
+
+def encode(events: Sequence[Event]) -> bytes:
+    """Return a control message that holds these events, without `now_s`, which the receiver gives."""
+    plains = [to_plain(event) for event in events]
+    for plain in plains:
+        del plain["now_s"]
+    return _packed(plains)
+
+
+def decode_events(data: bytes, now_s: float) -> list[Event]:
+    """Return the events of a control message, as having come at `now_s`.
+
+    Whether the sender may speak of these events is for the caller to judge.
+
+    Raises:
+        ProtocolError: the message is too long, is no list of events, or a field is out of range.
+    """
+    return [cast(Event, _thing(shape, now_s=now_s)) for shape in _unpacked(data, _event_decoder, "events")]
+
+
+def encode_actions(actions: Sequence[Action]) -> bytes:
+    """Return a control message that holds these actions."""
+    return _packed([to_plain(action) for action in actions])
+
+
+def decode_actions(data: bytes) -> list[Action]:
+    """Return the actions of a control message.
+
+    Raises:
+        ProtocolError: the message is too long, is no list of actions, or a field is out of range.
+    """
+    return [cast(Action, _thing(shape)) for shape in _unpacked(data, _action_decoder, "actions")]
+
+
+def _packed(plains: list[dict[str, Any]]) -> bytes:
+    try:
+        return _msgpack.encode(plains)
+    except UnicodeEncodeError:
+        return _msgpack.encode(_escaped(plains))
+
+
+def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> list[msgspec.Struct]:
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"expected {what} in at most {MESSAGE_BYTES_MAX} bytes, got {len(data)} bytes")
+    try:
+        return cast(list[msgspec.Struct], decoder.decode(data))
+    except _MALFORMED as error:
+        raise ProtocolError(f"expected a list of {what}: {error}") from None
+
+
+def _thing(shape: msgspec.Struct, **clock: float) -> Event | Action:
+    """Build the dataclass of data that fit its shape; not strict, so that "nan" becomes the number again."""
+    kind = _KINDS[type(shape).__name__]
+    whole = {**msgspec.structs.asdict(shape), **clock}
+    return cast("Event | Action", msgspec.convert(whole, kind, strict=False, from_attributes=True))
+
+
+def _plain_metric(value: float) -> float | str:
+    return value if value - value == 0 else str(float(value))
+
+
+def _escaped(data: Any) -> Any:
+    """Replace what UTF-8 cannot carry (halves of surrogate pairs, from file names) by backslash escapes."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "backslashreplace").decode()
+    if isinstance(data, dict):
+        return {_escaped(key): _escaped(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_escaped(value) for value in data]
+    return data
+
+
+class LogWriter:
+    """Writes a run log; for one thread.
+
+    A line reaches the file when more than 64 KiB wait, or at `flush`, which the caller calls on a timer: so
+    the caller bounds what a killed run loses. The buffer goes out on its own only before an event, never
+    between an event and its actions.
+
+    Args:
+        path: the file; a log that is there already is replaced.
+        header: plain data for the first line, among them "policies": a list of {"path": "module:Class",
+            "arguments": {…}} in the order in which they are asked.
+
+    Raises:
+        OSError: the file cannot be written; also from every method.
+    """
+
+    def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
+        self._buffer = bytearray()
+        self._write({_VERSION_KEY: LOG_VERSION, **header})
+        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 (open until close)
+        self.flush()
+
+    def event(self, event: Event) -> None:
+        """Add an event that the policies are asked about."""
+        if len(self._buffer) > _BUFFER_BYTES_MAX:
+            self.flush()
+        self._write(to_plain(event))
+
+    def actions(self, actions: Sequence[Action]) -> None:
+        """Add the answers to the last event, in their order."""
+        for action in actions:
+            self._write(to_plain(action))
+
+    def flush(self) -> None:
+        """Hand every line to the operating system."""
+        while self._buffer:
+            written = self._file.write(self._buffer)
+            del self._buffer[:written]
+
+    def close(self) -> None:
+        """Write what waits and close the file; a second time does nothing."""
+        if not self._file.closed:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+
+    def _write(self, plain: dict[str, Any]) -> None:
+        length = len(self._buffer)
+        try:
+            _json.encode_into(plain, self._buffer, -1)
+        except UnicodeEncodeError:
+            del self._buffer[length:]
+            _json.encode_into(_escaped(plain), self._buffer, -1)
+        self._buffer += b"\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """A run log as it was read.
+
+    Attributes:
+        header: the first line, its version included.
+        entries: events, each followed by its actions.
+        cut_off: the run was killed while it wrote: a last, partial line was left out, and the last event may
+            lack actions.
+    """
+
+    header: dict[str, Any]
+    entries: list[Event | Action]
+    cut_off: bool = False
+
+
+def read_log(path: str | Path) -> Log:
+    """Read a whole run log; only its last line may be incomplete.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is empty, no run log, of a newer version, or a line is not what it should be; the text
+            names the file and the line.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        header = _header(path, file.readline(MESSAGE_BYTES_MAX))
+        entries: list[Event | Action] = []
+        for number, line in enumerate(file, start=2):
+            try:
+                entry = _thing(_line_decoder.decode(line))
+            except _MALFORMED as error:
+                if not line.endswith(b"\n"):
+                    return Log(header=header, entries=entries, cut_off=True)
+                raise ValueError(f"{path}, line {number}: expected an event or action: {error}") from None
+            if not entries and type(entry).__name__ not in _EVENTS:
+                raise ValueError(f"{path}, line {number}: expected an event before the first action")
+            entries.append(entry)
+    return Log(header=header, entries=entries)
+
+
+def _header(path: Path, line: bytes) -> dict[str, Any]:
+    expected = f"expected a run log, whose first line is a JSON object with {_VERSION_KEY!r}"
+    if not line:
+        raise ValueError(f"{path} is empty: {expected}")
+    try:
+        header = msgspec.json.decode(line, type=dict[str, Any])
+    except _MALFORMED:
+        raise ValueError(f"{path} is not a run log: {expected}") from None
+    version = header.get(_VERSION_KEY)
+    if type(version) is not int or version < 1:
+        raise ValueError(f"{path} is not a run log: {expected}")
+    if version > LOG_VERSION:
+        raise ValueError(
+            f"{path} is a run log of version {version}, expected at most version {LOG_VERSION}: "
+            "read it with the offbeat that wrote it, or a newer one"
+        )
+    return header
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where a replay first departs from its log.
+
+    Attributes:
+        entry: the number of the event's entry, from 1; its line in the file is one more, for the header.
+        event: what the policies were asked.
+        expected: what they answered then, as recorded.
+        got: what they answer now.
+    """
+
+    entry: int
+    event: Event
+    expected: tuple[Action, ...]
+    got: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"entry {self.entry} (line {self.entry + 1}): to {_shown([self.event])}\n"
+            f"  the log has the answer {_shown(self.expected)}\n"
+            f"  the policies now give  {_shown(self.got)}"
+        )
+
+
+def replay(log: Log) -> Difference | None:
+    """Ask fresh policies about every event of a log; return where they first answer otherwise, if they do.
+
+    Raises:
+        ValueError: the header does not say which policies to build, or names something else than a policy.
+    """
+    policies = _policies(log.header)
+    answered = list(_answered(log.entries))
+    for place, (number, event, expected) in enumerate(answered):
+        got = tuple(decide(policies, event))
+        if log.cut_off and place == len(answered) - 1:
+            got = got[: len(expected)]
+        if got != expected:
+            return Difference(entry=number, event=event, expected=expected, got=got)
+    return None
+
+
+def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
+    """Build the policy that `path`, "offbeat.policies.MODULE:Class", names.
+
+    Raises:
+        ValueError: the path leads elsewhere or to nothing, or the policy does not take these arguments.
+    """
+    expected = f"expected a policy as 'offbeat.policies.MODULE:Class', got {path!r}"
+    found = _POLICY_PATH.fullmatch(path)
+    if found is None:
+        raise ValueError(expected)
+    try:
+        kind = getattr(importlib.import_module(found[1]), found[2], None)
+    except ModuleNotFoundError:
+        raise ValueError(f"{expected}: there is no such module") from None
+    if not (inspect.isclass(kind) and kind.__module__ == found[1] and hasattr(kind, "handle")):
+        raise ValueError(f"{expected}: {found[1]} defines no such policy")
+    try:
+        return cast(Policy, kind(**arguments))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the policy {path} cannot be built with {arguments}: {error}") from None
+
+
+def _policies(header: dict[str, Any]) -> list[Policy]:
+    class Line(msgspec.Struct):
+        path: str
+        arguments: dict[str, Any] = {}
+
+    try:
+        lines = msgspec.convert(header.get("policies"), list[Line])
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"expected the log's header to list its policies, with path and arguments: {error}"
+        ) from None
+    return [build_policy(line.path, line.arguments) for line in lines]
+
+
+def _answered(entries: list[Event | Action]) -> Iterator[tuple[int, Event, tuple[Action, ...]]]:
+    """Yield every event with its number and its actions."""
+    starts = [index for index, entry in enumerate(entries) if type(entry).__name__ in _EVENTS]
+    for start, stop in zip(starts, [*starts[1:], len(entries)], strict=True):
+        yield start + 1, cast(Event, entries[start]), tuple(cast("list[Action]", entries[start + 1 : stop]))
+
+
+def _shown(things: Sequence[Event | Action]) -> str:
+    return ", ".join(_json.encode(to_plain(thing)).decode() for thing in things) or "nothing"
