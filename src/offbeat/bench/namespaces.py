@@ -1,0 +1,258 @@
+"""Several hosts on one machine: network namespaces joined by a bridge, each with a line of a given rate.
+
+A host here is a network namespace with one interface and one address. The bridge that joins them lives in
+a namespace of its own, so the machine's own network is never touched, and no two runs can meet: every
+run has its own names and its own, unconnected network (which is why all use the same addresses).
+
+A line is full duplex and shaped by `tc tbf` at both ends: at the host, as its network card would, and at the
+bridge's port, as a switch would, so that several hosts that send to one share its line. What does not fit
+waits at the bridge's port for up to 8 ms (1 MB at 1 Gbit/s, an ordinary switch's buffer) and is dropped
+after that. The choice of the bucket (`burst`) is between two faults. Too small, and the rate is not reached,
+because the kernel's timers are late by some 0.1 ms and what the bucket cannot hold is lost: at
+1 Gbit/s, four hosts sending at once on 2 cores got 908 Mbit/s each with 18 KB, 951 with 24 KB, 954 with 70 KB
+(956 is the most that TCP can get: 1448 of 1514 bytes). Too large, and a small message after a pause
+crosses at no cost at all. 25 KB (0.2 ms of the rate) it is, and segments are limited to 16 KB, so that
+they fit into it. So a message after a pause is up to 0.2 ms early; the next ones are not.
+
+Not imitated: propagation delay and loss (netem is not in every kernel), and anything about the hosts but their
+network: they share the cores, the memory and the file system. A Unix socket therefore still joins two hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from offbeat.errors import OffbeatError
+
+INTERFACE = "eth0"
+_HOSTS_MAX = 250
+_RATE_MIN_BIT_PER_S = 1_000_000
+_FRAME_BYTES = 1514
+_BURST_S = 200e-6
+_BUFFER_S = 8e-3
+_CARD_QUEUE_S = 32e-3  # TCP itself keeps a sender's queue shorter than this
+_SEGMENT_BYTES_MAX = 65_536
+_COMMAND_LIMIT_S = 30.0
+_CAP_NET_ADMIN = 12
+_CAP_SYS_ADMIN = 21
+_NAME = re.compile(r"offbeat-(?P<pid>\d+)-(?P<began>\d+)-\d+-(switch|\d+)")
+_runs = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One host of a run.
+
+    Attributes:
+        name: of its network namespace.
+        address: its IPv4 address, which the run's other hosts reach.
+        interface: its network interface (for GLOO_SOCKET_IFNAME).
+        congestion_control: the TCP congestion control in force.
+        rate_bit_per_s: of its line, each way; None where nothing limits it.
+    """
+
+    name: str
+    address: str
+    interface: str
+    congestion_control: str
+    rate_bit_per_s: int | None
+
+    @property
+    def prefix(self) -> list[str]:
+        """What to put before a command to run it on this host."""
+        return ["ip", "netns", "exec", self.name]
+
+
+def missing() -> str | None:
+    """Return what this process lacks to make hosts, in words, or None."""
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"the command{'s' if len(tools) > 1 else ''} {' and '.join(tools)} (package iproute2)"
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+        held = int(found[1], 16) if found else 0
+        if held >> _CAP_NET_ADMIN & held >> _CAP_SYS_ADMIN & 1:
+            return None
+    return "the rights of root (CAP_NET_ADMIN and CAP_SYS_ADMIN)"
+
+
+@contextlib.contextmanager
+def hosts(count: int, *, rate_bit_per_s: int | None = None) -> Iterator[list[Host]]:
+    """Make `count` hosts, joined by a switch, for as long as the context lasts.
+
+    They are removed, and what still runs in them is killed, however the context ends: also by an exception,
+    Ctrl-C, SIGTERM or SIGHUP (which become SystemExit in the main thread, unless they are handled already).
+    After SIGKILL the next run of anybody removes them.
+
+    The congestion control is cubic, the usual one, where the kernel lets a namespace have it: cubic must be in
+    the machine's net.ipv4.tcp_allowed_congestion_control. Else it is reno, which fills a line just as
+    well, and not the machine's default, which may pace (BBR).
+
+    Args:
+        count: 1 to 250.
+        rate_bit_per_s: of each host's line, each way, at least 1,000,000; None leaves the lines unlimited.
+
+    Raises:
+        ValueError: a bad argument.
+        OffbeatError: no root, no `ip` or `tc`, or one of them failed.
+    """
+    if not 1 <= count <= _HOSTS_MAX:
+        raise ValueError(f"count must be from 1 to {_HOSTS_MAX}, not {count}")
+    if rate_bit_per_s is not None and rate_bit_per_s < _RATE_MIN_BIT_PER_S:
+        raise ValueError(f"rate_bit_per_s must be at least {_RATE_MIN_BIT_PER_S}, not {rate_bit_per_s}")
+    lack = missing()
+    if lack is not None:
+        raise OffbeatError(f"making hosts on this machine needs {lack}")
+    remove_stale()
+    run = f"offbeat-{os.getpid()}-{_began(os.getpid())}-{next(_runs)}"
+    with _ended_by_signals():
+        try:
+            yield _make(run, count, rate_bit_per_s)
+        finally:
+            for name in sorted(_names(), reverse=True):  # the switch first, and with it every line
+                if name.startswith(f"{run}-"):
+                    _remove(name)
+
+
+def remove_stale() -> None:
+    """Remove the hosts of runs whose process is gone."""
+    for name in _names():
+        found = _NAME.fullmatch(name)
+        if found is not None and _began(int(found["pid"])) != found["began"]:
+            with contextlib.suppress(OffbeatError):  # somebody else may be removing it too
+                _remove(name)
+
+
+def _make(run: str, count: int, rate_bit_per_s: int | None) -> list[Host]:
+    switch = f"{run}-switch"
+    _command("ip", "netns", "add", switch)
+    _command("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+    _command("ip", "-n", switch, "link", "set", "br0", "up")
+    made = []
+    for index in range(count):
+        name, port, address = f"{run}-{index}", f"port{index}", f"10.90.0.{index + 1}"
+        _command("ip", "netns", "add", name)
+        line = (
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            switch,
+        )
+        _command("ip", *line)
+        congestion_control = _settle(name)
+        if rate_bit_per_s is not None:
+            _shape(name, INTERFACE, rate_bit_per_s, _CARD_QUEUE_S)
+            _shape(switch, port, rate_bit_per_s, _BUFFER_S)
+        _command("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+        _command("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+        _command("ip", "-n", name, "link", "set", "lo", "up")
+        _command("ip", "-n", name, "link", "set", INTERFACE, "up")
+        host = Host(
+            name=name,
+            address=address,
+            interface=INTERFACE,
+            congestion_control=congestion_control,
+            rate_bit_per_s=rate_bit_per_s,
+        )
+        made.append(host)
+    return made
+
+
+def _shape(namespace: str, interface: str, rate_bit_per_s: int, queue_s: float) -> None:
+    bytes_per_s = rate_bit_per_s / 8
+    burst = max(4 * _FRAME_BYTES, round(bytes_per_s * _BURST_S))
+    segment = min(_SEGMENT_BYTES_MAX, burst * 2 // 3)
+    limit = max(2 * burst, round(bytes_per_s * queue_s))
+    _command("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(segment))
+    bucket = ("tbf", "rate", f"{rate_bit_per_s}bit", "burst", f"{burst}b", "limit", f"{limit}b")
+    _command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)
+
+
+def _settle(namespace: str) -> str:
+    """Set the namespace's TCP and return the congestion control in force."""
+    script = """
+        cd /proc/sys/net
+        echo 1 > ipv4/tcp_no_metrics_save  # else a connection inherits what earlier ones learnt
+        [ ! -e ipv6/conf/all/disable_ipv6 ] || echo 1 > ipv6/conf/all/disable_ipv6
+        { echo cubic || echo reno; } 2>/dev/null > ipv4/tcp_congestion_control
+        cat ipv4/tcp_congestion_control
+    """
+    return _command("ip", "netns", "exec", namespace, "sh", "-c", script).strip()
+
+
+def _names() -> list[str]:
+    return [line.split()[0] for line in _command("ip", "netns", "list").splitlines() if line.strip()]
+
+
+def _remove(name: str) -> None:
+    for pid in _command("ip", "netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _command("ip", "netns", "delete", name)
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, in the kernel's ticks after boot, or "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _command(*command: str) -> str:
+    # A session of its own: the Ctrl-C that ends the run must not end the commands that clean up after it.
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_LIMIT_S,
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OffbeatError(f"`{' '.join(command)}` did not end within {_COMMAND_LIMIT_S:g} s") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise OffbeatError(f"`{' '.join(command)}` failed: {said[-1] if said else done.returncode}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the context as Ctrl-C does, unless somebody handles them already."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [n for n in numbers if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
