@@ -14,8 +14,9 @@ because the kernel's timers are late by some 0.1 ms and what the bucket cannot h
 crosses at no cost at all. 25 KB (0.2 ms of the rate) it is, and segments are limited to 16 KB, so that
 they fit into it. So a message after a pause is up to 0.2 ms early; the next ones are not.
 
-Not imitated: propagation delay and loss (netem is not in every kernel), and anything about the hosts but their
-network: they share the cores, the memory and the file system. A Unix socket therefore still joins two hosts.
+Not imitated: propagation delay and loss (netem is not in every kernel), and anything about the hosts but
+their network: they share the cores, the memory and the file system. A Unix socket therefore still joins
+two hosts.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def hosts(count: int, *, rate_bit_per_s: int | None = None) -> Iterator[list[Hos
     Ctrl-C, SIGTERM or SIGHUP (which become SystemExit in the main thread, unless they are handled already).
     After SIGKILL the next run of anybody removes them.
 
-    The congestion control is cubic, the usual one, where the kernel lets a namespace have it: cubic must be in
-    the machine's net.ipv4.tcp_allowed_congestion_control. Else it is reno, which fills a line just as
+    The congestion control is cubic, the usual one, where the kernel lets a namespace have it: cubic must be
+    in the machine's net.ipv4.tcp_allowed_congestion_control. Else it is reno, which fills a line just as
     well, and not the machine's default, which may pace (BBR).
 
     Args:

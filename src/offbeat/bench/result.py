@@ -1,0 +1,227 @@
+"""The result of a benchmark: one object of plain data, its check, its table and its JSON.
+
+A result names the machine by what it is, never by who owns it: no host, user or path is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.errors import OffbeatError
+
+Kind = Literal["real", "timed", "simulated"]
+UNITS = (
+    *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
+    *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
+)
+_UNIT_LAST = re.compile(rf"[a-z][a-z0-9_]*_({'|'.join(UNITS)})(_(p\d+|mean|max|min))?|{'|'.join(UNITS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one run of a benchmark found.
+
+    Attributes:
+        name: of the benchmark.
+        command: the command line that does it again.
+        kind: `real` computed gradients, `timed` waited for measured times instead, `simulated` ran no
+            workers.
+        seed: of everything that was drawn.
+        figures: the findings: finite plain numbers, each name ending in its unit (see `UNITS`), which a
+            statistic may follow (`step_s_p99`, `bytes_per_s_max`).
+        rows: the measurements behind them, each a flat object of plain values; numbers must be finite.
+        machine: where it ran (see `machine`).
+
+    Raises:
+        ValueError: a figure or row is not as described.
+    """
+
+    name: str
+    command: str
+    kind: Kind
+    seed: int | None
+    figures: dict[str, float]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+
+    def __post_init__(self) -> None:
+        for name, value in self.figures.items():
+            if not _UNIT_LAST.fullmatch(name):
+                raise ValueError(f"the figure {name!r} must end in its unit, one of {', '.join(UNITS)}")
+            if not _is_number(value):
+                raise ValueError(f"the figure {name!r} must be a finite plain number, not {value!r}")
+        for at, row in enumerate(self.rows):
+            for name, value in row.items():
+                if not (value is None or isinstance(value, str | bool) or _is_number(value)):
+                    raise ValueError(
+                        f"{name!r} in row {at} must be text, a boolean, None or a finite plain number, "
+                        f"not {value!r}"
+                    )
+
+    def to_json(self) -> bytes:
+        """Return the result as the JSON object of `--json`, indented, ending in a line feed."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON object to `path`, whole or not at all.
+
+        Raises:
+            OffbeatError: it cannot be written.
+        """
+        target = Path(path)
+        if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+            with _told(target):
+                target.write_bytes(self.to_json())
+            return
+        with _told(target), _beside(target) as (file_descriptor, beside):
+            with open(file_descriptor, "wb") as file:
+                file.write(self.to_json())
+            beside.replace(target.resolve())
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the figures and the rows as tables, and in one line how they came about."""
+        console = console or Console()
+        if self.rows:
+            names = list(dict.fromkeys(name for row in self.rows for name in row))
+            table = Table(title=self.name, title_justify="left")
+            for name in names:
+                is_text = any(isinstance(row.get(name), str) for row in self.rows)
+                table.add_column(name, justify="left" if is_text else "right")
+            for row in self.rows:
+                table.add_row(*(_shown(row.get(name)) for name in names))
+            console.print(table)
+        if self.figures:
+            table = Table("figure", title=None if self.rows else self.name, title_justify="left")
+            table.add_column("value", justify="right")
+            for name, value in self.figures.items():
+                table.add_row(name, _shown(value))
+            console.print(table)
+        where = f"{self.machine.get('cores', '?')} cores, {self.machine.get('cpu', '?')}"
+        console.print(f"{self.kind}, seed {self.seed}, {where}", style="dim", markup=False, highlight=False)
+
+
+def machine(**more: str | float | None) -> dict[str, Any]:
+    """Describe this machine without naming it.
+
+    Args:
+        more: what the benchmark knows besides, such as `congestion_control` inside its own hosts.
+
+    Returns:
+        cores this process may use, cpu, memory_gb, accelerator (None without one), kernel, python, torch,
+        congestion_control, and `more`.
+    """
+    described: dict[str, Any] = {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": _cpu(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernel": f"{platform.system()} {'.'.join(re.findall(r'[0-9]+', platform.release())[:2])}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "congestion_control": _congestion_control(),
+    }
+    return described | more
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Make sure that `Result.write` will be able to write `path`; for before a long benchmark.
+
+    An existing file is left as it is, and none is made.
+
+    Raises:
+        OffbeatError: it cannot be written.
+    """
+    target = Path(path)
+    with _told(target):
+        if target.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(13, "it is not writable")
+        if target.exists() and not target.is_file():
+            return
+        with _beside(target) as (file_descriptor, _):
+            os.close(file_descriptor)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest of `values` that at least `percent` % of them do not exceed (nearest rank).
+
+    Always one of the values, never between two: the p99 of fewer than 100 values is therefore their maximum.
+
+    Raises:
+        ValueError: no values, or a percentage not in (0, 100].
+    """
+    if not values:
+        raise ValueError("a percentile needs at least one value")
+    if not 0 < percent <= 100:
+        raise ValueError(f"percent must be above 0 and at most 100, not {percent}")
+    rank = math.ceil(percent * len(values) / 100 - 1e-9)  # 99.9 % of 1000 is a little above 999 in floats
+    return sorted(values)[rank - 1]
+
+
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the p50 and p99 of `values` as figures called `name`_p50 and `name`_p99 (see `percentile`)."""
+    return {f"{name}_p{p}": float(percentile(values, p)) for p in (50, 99)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[tuple[int, Path]]:
+    """Give a new, empty file in the folder of `target`, with its rights, and remove it if it is left."""
+    file_descriptor, name = tempfile.mkstemp(prefix=".offbeat-", suffix=".json", dir=target.resolve().parent)
+    try:
+        umask = os.umask(0)
+        os.umask(umask)
+        os.fchmod(file_descriptor, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~umask)
+        yield file_descriptor, Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _congestion_control() -> str | None:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return None
