@@ -231,9 +231,10 @@ def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) 
         raise ValueError(f"{name} takes images, sample_shape (channels, height, width); got {sample_shape}")
     if name == "cnn2" and min(sample_shape[1:]) < 4:
         raise ValueError(f"cnn2 takes images of at least 4 x 4 pixels, got sample_shape {sample_shape}")
-    classes_max = 1000 if name == "alexnet" else math.inf
-    if not 1 <= classes <= classes_max:
-        raise ValueError(f"classes must be in 1..{classes_max} for {name}, got {classes}")
+    if classes < 1:
+        raise ValueError(f"classes must be at least 1 for {name}, got {classes}")
+    if name == "alexnet" and classes > 1000:
+        raise ValueError(f"classes must be in 1..1000 for alexnet, got {classes}")
     # Only the CPU generator is forked and seeded: torch.manual_seed would reseed the GPUs as well.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)

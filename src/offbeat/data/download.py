@@ -32,7 +32,6 @@ Progress = Callable[[str, int, int], None]
 
 _CHUNK_BYTES = 1 << 18
 _LOCK_POLL_S = 0.1
-_LOCK_WAIT_S_MAX = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,7 @@ def fetch(
     timeout_s: float = 30.0,
     attempts: int = 5,
     pause_s: float = 1.0,
+    lock_wait_s: float = 3600.0,
 ) -> None:
     """Download a file unless it is there; afterwards it is there, whole, or an error says why not.
 
@@ -76,6 +76,7 @@ def fetch(
         timeout_s: the longest silence of the server that is waited out, connecting included.
         attempts: connections at most, at least 1.
         pause_s: the pause before the second connection; it grows by as much each time.
+        lock_wait_s: the longest wait for another process that downloads into the same folder.
 
     Raises:
         DataError: no connection, an HTTP error, too many interruptions, a size or checksum other than
@@ -85,7 +86,7 @@ def fetch(
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, got {attempts}")
     part = target.with_name(target.name + ".part")
-    with _disk_errors(target), _locked(target.parent):
+    with _disk_errors(target), _locked(target.parent, lock_wait_s):
         if target.exists():
             return
         resumed = part.exists()
@@ -220,10 +221,10 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, wait_s: float) -> Iterator[None]:
     """Keep other processes out of a folder; the lock goes when its holder does, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    deadline_s = time.monotonic() + _LOCK_WAIT_S_MAX
+    deadline_s = time.monotonic() + wait_s
     with (folder / ".download.lock").open("ab") as file:
         while True:
             try:
@@ -232,7 +233,7 @@ def _locked(folder: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 if time.monotonic() > deadline_s:
                     raise DataError(
-                        f"{folder}: expected to wait at most {_LOCK_WAIT_S_MAX:.0f} s for another process's "
+                        f"{folder}: expected to wait at most {wait_s:.0f} s for another process's "
                         "download into it; end that process"
                     ) from error
                 time.sleep(_LOCK_POLL_S)
