@@ -1,1 +1,6 @@
 """One short file a published method: it reads like its paper and binds policy and numerics to the runtime."""
+
+from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.spelling import STRATEGIES, parse_strategy
+
+__all__ = ["STRATEGIES", "AllReduce", "parse_strategy"]

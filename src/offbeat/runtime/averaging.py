@@ -1,0 +1,366 @@
+"""Averages gradients during the backward pass: hooks fill buckets, buckets are exchanged as they fill.
+
+When `backward()` returns, every `param.grad` holds the mean over the group's workers, so that whatever a
+training loop does with gradients afterwards (clipping, unscaling, accumulation) sees what a single process
+with the large batch would see. The local gradients stay untouched until an exchange has succeeded. This
+module never decides who takes part, and never touches the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.buckets import Bucket, plan_buckets
+from offbeat.runtime.exchange import Exchange, Pending
+from offbeat.runtime.timing import PartTimer
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Host(Protocol):
+    """What the averager needs of the session that it works for."""
+
+    @property
+    def timer(self) -> PartTimer:
+        """Splits the worker's wall time into parts."""
+
+    def check(self) -> None:
+        """Raises if the job has failed."""
+
+    def computed(self, compute_s: float) -> None:
+        """Hears that a backward pass is over; may delay it (injected slowness)."""
+
+    def ready(self, compute_s: float) -> None:
+        """Hears that this worker's gradients are on their way, before anybody is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """Who averages, seen from one worker.
+
+    Attributes:
+        position: this worker's place among the members.
+        size: how many members there are.
+        weight: this worker's weight in the mean, relative to the others'.
+    """
+
+    position: int
+    size: int
+    weight: float = 1.0
+
+
+class _Slot:
+    """A bucket with its memory: first gradients, then buffers, then the epilogue."""
+
+    def __init__(
+        self, bucket: Bucket, shapes: list[torch.Size], gradients: int, device: torch.device
+    ) -> None:
+        self.flat = torch.zeros(bucket.elements, dtype=bucket.dtype, device=device)
+        self.entries = bucket.entries
+        self.views = [
+            self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
+            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
+        ]
+        ends = [
+            offset + shapes[entry].numel()
+            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
+            if entry < gradients
+        ]
+        self.gradient_elements = ends[-1] if ends else 0
+        self.parameters = len(ends)
+        self.missing = self.parameters
+        self.pending: Pending | None = None
+
+
+class GradientAverager:
+    """Keeps the gradients and buffers of `model` equal on all members of a group.
+
+    Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
+    the session dealt them. Buffers follow the first member's, as in DistributedDataParallel. The last
+    bucket ends in an epilogue of a few numbers (weights, which parameters have a gradient, how long each
+    worker took), so that none of it costs a message of its own.
+
+    Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
+    follow the reversed order of registration and are not rebuilt; parameters without a gradient are always
+    allowed for; buffers travel with the gradients instead of before the forward pass.
+
+    Args:
+        model: the model; parameters that require no gradient now are left alone.
+        exchange: carries the tensors.
+        membership: who takes part.
+        host: the session.
+        bucket_bytes: the largest bucket of several parameters.
+        deadline_s: how long an exchange may take at most, in seconds.
+        first_exchange_id: exchange ids count up from here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        membership: Membership,
+        host: Host,
+        *,
+        bucket_bytes: int,
+        deadline_s: float,
+        first_exchange_id: int = 0,
+    ) -> None:
+        self._model = model
+        self._exchange = exchange
+        self._membership = membership
+        self._host = host
+        self._deadline_s = deadline_s
+        self._exchange_id = first_exchange_id
+        self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
+        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._slots = self._make_slots(bucket_bytes)
+        self._slot_of = {entry: slot for slot in self._slots for entry in slot.entries}
+        self._index_of = {entry: index for index, slot in enumerate(self._slots) for entry in slot.entries}
+        self._launch_limit = len(self._slots) - 1
+        self._handles: list[RemovableHandle] = []
+        self._ready_entries: set[int] = set()
+        self._launched = 0
+        self._stale = False
+        self._backward_id: int | None = None
+        self._quiet = False
+        self._fresh_weight = 0.0
+        self._compute_mark_s = 0.0
+        self._round_end_s = host.timer.switch("other")
+        self.batch_weight = 1.0
+        self.round = 0
+        self.rounds_since_step = 0
+
+    def _make_slots(self, bucket_bytes: int) -> list[_Slot]:
+        epilogue = torch.Size([2 + self._membership.size + len(self._parameters)])
+        shapes = [t.shape for t in self._parameters + self._buffers] + [epilogue]
+        dtypes = [t.dtype for t in self._parameters + self._buffers] + [torch.float32]
+        plan = plan_buckets([shape.numel() for shape in shapes], dtypes, bucket_bytes=bucket_bytes)
+        device = self._parameters[0].device
+        return [_Slot(bucket, shapes, len(self._parameters), device) for bucket in plan]
+
+    def attach(self) -> None:
+        """Puts the hooks on the model."""
+        for entry, parameter in enumerate(self._parameters):
+            hook = partial(self._gradient_ready, entry)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
+        self._handles.append(self._model.register_forward_hook(self._after_forward))
+
+    def detach(self) -> None:
+        """Takes every hook off the model again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the exchange comes with the next one outside."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    # The backward pass ---------------------------------------------------------------------------------
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        self._host.check()
+        if model.training and torch.is_grad_enabled():
+            self._host.timer.switch("compute")
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Hooks the output, so that the end is awaited of the outermost backward pass.
+
+        A reentrant checkpoint runs backward passes inside the backward pass; one of those may be the first
+        to reach a parameter.
+        """
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._backward_begins)
+
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        if self._backward_id != torch._C._current_graph_task_id():
+            self._await_end_of_backward()
+
+    def _await_end_of_backward(self) -> None:
+        self._backward_id = torch._C._current_graph_task_id()
+        callback = partial(self._backward_ended, self._backward_id)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    def _gradient_ready(self, entry: int, parameter: torch.Tensor) -> None:
+        if self._host.timer.part != "compute":
+            self._host.timer.switch("compute")
+        self._host.check()
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise OffbeatError(
+                "a parameter has a sparse gradient, which cannot be averaged: "
+                "build its layer with sparse=False"
+            )
+        if self._backward_id is None:
+            self._await_end_of_backward()
+        if self._quiet:
+            return
+        index = self._index_of[entry]
+        if entry in self._ready_entries:
+            if index < self._launched:
+                self._stale = True
+            self._launch_limit = min(self._launch_limit, index)
+            return
+        self._ready_entries.add(entry)
+        self._slots[index].missing -= 1
+        while self._launched < self._launch_limit and not self._slots[self._launched].missing:
+            self._launch_next(self._fresh_weight + self.batch_weight)
+
+    def _backward_ended(self, backward_id: int) -> None:
+        if backward_id != self._backward_id:
+            return
+        self._backward_id = None
+        self._fresh_weight += self.batch_weight
+        timer = self._host.timer
+        timer.switch("compute")
+        self._host.computed(timer.total_s("compute") - self._compute_mark_s)
+        if self._quiet:
+            timer.switch("other")
+        else:
+            self.exchange()
+
+    # The exchange --------------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Averages what has been computed since the last round; every member has to call it.
+
+        A member without a backward pass since then takes part with weight zero.
+
+        Raises:
+            WorkerError: a member was lost, or did not come within the deadline.
+        """
+        began_s = self._host.timer.switch("communicate")
+        compute_s = self._host.timer.total_s("compute") - self._compute_mark_s
+        offset_s = began_s - self._round_end_s
+        weight = self._fresh_weight * self._membership.weight
+        if self._membership.size == 1:
+            self._host.ready(compute_s)
+        else:
+            epilogue = self._pass(weight, offset_s, compute_s)
+            while epilogue[1]:
+                self._launched, self._stale = 0, False
+                epilogue = self._pass(weight, offset_s, None)
+            self._take_over(epilogue)
+        self._end_round(
+            offset_s, epilogue[2 : 2 + self._membership.size] if self._membership.size > 1 else []
+        )
+
+    def _pass(self, weight: float, offset_s: float, compute_s: float | None) -> list[float]:
+        """Sends what was not sent yet, waits for everything and returns the summed epilogue."""
+        self._fill_epilogue(weight, offset_s)
+        while self._launched < len(self._slots):
+            self._launch_next(weight)
+        self._exchange_id += 1
+        if compute_s is not None:
+            self._host.ready(compute_s)
+        for slot in self._slots:
+            assert slot.pending is not None
+            slot.pending.wait(self._deadline_s)
+        return self._epilogue.tolist()
+
+    @property
+    def _epilogue(self) -> torch.Tensor:
+        return self._slots[-1].views[-1]
+
+    def _fill_epilogue(self, weight: float, offset_s: float) -> None:
+        values = [0.0] * self._epilogue.numel()
+        values[0] = weight
+        values[1] = float(self._stale)
+        values[2 + self._membership.position] = offset_s
+        for entry, parameter in enumerate(self._parameters, 2 + self._membership.size):
+            values[entry] = float(parameter.grad is not None)
+        last = self._slots[-1]
+        if last.pending is not None:
+            last.pending.settle(self._deadline_s)
+        self._epilogue.copy_(torch.tensor(values))
+
+    def _launch_next(self, weight: float) -> None:
+        slot = self._slots[self._launched]
+        if slot.pending is not None:
+            slot.pending.settle(self._deadline_s)
+        with torch.no_grad():
+            self._pack(slot, weight)
+        slot.pending = self._exchange.all_reduce(
+            slot.flat, exchange_id=self._exchange_id, index=self._launched
+        )
+        self._launched += 1
+
+    def _pack(self, slot: _Slot, weight: float) -> None:
+        targets, sources = [], []
+        for entry, view in zip(slot.entries, slot.views, strict=True):
+            source = self._contribution(entry, weight)
+            if source is not None:
+                targets.append(view)
+                sources.append(source)
+            elif entry < len(self._parameters) + len(self._buffers):
+                view.zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        scale = weight / self._membership.size if slot.flat.dtype in _HALF else weight
+        if slot.gradient_elements and weight and scale != 1.0:
+            slot.flat[: slot.gradient_elements].mul_(scale)
+
+    def _contribution(self, entry: int, weight: float) -> torch.Tensor | None:
+        """What this worker adds at an entry, None for zeros (or, at the epilogue, for what stands there)."""
+        if entry < len(self._parameters):
+            return self._parameters[entry].grad if weight else None
+        buffer = entry - len(self._parameters)
+        if buffer < len(self._buffers) and self._membership.position == 0:
+            return self._buffers[buffer]
+        return None
+
+    @torch.no_grad()
+    def _take_over(self, epilogue: list[float]) -> None:
+        """Writes the means into the gradients and the first member's buffers into the buffers."""
+        total = epilogue[0]
+        used = epilogue[2 + self._membership.size :]
+        for slot in self._slots:
+            divisor = total / self._membership.size if slot.flat.dtype in _HALF else total
+            for entry, view in zip(slot.entries[: slot.parameters], slot.views, strict=False):
+                if not used[entry] or not total:
+                    continue
+                parameter = self._parameters[entry]
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                torch.div(view, divisor, out=parameter.grad)
+        first = len(self._parameters)
+        views = [self._slot_of[first + i].views[self._place(first + i)] for i in range(len(self._buffers))]
+        if views:
+            torch._foreach_copy_(self._buffers, views)
+
+    def _place(self, entry: int) -> int:
+        return entry - self._slot_of[entry].entries[0]
+
+    def _end_round(self, offset_s: float, offsets_s: list[float]) -> None:
+        timer = self._host.timer
+        self._round_end_s = timer.switch("other")
+        if offsets_s:
+            timer.move("communicate", "wait", max(offsets_s) - offset_s)
+        self._compute_mark_s = timer.total_s("compute")
+        self._fresh_weight = 0.0
+        self._launched, self._stale = 0, False
+        self._ready_entries.clear()
+        for slot in self._slots:
+            slot.missing = slot.parameters
+        self.round += 1
+        self.rounds_since_step += 1
+
+    @property
+    def exchange_is_due(self) -> bool:
+        """Gradients were computed, or a step is about to be taken, and no round has covered it yet."""
+        return self._fresh_weight > 0 or self.rounds_since_step == 0

@@ -1,0 +1,130 @@
+"""What `join` refuses, each in one sentence that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.optim import LBFGS, Optimizer
+
+from offbeat.errors import OffbeatError
+
+
+def check_trainable(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses a model or optimizer whose replicas could not be kept equal.
+
+    Raises:
+        OffbeatError: says what was found and what to do.
+    """
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
+            raise OffbeatError(
+                f"the model is wrapped in {name}, which exchanges gradients itself: "
+                "join the bare module instead"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise OffbeatError(
+                f"a layer {name}(sparse=True) makes sparse gradients, which cannot be averaged: "
+                "use sparse=False"
+            )
+    if isinstance(optimizer, LBFGS):
+        raise OffbeatError(
+            "LBFGS decides its step from each worker's own loss, so that workers would drift apart: "
+            "use an optimizer that takes one gradient a step"
+        )
+    _check_tensors(model)
+    _check_optimizer(model, optimizer)
+
+
+def _check_tensors(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise OffbeatError(f"{name} is not initialised yet: run one batch through the model before join")
+        if tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
+            raise OffbeatError(
+                f"{name} is not a plain dense tensor ({type(tensor).__name__}): join needs those"
+            )
+    devices = {tensor.device for _, tensor in named}
+    if len(devices) > 1:
+        raise OffbeatError(
+            f"the model lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}): "
+            "offbeat averages models that lie on one"
+        )
+    if any(device.type == "meta" for device in devices):
+        raise OffbeatError("the model lies on the meta device and has no values: materialise it before join")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OffbeatError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = sum(id(parameter) not in known for parameter in group["params"])
+        if strangers:
+            raise OffbeatError(
+                f"parameter group {number} of the optimizer holds {strangers} parameters that are not the "
+                "model's, which nobody would average: make them part of the module given to join"
+            )
+
+
+class Watch:
+    """Notices when the set of trained parameters changes under a session.
+
+    Args:
+        model: as joined.
+        optimizer: as joined.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._optimizer = optimizer
+        self._held = self._count()
+
+    def check(self) -> None:
+        """Raises OffbeatError if parameters were unfrozen, or given to the optimizer, since join."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise OffbeatError(
+                    f"{name} was frozen at join and requires a gradient now: leave the session and join again"
+                )
+        if self._count() != self._held:
+            raise OffbeatError(
+                f"the optimizer held {self._held} parameters at join and holds {self._count()} now: "
+                "leave the session and join again"
+            )
+
+    def _count(self) -> int:
+        return sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+
+def describe(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+    """One line a parameter, buffer and optimizer group: what all workers must have in common."""
+    lines = [
+        f"parameter {name} {_form(p)}" + ("" if p.requires_grad else " frozen")
+        for name, p in model.named_parameters()
+    ]
+    lines += [f"buffer {name} {_form(b)}" for name, b in model.named_buffers()]
+    lines += [
+        f"optimizer {type(optimizer).__name__} group {number}: {len(group['params'])} parameters, "
+        + _settings(group.items())
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    return tuple(lines)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _settings(items: Sequence[tuple[str, object]] | object) -> str:
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return ", ".join(
+        f"{key}={value}"
+        for key, value in items  # type: ignore[attr-defined]
+        if key != "params" and isinstance(value, plain)
+    )

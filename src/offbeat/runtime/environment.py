@@ -1,0 +1,90 @@
+"""What the launcher put into the environment; read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offbeat.errors import OffbeatError
+
+SLOW = "OFFBEAT_SLOW"
+RUN_LOG = "OFFBEAT_RUN_LOG"
+SEED = "OFFBEAT_SEED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A worker's place in the job and what its launcher asked for.
+
+    Attributes:
+        rank: 0 <= rank < world.
+        world: workers in all.
+        master_addr: the host of the job's TCPStore.
+        master_port: its port, 0 in a world of one.
+        agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
+        attempt: how often the launcher has restarted the workers.
+        slow: slowness to inject, as `--slow` spells it.
+        run_log: where the run log goes, None for no log.
+        seed: the seed of the data order.
+    """
+
+    rank: int = 0
+    world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    agent_hosts_store: bool = False
+    attempt: int = 0
+    slow: tuple[str, ...] = ()
+    run_log: str | None = None
+    seed: int = 0
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
+    """Reads what torchrun, Ray Train, Slurm's torch launchers or Kubeflow set.
+
+    With none of RANK and WORLD_SIZE set it is a world of one.
+
+    Raises:
+        OffbeatError: a variable is missing or is not what it should be.
+    """
+    rank, world = _whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)
+    if ("RANK" in environ) != ("WORLD_SIZE" in environ):
+        there, missing = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
+        raise OffbeatError(
+            f"{there} is set and {missing} is not: set both, "
+            "or start the script with torchrun or 'offbeat run'"
+        )
+    if world < 1 or not 0 <= rank < world:
+        raise OffbeatError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world}")
+    if world > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environ:
+                raise OffbeatError(
+                    f"{name} is not set although WORLD_SIZE is {world}: "
+                    "start the script with torchrun or 'offbeat run', or set it to rank 0's address"
+                )
+    port = _whole(environ, "MASTER_PORT", 0) if world > 1 else 0
+    if not 0 <= port < 65536:
+        raise OffbeatError(f"MASTER_PORT must be a port from 1 to 65535, got {port}")
+    return Environment(
+        rank=rank,
+        world=world,
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=port,
+        agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
+        run_log=environ.get(RUN_LOG) or None,
+        seed=_whole(environ, SEED, 0),
+    )
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise OffbeatError(f"{name} must be a whole number, got {text!r}") from None

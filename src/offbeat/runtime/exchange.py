@@ -1,0 +1,351 @@
+"""Sums tensors over the workers of a group.
+
+`LinkExchange` runs the schedules of `offbeat.numerics.schedules` over links; `TorchExchange` hands the
+tensors to `torch.distributed` (NCCL on GPUs with every rank present). Both work in the background: a call
+returns a `Pending` at once. Nothing here decides who takes part.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import WorkerError
+from offbeat.numerics.schedules import Schedule, chain_broadcast, ring, segments, span
+from offbeat.runtime.links import Endpoint
+
+_STEP_BITS = 12
+_INDEX_BITS = 20
+_POLL_S = 0.001
+
+
+class Pending(Protocol):
+    """One exchange under way."""
+
+    def wait(self, deadline_s: float) -> None:
+        """Blocks until the result is in the tensor.
+
+        Raises:
+            WorkerError: the exchange was abandoned, or it was not done within `deadline_s` seconds.
+        """
+
+    def settle(self, deadline_s: float) -> None:
+        """Blocks until the tensor's memory may be written again: nothing of it waits to be sent."""
+
+
+class Exchange(Protocol):
+    """Collectives over a fixed group; all members make the same calls with the same ids."""
+
+    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Pending:
+        """Sums the 1-D tensor `flat` over the members in place.
+
+        Args:
+            exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
+            index: tells apart the tensors of one exchange id, less than 2**20.
+        """
+
+    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+        """Copies the 1-D tensor `flat` of member number `root` to the others, in place."""
+
+    def abandon(self, error: WorkerError) -> None:
+        """Ends every pending exchange, and every later one, with `error`. Any thread may call it."""
+
+
+class LinkExchange:
+    """Collectives over links, run piece by piece in the links' own thread.
+
+    A segment's pieces are sent onward as they arrive, so that receiving, adding and sending overlap and
+    the line is never idle between two steps of a schedule.
+
+    Args:
+        endpoint: this worker's links, every member introduced.
+        names: the link names of the members, in the group's order.
+        position: this worker's place in `names`.
+    """
+
+    def __init__(self, endpoint: Endpoint, names: Sequence[str], position: int) -> None:
+        self._endpoint = endpoint
+        self._names = tuple(names)
+        self._position = position
+        self._ring = ring(len(self._names), position)
+        self._scratch: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
+        self._plans: dict[tuple[Schedule, int], _Plan] = {}
+        self._pending: set[_LinkPending] = set()
+        self._error: WorkerError | None = None
+        self._lock = threading.Lock()
+
+    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Pending:
+        """See `Exchange.all_reduce`: a ring reduce-scatter and all-gather."""
+        key = (index, flat.dtype, flat.numel())
+        scratch = self._scratch.get(key)
+        if scratch is None:
+            scratch = self._scratch[key] = torch.empty_like(flat)
+        return self._run(flat, scratch, self._ring, exchange_id, index)
+
+    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+        """See `Exchange.broadcast`: pieces hop along a chain that begins at the root."""
+        schedule = chain_broadcast(len(self._names), self._position, root)
+        return self._run(flat, flat, schedule, exchange_id, index)
+
+    def abandon(self, error: WorkerError) -> None:
+        """See `Exchange.abandon`."""
+        with self._lock:
+            self._error = self._error or error
+            pending, self._pending = self._pending, set()
+        for one in pending:
+            one.fail(self._error)
+
+    def _run(
+        self,
+        flat: torch.Tensor,
+        scratch: torch.Tensor,
+        schedule: Schedule,
+        exchange_id: int,
+        index: int,
+    ) -> Pending:
+        tag = exchange_id << (_INDEX_BITS + _STEP_BITS) | index << _STEP_BITS
+        pending = _LinkPending(self._ended)
+        with self._lock:
+            if self._error is None:
+                self._pending.add(pending)
+        if self._error is not None:
+            pending.fail(self._error)
+        elif not schedule.steps:
+            pending.finish()
+        else:
+            plan = self._plans.get((schedule, flat.numel()))
+            if plan is None:
+                plan = self._plans[schedule, flat.numel()] = _Plan(schedule, flat.numel())
+            run = _ScheduleRun(self._endpoint, self._names, plan, flat, scratch, tag, pending)
+            self._endpoint.call(run.begin)
+        return pending
+
+    def _ended(self, pending: _LinkPending) -> None:
+        with self._lock:
+            self._pending.discard(pending)
+
+
+class _LinkPending:
+    """Done once all was received, settled once all was also handed to the kernel."""
+
+    def __init__(self, on_end: Callable[[_LinkPending], None]) -> None:
+        self._on_end = on_end
+        self._done = threading.Event()
+        self._settled = threading.Event()
+        self._error: WorkerError | None = None
+
+    def wait(self, deadline_s: float) -> None:
+        self._await(self._done, deadline_s)
+
+    def settle(self, deadline_s: float) -> None:
+        self._await(self._settled, deadline_s)
+
+    def _await(self, event: threading.Event, deadline_s: float) -> None:
+        if not event.wait(deadline_s):
+            raise WorkerError(
+                f"an exchange was not finished within {deadline_s:g} s although no worker was reported "
+                "lost; look for a worker that is stuck"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def received(self) -> None:
+        self._done.set()
+
+    def finish(self) -> None:
+        self._on_end(self)
+        self._done.set()
+        self._settled.set()
+
+    def fail(self, error: WorkerError) -> None:
+        self._error = error
+        self.finish()
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Elements `start` to `stop` of the vector, sent in step `step` from place `offset` of its message."""
+
+    step: int
+    start: int
+    stop: int
+    offset: int
+
+
+class _Plan:
+    """A schedule worked out for one length: what may be sent at once, and what each receive sets free.
+
+    A step that sends a segment which an earlier step received depends on that step, piece by piece; a
+    step that sends what no earlier step received may begin at once.
+    """
+
+    def __init__(self, schedule: Schedule, length: int) -> None:
+        bounds = segments(length, schedule.parts)
+        self.steps = schedule.steps
+        self.received = schedule.received(length)
+        self.sent = schedule.sent(length)
+        self.spans = [span(bounds, step.receive) if step.receive else (0, 0) for step in self.steps]
+        self.sizes = [_length(span(bounds, step.send)) if step.send else 0 for step in self.steps]
+        self.first: list[_Forward] = []
+        self.after: list[list[_Forward]] = [[] for _ in self.steps]
+        writer: dict[int, int] = {}
+        for number, step in enumerate(self.steps):
+            if step.send:
+                for segment in range(step.send.first, step.send.stop):
+                    start, stop = bounds[segment]
+                    offset = start - bounds[step.send.first][0]
+                    if start < stop:
+                        source = self.after[writer[segment]] if segment in writer else self.first
+                        source.append(_Forward(number, start, stop, offset))
+            if step.receive:
+                writer |= dict.fromkeys(range(step.receive.first, step.receive.stop), number)
+
+
+def _length(bounds: tuple[int, int]) -> int:
+    return bounds[1] - bounds[0]
+
+
+class _ScheduleRun:
+    """One schedule being executed; every method runs in the links' thread."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        names: tuple[str, ...],
+        plan: _Plan,
+        flat: torch.Tensor,
+        scratch: torch.Tensor,
+        tag: int,
+        pending: _LinkPending,
+    ) -> None:
+        self._endpoint = endpoint
+        self._names = names
+        self._plan = plan
+        self._flat = flat
+        self._scratch = scratch
+        self._itemsize = flat.element_size()
+        self._flat_bytes = _bytes_of(flat)
+        self._scratch_bytes = _bytes_of(scratch)
+        self._tag = tag
+        self._pending = pending
+        self._to_receive = plan.received
+        self._to_send = plan.sent
+
+    def begin(self) -> None:
+        size = self._itemsize
+        for number, step in enumerate(self._plan.steps):
+            start, stop = self._plan.spans[number]
+            if step.receive and start < stop:
+                memory = self._scratch_bytes if step.operation == "add" else self._flat_bytes
+                arrived = partial(self._arrived, number, step.operation == "add", start)
+                peer = self._names[step.receive.peer]
+                self._endpoint.expect(peer, self._tag + number, memory[start * size : stop * size], arrived)
+        for forward in self._plan.first:
+            self._send(forward, forward.start, forward.stop)
+        self._see_whether_done()
+
+    def _arrived(self, number: int, add: bool, base: int, offset: int, length: int) -> None:
+        first = base + offset // self._itemsize
+        last = first + length // self._itemsize
+        if add:
+            self._flat[first:last].add_(self._scratch[first:last])
+        for forward in self._plan.after[number]:
+            start, stop = max(first, forward.start), min(last, forward.stop)
+            if start < stop:
+                self._send(forward, start, stop)
+        self._to_receive -= last - first
+        self._see_whether_done()
+
+    def _send(self, forward: _Forward, start: int, stop: int) -> None:
+        transfer = self._plan.steps[forward.step].send
+        assert transfer is not None
+        self._endpoint.put(
+            self._names[transfer.peer],
+            self._tag + forward.step,
+            self._flat_bytes[start * self._itemsize : stop * self._itemsize],
+            offset=(forward.offset + start - forward.start) * self._itemsize,
+            total=self._plan.sizes[forward.step] * self._itemsize,
+            done=partial(self._sent, stop - start),
+        )
+
+    def _sent(self, elements: int) -> None:
+        self._to_send -= elements
+        self._see_whether_done()
+
+    def _see_whether_done(self) -> None:
+        if not self._to_receive:
+            if self._to_send:
+                self._pending.received()
+            else:
+                self._pending.finish()
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+class TorchExchange:
+    """Collectives by `torch.distributed`: NCCL on GPUs, every rank of the process group present.
+
+    Args:
+        group: a process group of exactly the members.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._error: WorkerError | None = None
+
+    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Pending:
+        """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
+        return _TorchPending(self, dist.all_reduce(flat, group=self._group, async_op=True))
+
+    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+        """See `Exchange.broadcast`."""
+        source = dist.get_global_rank(self._group, root)
+        return _TorchPending(self, dist.broadcast(flat, source, group=self._group, async_op=True))
+
+    def abandon(self, error: WorkerError) -> None:
+        """See `Exchange.abandon`; kernels that wait for a lost rank are aborted with their group."""
+        self._error = self._error or error
+        if dist.get_backend(self._group) == "nccl":
+            self._group.abort()
+
+    @property
+    def error(self) -> WorkerError | None:
+        """Why exchanges end, None while they may run."""
+        return self._error
+
+
+class _TorchPending:
+    """A work handle; on a GPU the current stream waits for it and the host does not."""
+
+    def __init__(self, exchange: TorchExchange, work: Any) -> None:
+        self._exchange = exchange
+        self._work = work
+
+    def wait(self, deadline_s: float) -> None:
+        if dist.get_backend(self._exchange._group) == "nccl":
+            self._work.wait()
+        else:
+            self._poll(deadline_s)
+        if self._exchange.error is not None:
+            raise self._exchange.error
+
+    def settle(self, deadline_s: float) -> None:
+        self.wait(deadline_s)
+
+    def _poll(self, deadline_s: float) -> None:
+        limit_s = time.monotonic() + deadline_s
+        while not self._work.is_completed() and self._exchange.error is None:
+            if time.monotonic() > limit_s:
+                raise WorkerError(f"a torch.distributed exchange was not finished within {deadline_s:g} s")
+            time.sleep(_POLL_S)
+        if self._exchange.error is None:
+            self._work.wait()

@@ -1,0 +1,171 @@
+"""A worker's side of the control path: it tells the coordinator what happened and hears what was decided."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from offbeat.errors import LinkError, ProtocolError, WorkerError
+from offbeat.events import Event, Group, Joined, Peer, Refuse, Start, Stop
+from offbeat.record import decode_actions, encode
+from offbeat.runtime.coordinator import Coordinator
+from offbeat.runtime.links import Endpoint
+from offbeat.runtime.rendezvous import START_DEADLINE_S, Meeting
+
+_COORDINATOR_SAYS_MORE_S = 1.0
+_ANSWER_MARGIN_S = 5.0
+
+
+class Member:
+    """One worker as a member of its job.
+
+    Any failure of the job ends up in one place: `failure` is set once, with whoever caused it named, and
+    `on_failure` is called once, in whatever thread learnt of it.
+
+    Args:
+        meeting: where the job meets.
+        worker: this worker's id.
+        on_failure: hears of the first failure.
+    """
+
+    def __init__(self, meeting: Meeting, worker: int, on_failure: Callable[[WorkerError], None]) -> None:
+        self.worker = worker
+        self.failure: WorkerError | None = None
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._start: Start | None = None
+        self._groups: list[Group] = []
+        self._peers: dict[str, int] = {}
+        self._host = meeting.host
+        self.endpoint = Endpoint(
+            f"worker-{worker}.{secrets.token_hex(2)}",
+            job=meeting.job,
+            token=meeting.token,
+            on_message=self._hear,
+            on_lost=self._lose,
+            host=meeting.host,
+        )
+        self.endpoint.introduce(Coordinator.NAME, meeting.coordinator)
+
+    def join(self, *, world: int, place: str, model: tuple[str, ...], strategy: str) -> Start:
+        """Asks to take part and waits until everybody is here.
+
+        Raises:
+            WorkerError: the job did not come together; says who is missing or what does not fit.
+        """
+        self.tell(
+            Joined(
+                now_s=0.0,
+                worker=self.worker,
+                world=world,
+                peer=self.endpoint.name,
+                place=place,
+                addresses=self.endpoint.addresses,
+                model=model,
+                strategy=strategy,
+            )
+        )
+        deadline_s = START_DEADLINE_S + _ANSWER_MARGIN_S
+        self._wait_for(lambda: self._start is not None, deadline_s, "the coordinator to start the job")
+        assert self._start is not None
+        return self._start
+
+    def group(self, round: int, deadline_s: float) -> Group:
+        """The group that holds for `round`, waited for if it is not known yet.
+
+        Raises:
+            WorkerError: the job failed, or no group was named within `deadline_s` seconds.
+        """
+        self._wait_for(lambda: self._known(round) is not None, deadline_s, f"the group of round {round}")
+        group = self._known(round)
+        assert group is not None
+        return group
+
+    def tell(self, *events: Event) -> None:
+        """Sends events to the coordinator, which puts its own time on them; never blocks."""
+        self.endpoint.send(Coordinator.NAME, encode(events))
+
+    def check(self) -> None:
+        """Raises the job's failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def pause(self, duration_s: float) -> None:
+        """Waits for `duration_s` seconds, or until the job fails.
+
+        Raises:
+            WorkerError: the job failed meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, duration_s)
+        self.check()
+
+    def close(self) -> None:
+        """Hands out what is still queued and closes every link in order."""
+        self.endpoint.close()
+
+    def _known(self, round: int) -> Group | None:
+        for group in reversed(self._groups):
+            if group.round <= round:
+                return group
+        return None
+
+    def _wait_for(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+        limit_s = time.monotonic() + deadline_s
+        with self._changed:
+            while not condition():
+                self.check()
+                left_s = limit_s - time.monotonic()
+                if left_s <= 0:
+                    raise WorkerError(
+                        f"worker {self.worker} waited {deadline_s:g} s for {what} in vain", worker=self.worker
+                    )
+                self._changed.wait(left_s)
+
+    def _hear(self, peer: str, payload: bytes) -> None:
+        if peer != Coordinator.NAME:
+            return
+        try:
+            actions = decode_actions(payload)
+        except ProtocolError as error:
+            self._fail(WorkerError(f"the coordinator said something that is not understood: {error}"))
+            return
+        for action in actions:
+            match action:
+                case Start():
+                    self._meet_peers(action.peers)
+                    self._start = action
+                case Group():
+                    self._groups.append(action)
+                case Stop():
+                    self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
+                case Refuse():
+                    self._fail(WorkerError(action.reason, worker=self.worker))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _meet_peers(self, peers: tuple[Peer, ...]) -> None:
+        for peer in peers:
+            self._peers[peer.name] = peer.worker
+            if peer.name != self.endpoint.name:
+                self.endpoint.introduce(peer.name, peer.addresses)
+
+    def _lose(self, error: LinkError) -> None:
+        if error.peer == Coordinator.NAME:
+            self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {error}"))
+        elif error.peer in self._peers:
+            worker = self._peers[error.peer]
+            failure = WorkerError(f"worker {worker} was lost: {error}", worker=worker)
+            later = threading.Timer(_COORDINATOR_SAYS_MORE_S, self._fail, [failure])
+            later.daemon = True
+            later.start()
+
+    def _fail(self, error: WorkerError) -> None:
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure = error
+            self._changed.notify_all()
+        self._on_failure(error)

@@ -1,0 +1,472 @@
+"""`join`: an existing training loop becomes one worker of a job, and is itself again afterwards."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.events import Evaluated, Failed, Group, Left, Ready, StepTimed
+from offbeat.policies.slowness import Slowness, parse
+from offbeat.runtime.averaging import GradientAverager, Host, Membership
+from offbeat.runtime.checks import Watch, check_trainable, describe
+from offbeat.runtime.coordinator import Configuration, PolicySpec
+from offbeat.runtime.environment import Environment, read_environment
+from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
+from offbeat.runtime.feed import EqualShards, load_batches
+from offbeat.runtime.member import Member
+from offbeat.runtime.rendezvous import Meeting, meet
+from offbeat.runtime.state import StateCopier
+from offbeat.runtime.timing import PartTimer
+
+_STATE_VERSION = 1
+_joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class Strategy(Protocol):
+    """How a job is kept together; its constructor arguments are its whole configuration."""
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a worker may keep the others waiting, in seconds."""
+
+    def policies(self, world: int) -> tuple[PolicySpec, ...]:
+        """The policies that the coordinator asks, in order."""
+
+    def averager(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        membership: Membership,
+        host: Host,
+        *,
+        first_exchange_id: int,
+    ) -> GradientAverager:
+        """What keeps this worker's gradients in step with the others'."""
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    *,
+    run_log: str | os.PathLike[str] | None = None,
+) -> Session:
+    """Makes this process a worker of the job that its launcher started.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun, Ray Train, Slurm or Kubeflow set them;
+    with none of them set it is a world of one. Copies rank 0's parameters, buffers and optimizer state to
+    everybody, and puts hooks on the model and the optimizer: after `backward()` the gradients are the mean
+    over the workers. Leaving the `with` block takes the hooks off again.
+
+    Args:
+        model: what is trained; the same architecture on every worker, on one device.
+        optimizer: steps the model's parameters.
+        strategy: how the workers keep together, equal on every worker.
+        run_log: where rank 0's coordinator writes the run log; by default where the launcher said, if it did.
+
+    Returns:
+        The session, to be used in a `with` statement.
+
+    Raises:
+        OffbeatError: model, optimizer or environment are not fit for it; says what to do.
+        WorkerError: the job did not come together within 30 s; names who is missing or differs.
+    """
+    return Session(model, optimizer, strategy, read_environment(), run_log)
+
+
+class Session:
+    """One worker's part in a job, from `join` until the `with` block ends.
+
+    Attributes:
+        worker: this worker's id.
+        world: how many workers the job started with.
+        epoch: the epoch under way, from 0.
+        step: optimizer steps finished.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        environment: Environment,
+        run_log: str | os.PathLike[str] | None,
+    ) -> None:
+        check_trainable(model, optimizer)
+        if optimizer in _joined:
+            raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
+        self.worker, self.world = environment.rank, environment.world
+        self.epoch = self.step = 0
+        self.timer = PartTimer(time.perf_counter)
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._seed = environment.seed
+        self._slowness = _read_slowness(environment)
+        self._batches_taken = 0
+        self._batches_in_epoch: int | None = None
+        self._samples = 0
+        self._left = False
+        self._member: Member | None = None
+        self._exchange: Exchange | None = None
+        self._handles: list[RemovableHandle] = []
+        self._group: dist.ProcessGroup | None = None
+        log = str(run_log) if run_log is not None else environment.run_log
+        try:
+            self._enter(environment, log)
+        except BaseException:
+            self._disband()
+            raise
+        _joined.add(optimizer)
+
+    # Coming and going ----------------------------------------------------------------------------------
+
+    def _enter(self, environment: Environment, log: str | None) -> None:
+        membership = Membership(position=0, size=1)
+        exchange: Exchange = _Nobody()
+        if self.world > 1 or log is not None:
+            meeting = meet(environment, lambda *where: self._configure(*where, log=log))
+            self._member = Member(meeting, self.worker, self._abandon)
+            start = self._member.join(
+                world=self.world,
+                place=f"{socket.gethostname()}, process {os.getpid()}",
+                model=describe(self._model, self._optimizer),
+                strategy=str(self._strategy),
+            )
+            group = self._member.group(0, self._strategy.deadline_s)
+            membership = _place(group, self.worker)
+            names = {peer.worker: peer.name for peer in start.peers}
+            if membership.size > 1:
+                exchange = self._open_exchange(
+                    meeting, [names[worker] for worker in group.members], membership
+                )
+        self._exchange = exchange
+        self._membership = membership
+        self._next_exchange_id = 0
+        self._copy_state()
+        self._averager = self._strategy.averager(
+            self._model, exchange, membership, self, first_exchange_id=self._next_exchange_id
+        )
+        self._watch = Watch(self._model, self._optimizer)
+        self._averager.attach()
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _configure(self, job: str, token: str, host: str, *, log: str | None) -> Configuration:
+        about = {
+            "world": self.world,
+            "strategy": str(self._strategy),
+            "model": type(self._model).__name__,
+            "seed": self._seed,
+            "command": os.path.basename(sys.argv[0]),
+        }
+        policies = self._strategy.policies(self.world)
+        return Configuration(
+            job=job,
+            token=token,
+            host=host,
+            policies=policies,
+            log_path=None if log is None else os.path.abspath(log),
+            about=about,
+        )
+
+    def _open_exchange(self, meeting: Meeting, names: list[str], membership: Membership) -> Exchange:
+        assert self._member is not None
+        device = next(self._model.parameters()).device
+        if device.type == "cpu":
+            return LinkExchange(self._member.endpoint, names, membership.position)
+        if device.type != "cuda" or not dist.is_nccl_available():
+            raise OffbeatError(
+                f"the model lies on {device}; tensors travel from the CPU, or from CUDA with NCCL, "
+                "which is not here"
+            )
+        torch.cuda.set_device(device)
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="nccl")
+        else:
+            deadline = datetime.timedelta(seconds=self._strategy.deadline_s)
+            dist.init_process_group(
+                "nccl", store=meeting.store, rank=self.worker, world_size=self.world, timeout=deadline
+            )
+            self._group = dist.group.WORLD
+        assert self._group is not None
+        return TorchExchange(self._group)
+
+    def _copy_state(self) -> None:
+        if self._membership.size == 1:
+            return
+        assert self._exchange is not None
+        copier = StateCopier(
+            self._exchange,
+            device=next(self._model.parameters()).device,
+            root=0,
+            position=self._membership.position,
+            deadline_s=self._strategy.deadline_s,
+            exchange_id=self._next_exchange_id,
+        )
+        copier.copy(self._model, self._optimizer)
+        self._next_exchange_id += StateCopier.IDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Takes the hooks off and says goodbye to the others; again is harmless.
+
+        Args:
+            error: why, where this worker leaves because it failed; the others then end naming it.
+        """
+        if self._left:
+            return
+        self._left = True
+        if self._member is not None and self._member.failure is None:
+            if error is None:
+                self._member.tell(Left(now_s=0.0, worker=self.worker, step=self.step))
+            else:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._member.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
+        self._disband()
+
+    def _disband(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if hasattr(self, "_averager"):
+            self._averager.detach()
+        _joined.discard(self._optimizer)
+        if self._group is not None and self._group is not dist.group.WORLD:
+            dist.destroy_process_group(self._group)
+        if self._member is not None:
+            self._member.close()
+
+    def _abandon(self, error: WorkerError) -> None:
+        if self._exchange is not None:
+            self._exchange.abandon(error)
+
+    # The loop ------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yields the epochs from the first unfinished one to `count` - 1."""
+        while self.epoch < count:
+            epoch = self.epoch
+            yield epoch
+            if self.epoch == epoch:
+                self._finish_epoch()
+
+    def _finish_epoch(self) -> None:
+        self.epoch += 1
+        self._batches_taken = 0
+        self._batches_in_epoch = None
+
+    def batches(
+        self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **loader_options: Any
+    ) -> Iterator[Any]:
+        """Yields this worker's batches of the current epoch; over all workers each sample comes once.
+
+        Every worker gets the same number of batches. Which samples they hold depends on the seed and the
+        epoch alone. A batch that is smaller than others counts for less in the mean.
+
+        Args:
+            dataset: map-style, the same on every worker.
+            batch_size: samples in this worker's batch.
+            shuffle: draw a new order every epoch.
+            loader_options: for torch's DataLoader, such as `num_workers` or `collate_fn`.
+
+        Raises:
+            ValueError: fewer samples than workers, or a batch size below 1.
+            OffbeatError: the data set has no length, or an option is the session's own to decide.
+        """
+        if not hasattr(dataset, "__len__"):
+            raise OffbeatError(
+                "session.batches needs a data set with a length; for an iterable one use your own loader, "
+                "with the same number of batches on every worker"
+            )
+        shards = EqualShards(
+            samples=len(dataset),
+            workers=self.world,
+            batch_size=batch_size,
+            seed=self._seed,
+            epoch=self.epoch,
+            shuffle=shuffle,
+        )
+        self._batches_in_epoch = shards.steps
+        indices = shards.batches(self.worker)[self._batches_taken :]
+        loaded = load_batches(dataset, indices, seed=self._seed, loader_options=loader_options)
+        try:
+            for taken in indices:
+                self.timer.switch("batch")
+                batch = next(loaded)
+                self.check()
+                self._batches_taken += 1
+                self._samples += len(taken)
+                self._averager.batch_weight = len(taken) / batch_size
+                self.timer.switch("compute")
+                yield batch
+        finally:
+            self._averager.batch_weight = 1.0
+            self.timer.switch("other")
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate gradients; the next one outside exchanges them all.
+
+        Accumulation is right without it too, at the price of an exchange a backward pass.
+        """
+        return self._averager.quiet() if self._membership.size > 1 else nullcontext()
+
+    def report(self, **metrics: float) -> None:
+        """Puts numbers about the current epoch (accuracy, loss, …) into the run log."""
+        if self._member is not None:
+            plain = {name: float(value) for name, value in metrics.items()}
+            self._member.tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+
+    # What the averager asks for ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises the job's failure, if there is one.
+
+        Raises:
+            WorkerError: names the worker that caused it.
+        """
+        if self._member is not None:
+            self._member.check()
+
+    def computed(self, compute_s: float) -> None:
+        """Makes this worker as slow as it was told to be, by waiting a multiple of what it computed."""
+        if self._slowness is None:
+            return
+        step_in_epoch = max(0, self._batches_taken - 1)
+        factor = self._slowness.factor(
+            self.worker, self.epoch, step_in_epoch, self._batches_in_epoch, self.step
+        )
+        if factor > 1 and self._member is not None:
+            self._member.pause((factor - 1) * compute_s)
+        elif factor > 1:
+            time.sleep((factor - 1) * compute_s)
+
+    def ready(self, compute_s: float) -> None:
+        """Tells the coordinator that this worker's gradients are on their way."""
+        if self._member is not None:
+            self._member.tell(
+                Ready(
+                    now_s=0.0,
+                    worker=self.worker,
+                    step=self.step,
+                    round=self._averager.round,
+                    compute_s=compute_s,
+                    samples=self._samples,
+                )
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.check()
+        self._watch.check()
+        if self._averager.exchange_is_due:
+            self._averager.exchange()
+        self.timer.switch("apply")
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.timer.switch("other")
+        wall_s, parts_s = self.timer.lap()
+        if self._member is not None:
+            self._member.tell(
+                StepTimed(
+                    now_s=0.0,
+                    worker=self.worker,
+                    step=self.step,
+                    samples=self._samples,
+                    wall_s=wall_s,
+                    **{f"{part}_s": spent_s for part, spent_s in parts_s.items()},
+                )
+            )
+        self.step += 1
+        self._samples = 0
+        self._averager.rounds_since_step = 0
+
+    # Saving and restoring ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on: model, optimizer, and where in the data it is.
+
+        Every worker's is the same but for the order of the bytes on disk; saving rank 0's is enough.
+        """
+        whole = self._batches_in_epoch is not None and self._batches_taken == self._batches_in_epoch
+        return {
+            "version": _STATE_VERSION,
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "epoch": self.epoch + whole,
+            "batches_taken": 0 if whole else self._batches_taken,
+            "step": self.step,
+            "seed": self._seed,
+            "world": self.world,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken; every worker calls it before its loop, with the same state.
+
+        Raises:
+            OffbeatError: the state is of another version, or in the middle of an epoch with another number
+                of workers.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise OffbeatError(
+                f"expected a session's state of version {_STATE_VERSION}, got {state.get('version')!r}"
+            )
+        if state["batches_taken"] and state["world"] != self.world:
+            raise OffbeatError(
+                f"the state was taken in the middle of an epoch with {state['world']} workers and there are "
+                f"{self.world} now: use as many, or a state from an epoch's end"
+            )
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.step = state["epoch"], state["step"]
+        self._batches_taken, self._seed = state["batches_taken"], state["seed"]
+
+
+class _Nobody:
+    """The exchange of a world of one: there is nobody to exchange anything with."""
+
+    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Any:
+        raise AssertionError("a world of one exchanges nothing")
+
+    broadcast = all_reduce
+
+    def abandon(self, error: WorkerError) -> None:
+        return
+
+
+def _place(group: Group, worker: int) -> Membership:
+    position = group.members.index(worker)
+    size = len(group.members)
+    return Membership(position=position, size=size, weight=group.weights[position] * size)
+
+
+def _read_slowness(environment: Environment) -> Slowness | None:
+    if not environment.slow:
+        return None
+    try:
+        rules = [parse(text) for text in environment.slow]
+        return Slowness(rules, workers=environment.world, seed=environment.seed)
+    except ValueError as error:
+        raise OffbeatError(str(error)) from error

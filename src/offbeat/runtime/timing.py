@@ -1,0 +1,57 @@
+"""Where a worker's wall time goes: one stopwatch that is always in exactly one named part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+Part: TypeAlias = Literal["batch", "compute", "apply", "communicate", "wait", "other"]
+PARTS: tuple[Part, ...] = ("batch", "compute", "apply", "communicate", "wait", "other")
+
+
+class PartTimer:
+    """Splits wall time into named parts that sum to it by construction.
+
+    At every moment one part is running; `switch` ends it and begins another.
+
+    Args:
+        clock: returns seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._part: Part = "other"
+        self._since_s = self._lap_began_s = clock()
+        self._totals_s: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self._lap_totals_s = dict(self._totals_s)
+
+    @property
+    def part(self) -> Part:
+        """The part that is running."""
+        return self._part
+
+    def switch(self, part: Part) -> float:
+        """Ends the running part, begins `part` and returns the time of the change, in seconds."""
+        now_s = self._clock()
+        self._totals_s[self._part] += now_s - self._since_s
+        self._part, self._since_s = part, now_s
+        return now_s
+
+    def move(self, source: Part, target: Part, amount_s: float) -> None:
+        """Re-labels up to `amount_s` seconds of this lap's `source` as `target`; the sum stays the same."""
+        there_s = self._totals_s[source] - self._lap_totals_s[source]
+        amount_s = max(0.0, min(amount_s, there_s))
+        self._totals_s[source] -= amount_s
+        self._totals_s[target] += amount_s
+
+    def total_s(self, part: Part) -> float:
+        """Seconds in `part` since the timer was made, the running stretch left out."""
+        return self._totals_s[part]
+
+    def lap(self) -> tuple[float, dict[Part, float]]:
+        """Ends a step: returns its wall time and its parts in seconds, and starts the next one."""
+        now_s = self.switch(self._part)
+        wall_s = now_s - self._lap_began_s
+        parts_s = {part: self._totals_s[part] - self._lap_totals_s[part] for part in PARTS}
+        self._lap_began_s, self._lap_totals_s = now_s, dict(self._totals_s)
+        return wall_s, parts_s

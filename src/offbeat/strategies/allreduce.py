@@ -1,0 +1,69 @@
+"""Bulk-synchronous training: everybody averages gradients with everybody, every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from offbeat.runtime.averaging import GradientAverager, Host, Membership
+from offbeat.runtime.coordinator import PolicySpec
+from offbeat.runtime.exchange import Exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """Ring all-reduce of all gradients over all workers, overlapped with the backward pass.
+
+    After each step all replicas are bit-identical, and training equals training in one process with the
+    workers' batches joined. The slowest worker sets everybody's pace; a lost one ends the job.
+
+    Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 4 (ring); Li et al.
+    2020, PyTorch Distributed, section 3.2 (buckets, overlap), from where the 25 MiB come.
+
+    Args:
+        bucket_bytes: the largest bucket of several gradients, in bytes.
+        deadline_s: how long a live worker may keep the others waiting, in seconds.
+    """
+
+    name: ClassVar[str] = "bsp"
+
+    bucket_bytes: int = 25 * 2**20
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
+        if self.deadline_s <= 0:
+            raise ValueError(f"deadline_s must be more than 0 s, got {self.deadline_s}")
+
+    def policies(self, world: int) -> tuple[PolicySpec, ...]:
+        """See `Strategy.policies`."""
+        return (
+            PolicySpec(path="offbeat.policies.assembly:Assembly", arguments={"world": world}),
+            PolicySpec(
+                path="offbeat.policies.lockstep:Lockstep",
+                arguments={"world": world, "deadline_s": self.deadline_s},
+            ),
+        )
+
+    def averager(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        membership: Membership,
+        host: Host,
+        *,
+        first_exchange_id: int,
+    ) -> GradientAverager:
+        """See `Strategy.averager`."""
+        return GradientAverager(
+            model,
+            exchange,
+            membership,
+            host,
+            bucket_bytes=self.bucket_bytes,
+            deadline_s=self.deadline_s,
+            first_exchange_id=first_exchange_id,
+        )

@@ -1,0 +1,52 @@
+"""How a strategy is written on the command line: `name` or `name:key=value,key=value`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from offbeat.runtime.session import Strategy
+from offbeat.strategies.allreduce import AllReduce
+
+STRATEGIES: dict[str, type[Any]] = {AllReduce.name: AllReduce}
+
+
+def parse_strategy(text: str) -> Strategy:
+    """Reads one strategy.
+
+    Raises:
+        ValueError: one line that says what was expected and what came.
+    """
+    name, colon, rest = text.partition(":")
+    kind = STRATEGIES.get(name)
+    if kind is None:
+        raise ValueError(f"unknown strategy {name!r}: expected one of {', '.join(sorted(STRATEGIES))}")
+    known = [field.name for field in fields(kind)]
+    arguments: dict[str, str] = {}
+    for part in rest.split(",") if colon else []:
+        key, equals, value = part.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"strategy {text!r}: expected key=value, got {part!r}")
+        if key not in known:
+            raise ValueError(f"strategy {name!r} has no {key!r}: it takes {', '.join(known)}")
+        if key in arguments:
+            raise ValueError(f"strategy {text!r}: {key} is given twice")
+        arguments[key] = value
+    try:
+        strategy: Strategy = msgspec.convert(arguments, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"strategy {text!r}: {error}") from None
+    return strategy
+
+
+def spell(strategy: Any) -> str:
+    """Writes a strategy as `parse_strategy` reads it, defaults left out."""
+    values = {
+        field.name: getattr(strategy, field.name)
+        for field in fields(strategy)
+        if getattr(strategy, field.name) != field.default
+    }
+    listed = ",".join(f"{key}={value}" for key, value in values.items())
+    return f"{strategy.name}:{listed}" if listed else str(strategy.name)

@@ -1,0 +1,151 @@
+"""Real worker processes for tests: forked from a server that has imported torch already, so that they start fast.
+
+`run(function, workers)` calls `function(rank, *args)` in that many processes with the environment that a
+launcher would set, and returns what each returned or raised. `start` gives the running processes instead, to
+be killed or stopped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "pytest", "hypothesis", "offbeat.runtime.session", "offbeat.strategies"]
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a worker ended: with a value, with an exception (as type name and text), or killed (neither)."""
+
+    rank: int
+    exitcode: int | None
+    value: Any = None
+    error_type: str | None = None
+    error: str | None = None
+    trace: str | None = None
+    ended_s: float | None = None
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """Running workers; leaving the `with` block ends those that are left."""
+
+    def __init__(
+        self, function: Callable[..., Any], workers: int, args: tuple[Any, ...], env: Mapping[str, str]
+    ) -> None:
+        port = str(free_port())
+        self.processes = []
+        self._pipes: list[Connection] = []
+        for rank in range(workers):
+            receiving, sending = _context.Pipe(duplex=False)
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                **env,
+            }
+            process = _context.Process(
+                target=_work, args=(function, rank, args, variables, sending), daemon=True
+            )
+            process.start()
+            sending.close()
+            self.processes.append(process)
+            self._pipes.append(receiving)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def said(self, rank: int, deadline_s: float = 60) -> Any:
+        """The next thing that the worker said with `say`."""
+        assert self._pipes[rank].poll(deadline_s), f"worker {rank} said nothing within {deadline_s} s"
+        kind, content = self._pipes[rank].recv()
+        assert kind == "said", f"worker {rank} ended with {content}"
+        return content
+
+    def ends(self, deadline_s: float = 60) -> list[Ended]:
+        """Waits for all workers and returns how they ended, in order of rank."""
+        limit_s = time.monotonic() + deadline_s
+        return [self._end(rank, limit_s) for rank in range(len(self.processes))]
+
+    def _end(self, rank: int, limit_s: float) -> Ended:
+        while True:
+            left_s = limit_s - time.monotonic()
+            if left_s <= 0 or not self._pipes[rank].poll(left_s):
+                raise AssertionError(f"worker {rank} did not end in time")
+            try:
+                kind, content = self._pipes[rank].recv()
+            except EOFError:
+                kind, content = "ended", {}
+            if kind == "ended":
+                self.processes[rank].join(max(1.0, left_s))
+                return Ended(rank=rank, exitcode=self.processes[rank].exitcode, **content)
+
+
+def start(
+    function: Callable[..., Any], workers: int, *args: Any, env: Mapping[str, str] | None = None
+) -> Cluster:
+    """Starts `function(rank, say, *args)` in `workers` processes; `say` sends a value to `Cluster.said`."""
+    return Cluster(function, workers, args, env or {})
+
+
+def run(
+    function: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    deadline_s: float = 90,
+) -> list[Ended]:
+    """Runs `function(rank, say, *args)` in `workers` processes to the end."""
+    with start(function, workers, *args, env=env) as cluster:
+        return cluster.ends(deadline_s)
+
+
+def values(ended: list[Ended]) -> list[Any]:
+    """What the workers returned; an exception in one fails the test with its traceback."""
+    for one in ended:
+        assert one.error is None and one.exitcode == 0, f"worker {one.rank} (exit {one.exitcode}): {one.trace}"
+    return [one.value for one in ended]
+
+
+def _work(
+    function: Callable[..., Any],
+    rank: int,
+    args: tuple[Any, ...],
+    variables: dict[str, str],
+    pipe: Connection,
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    content: dict[str, Any] = {}
+    try:
+        content["value"] = function(rank, lambda value: pipe.send(("said", value)), *args)
+    except BaseException as error:
+        content |= {"error_type": type(error).__name__, "error": str(error), "trace": traceback.format_exc()}
+    content["ended_s"] = time.monotonic()
+    pipe.send(("ended", content))
+    pipe.close()

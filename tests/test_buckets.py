@@ -1,0 +1,41 @@
+"""Promises of `offbeat.numerics.buckets`."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from offbeat.numerics.buckets import plan_buckets
+
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.float16]
+ENTRIES = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=40)
+
+
+@given(ENTRIES, st.integers(1, 200))
+def test_every_entry_is_in_exactly_one_bucket_in_order_without_gaps(entries, bucket_bytes):
+    sizes, dtypes = [size for size, _ in entries], [dtype for _, dtype in entries]
+    plan = plan_buckets(sizes, dtypes, bucket_bytes=bucket_bytes)
+    assert [entry for bucket in plan for entry in bucket.entries] == list(range(len(entries)))
+    for bucket in plan:
+        assert all(dtypes[entry] == bucket.dtype for entry in bucket.entries)
+        filled = 0
+        for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
+            assert offset == filled
+            filled += sizes[entry]
+        assert bucket.elements == filled
+
+
+@given(ENTRIES, st.integers(1, 200))
+def test_only_a_single_larger_entry_passes_the_limit_and_buckets_are_as_full_as_it_allows(entries, limit):
+    sizes, dtypes = [size for size, _ in entries], [dtype for _, dtype in entries]
+    plan = plan_buckets(sizes, dtypes, bucket_bytes=limit)
+    for bucket in plan:
+        assert len(bucket.entries) == 1 or bucket.elements * bucket.dtype.itemsize <= limit
+    for bucket, after in zip(plan, plan[1:], strict=False):
+        joined = (bucket.elements + sizes[after.entries[0]]) * bucket.dtype.itemsize
+        assert bucket.dtype != after.dtype or joined > limit
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1])
+def test_a_bucket_holds_at_least_a_byte(bucket_bytes):
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        plan_buckets([1], [torch.float32], bucket_bytes=bucket_bytes)
