@@ -1,0 +1,124 @@
+"""Where a node listens and how another one dials it: `unix:///path?host=…` and `tcp://host:port`.
+
+This module never sends or receives a byte and never blocks, but for looking up the name of a host in
+`resolve` and `listen_tcp`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import uuid
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import quote, unquote, urlsplit
+
+BACKLOG = 512
+MAX_UNIX_PATH_BYTES = 100  # the kernel's limit is 108 on Linux, 104 elsewhere
+
+SocketAddress = str | tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Address:
+    """One way to reach a node: a Unix socket's `path` on the host `place`, or TCP to `host` and `port`."""
+
+    text: str
+    path: str = ""
+    place: str = ""
+    host: str = ""
+    port: int = 0
+
+    @property
+    def needs_lookup(self) -> bool:
+        """Whether the host is a name that must be looked up, which blocks."""
+        if self.path:
+            return False
+        try:
+            ip_address(self.host.partition("%")[0])
+        except ValueError:
+            return True
+        return False
+
+    def why_unusable(self) -> str | None:
+        """Say why dialling this from here makes no sense; None if it does."""
+        if not self.path:
+            return None
+        if self.place != this_host():
+            return "a Unix socket of another host"
+        return None if os.path.exists(self.path) else "no such Unix socket"
+
+    def resolve(self) -> tuple[socket.AddressFamily, SocketAddress]:
+        """Return what to connect to.
+
+        Raises:
+            OSError: the host's name is unknown.
+        """
+        if self.path:
+            return socket.AF_UNIX, self.path
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        family, _, _, _, where = found[0]
+        return family, where  # type: ignore[return-value]
+
+
+def parse(text: str) -> Address:
+    """Return the address that a text names.
+
+    Raises:
+        ValueError: it is neither `unix:///path?host=…` nor `tcp://host:port`.
+    """
+    try:
+        url = urlsplit(text)
+        if url.scheme == "tcp" and url.hostname and url.port:
+            return Address(text, host=url.hostname, port=url.port)
+        if url.scheme == "unix" and url.path and url.query.startswith("host="):
+            return Address(text, path=unquote(url.path), place=unquote(url.query.removeprefix("host=")))
+    except ValueError:
+        pass
+    raise ValueError(f"expected an address as tcp://host:port or unix:///path?host=…, got {text!r}")
+
+
+def this_host() -> str:
+    """Return what tells this host, boot and network namespace from every other one."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}.{uuid.getnode():x}"
+
+
+def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
+    """Listen on `host`, which others will be told to dial; port 0 takes any free one.
+
+    Raises:
+        ValueError: `host` stands for every address, which nobody can dial.
+        OSError: the address cannot be bound.
+    """
+    if host in ("", "0.0.0.0", "::"):
+        raise ValueError(f"expected the address at which other nodes reach this one, got {host!r}")
+    family, where = Address("", host=host, port=port).resolve()
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    shown = f"[{host}]" if ":" in host else host
+    return sock, f"tcp://{shown}:{sock.getsockname()[1]}"
+
+
+def listen_unix() -> tuple[socket.socket, str, str]:
+    """Listen on a Unix socket in a new private folder; return the socket, its address and the folder."""
+    folder = tempfile.mkdtemp(prefix="offbeat-")
+    if len(os.fsencode(folder)) > MAX_UNIX_PATH_BYTES - len("/link.sock"):
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="offbeat-", dir="/tmp")
+    path = os.path.join(folder, "link.sock")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(path)
+    sock.listen(BACKLOG)
+    return sock, f"unix://{quote(path)}?host={quote(this_host())}", folder

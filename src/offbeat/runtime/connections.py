@@ -1,0 +1,76 @@
+"""What a node knows about each peer and each connection: plain state, and how a socket is prepared.
+
+This module never decides anything and never sends or receives.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from offbeat.runtime.addresses import Address
+from offbeat.runtime.framing import FrameReader
+from offbeat.runtime.handshake import Acceptor, Dialler
+from offbeat.runtime.inbox import Inbox
+from offbeat.runtime.outbox import Key, Outbox
+
+TCP_FRAME_BYTES = 64 * 1024
+UNIX_FRAME_BYTES = 512 * 1024
+UNIX_BUFFER_BYTES = 1024 * 1024
+TCP_SEND_BUFFER_BYTES = 64 * 1024
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One connection; `sock` is None once it is closed."""
+
+    sock: socket.socket | None
+    where: str  # the other end, for messages to people
+    reader: FrameReader = field(default_factory=lambda: FrameReader(None))
+    greeting: Dialler | Acceptor | None = None  # until the handshake is done
+    full: bool = False  # the kernel takes no more for now
+    paused: bool = False  # too much came that nobody has asked for
+    finishing: bool = False  # we have said BYE and send no more
+    watched: int = 0
+    heard: bool = True  # something came, or went, since the last tick
+    spoke: bool = True
+    silent_ticks: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Dial:
+    """An attempt to reach a peer: one address after the other, again and again, until the deadline."""
+
+    deadline_s: float
+    left: list[Address] = field(default_factory=list)
+    link: Link | None = None
+    spoken: bool = False  # the other side may have seen our HELLO
+    hopeless: bool = False  # an address answered in a way that will not change
+    whys: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One other node, by name."""
+
+    name: str
+    inbox: Inbox
+    outbox: Outbox = field(default_factory=lambda: Outbox(TCP_FRAME_BYTES))
+    addresses: tuple[Address, ...] = ()
+    link: Link | None = None
+    dial: Dial | None = None
+    parked: list[Link] = field(default_factory=list)  # proved who they are and wait for WELCOME
+    gone: bool = False  # lost, or left in order: what is sent to it is dropped
+    turn: Key | None = None  # under which the send scheduler knows it
+
+
+def prepare(sock: socket.socket) -> socket.socket:
+    """Make an accepted or dialled socket ready for the loop. The one place where TLS would wrap it."""
+    sock.setblocking(False)
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # What sits in the kernel's send buffer cannot be overtaken.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TCP_SEND_BUFFER_BYTES)
+    return sock

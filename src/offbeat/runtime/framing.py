@@ -1,0 +1,236 @@
+"""How bytes on a connection become frames and back: a pure, incremental parser and the header it reads.
+
+A frame is a header of 32 bytes and a payload. Control messages and handshakes are whole in one frame; a
+tensor message is cut into DATA frames that name the message (`tag`) and where their bytes belong (`offset` of
+`total`). The reader says into which buffers to receive next, so that the payload of a tensor message lands in
+its destination without a copy and the next header comes with the same system call.
+
+This module never touches a socket, a thread or a clock, never unpickles, and never allocates more than one
+frame's bounded payload because a header claims it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from offbeat.errors import ProtocolError
+
+MAGIC = b"ob"
+VERSION = 1
+HEADER = struct.Struct("!2sBBIQQQ")  # magic, version, kind, payload length, tag, offset, total
+HEADER_BYTES = HEADER.size
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_DATA_BYTES = 1 << 20
+MAX_HANDSHAKE_BYTES = 4096
+READ_AHEAD_BYTES = 128 * 1024
+# While more than this is missing of a payload, only the next header is received with it: whatever else comes
+# along would have to be copied from the read-ahead buffer to its destination.
+BULK_BYTES = 32 * 1024
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSE = 5
+    MESSAGE = 6
+    DATA = 7
+    BEAT = 8
+    BYE = 9
+
+
+_HANDSHAKE = frozenset({Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME, Kind.REFUSE})
+_LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
+    int(Kind.MESSAGE): MAX_MESSAGE_BYTES,
+    int(Kind.DATA): MAX_DATA_BYTES,
+    int(Kind.BEAT): 0,
+    int(Kind.BYE): 0,
+}
+_DATA = int(Kind.DATA)
+
+
+class Frame(NamedTuple):
+    """One complete frame; `payload` is None where a DATA frame's bytes are already in their destination."""
+
+    kind: int
+    tag: int
+    offset: int
+    length: int
+    total: int
+    payload: bytes | bytearray | None
+
+
+Destination = Callable[[int, int, int, int], memoryview | None]
+"""(tag, offset, length, total) -> where the `length` bytes belong; None if nobody has asked for them yet."""
+
+
+def encode(kind: Kind, payload: bytes = b"") -> bytes:
+    """Return a whole frame of any kind but DATA."""
+    return HEADER.pack(MAGIC, VERSION, kind, len(payload), 0, 0, 0) + payload
+
+
+class FrameReader:
+    """Turns received bytes into frames, in order, or raises ProtocolError.
+
+    Receive into `buffers()`, tell `received(n)` how many bytes came, then take `next_frame()` until it is
+    None. The destination of a frame is looked up when its header is read, after the frame before it was
+    taken, so whatever the owner does about a frame holds for the next one. After a ProtocolError the reader
+    is of no use.
+
+    Args:
+        destination: where the payload of a DATA frame belongs; may raise ProtocolError. None allows handshake
+            frames only, until `establish` allows all others only.
+        read_ahead_bytes: size of the buffer through which small frames are received many at a time.
+    """
+
+    def __init__(self, destination: Destination | None, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+        if read_ahead_bytes < HEADER_BYTES:
+            raise ValueError(f"read_ahead_bytes must hold a header ({HEADER_BYTES}), got {read_ahead_bytes}")
+        handshaking = destination is None
+        self._destination = destination or _nowhere
+        self._handshaking = handshaking
+        self._ahead_bytes = read_ahead_bytes
+        self._resize(min(read_ahead_bytes, MAX_HANDSHAKE_BYTES) if handshaking else read_ahead_bytes)
+        self._start = 0  # what is received and not yet parsed: ahead[start:end]
+        self._end = 0
+        # The frame whose payload is being received straight to its place; then nothing is read ahead.
+        self._current: Frame | None = None
+        self._rest = memoryview(b"")
+
+    @property
+    def partial(self) -> bool:
+        """Whether the beginning of a frame has come, and not all of it."""
+        return self._current is not None or self._end > self._start
+
+    def establish(self, destination: Destination) -> None:
+        """The handshake is done: from the next frame on, allow everything but handshakes."""
+        kept = bytes(self._ahead[self._start : self._end])
+        self._destination = destination
+        self._handshaking = False
+        self._resize(self._ahead_bytes)
+        self._ahead[: len(kept)] = kept
+        self._start, self._end = 0, len(kept)
+
+    def buffers(self) -> list[memoryview]:
+        """Return the buffers that the next bytes belong in, in order; none of them is empty."""
+        if self._current is not None:
+            return [self._rest, self._ahead_header if len(self._rest) > BULK_BYTES else self._ahead]
+        return [self._ahead[self._end :] if self._end else self._ahead]
+
+    def received(self, n: int) -> None:
+        """Take note that `n` bytes were received into `buffers()`."""
+        missing = len(self._rest)
+        if n < missing:
+            self._rest = self._rest[n:]
+        elif missing:
+            self._rest = self._rest[missing:]
+            self._end = n - missing
+        else:
+            self._end += n
+
+    def next_frame(self) -> Frame | None:
+        """Return the next complete frame, or None where more bytes must be received first.
+
+        Raises:
+            ProtocolError: the bytes are not what the protocol allows; the text says what was expected.
+        """
+        if self._current is not None:
+            return None if len(self._rest) else self._finish()
+        available = self._end - self._start - HEADER_BYTES
+        if available < 0:
+            self._compact()
+            return None
+        kind, length, tag, offset, total = self._header()
+        into = self._destination(tag, offset, length, total) if kind == _DATA else None
+        begin = self._start + HEADER_BYTES
+        if available < length:
+            self._begin(Frame(kind, tag, offset, length, total, None), into, begin)
+            return None
+        end = begin + length
+        self._start = end
+        if into is not None:
+            into[:] = self._ahead[begin:end]
+            return Frame(kind, tag, offset, length, total, None)
+        return Frame(kind, tag, offset, length, total, bytes(self._ahead[begin:end]))
+
+    def divert(self, first: int, last: int) -> None:
+        """Write no more into the destination of the message under way if first <= tag < last.
+
+        Its frame still comes out of `next_frame`, with a payload of no meaning.
+        """
+        current = self._current
+        if current is not None and current.payload is None and first <= current.tag < last:
+            waste = bytearray(current.length)
+            self._current = current._replace(payload=waste)
+            self._rest = memoryview(waste)[current.length - len(self._rest) :]
+
+    def _resize(self, size: int) -> None:
+        self._ahead = memoryview(bytearray(size))
+        self._ahead_header = self._ahead[:HEADER_BYTES]
+
+    def _header(self) -> tuple[int, int, int, int, int]:
+        """Parse and check the header at the start of what was read ahead."""
+        magic, version, kind, length, tag, offset, total = HEADER.unpack_from(self._ahead, self._start)
+        if magic != MAGIC:
+            raise ProtocolError(f"expected a frame that starts with {MAGIC!r}, got {magic!r}")
+        if version != VERSION:
+            raise ProtocolError(f"expected protocol version {VERSION}, got version {version}")
+        limit = _LIMITS.get(kind)
+        if limit is None:
+            raise ProtocolError(f"expected a frame kind from 1 to {len(_LIMITS)}, got {kind}")
+        if (kind in _HANDSHAKE) != self._handshaking:
+            wanted = "a handshake frame" if self._handshaking else "a frame that is no handshake"
+            raise ProtocolError(f"expected {wanted}, got {Kind(kind).name}")
+        if length > limit:
+            raise ProtocolError(f"expected at most {limit} bytes in a {Kind(kind).name} frame, got {length}")
+        if kind == _DATA:
+            if offset + length > total:
+                raise ProtocolError(
+                    f"expected bytes within a message of {total}, got {length} bytes from offset {offset}"
+                )
+            if not length and total:
+                raise ProtocolError(f"expected at least one byte of a message of {total}, got none")
+        elif tag or offset or total:
+            raise ProtocolError(
+                f"expected no tag, offset or total in a {Kind(kind).name} frame, got {tag}, {offset}, {total}"
+            )
+        return kind, length, tag, offset, total
+
+    def _begin(self, frame: Frame, into: memoryview | None, begin: int) -> None:
+        """Let the rest of a payload be received straight to its place, starting with what was read ahead."""
+        if into is None:
+            payload = bytearray(frame.length)
+            frame = frame._replace(payload=payload)
+            into = memoryview(payload)
+        present = self._end - begin
+        into[:present] = self._ahead[begin : self._end]
+        self._current = frame
+        self._rest = into[present:]
+        self._start = self._end = 0
+
+    def _finish(self) -> Frame:
+        frame = self._current
+        assert frame is not None
+        self._current = None
+        self._rest = memoryview(b"")
+        if frame.kind != _DATA and frame.payload is not None:
+            return frame._replace(payload=bytes(frame.payload))
+        return frame
+
+    def _compact(self) -> None:
+        """Move the beginning of a header to the front, so that there is room for its rest."""
+        if self._start:
+            kept = self._end - self._start
+            if kept:
+                self._ahead[:kept] = bytes(self._ahead[self._start : self._end])
+            self._start, self._end = 0, kept
+
+
+def _nowhere(tag: int, offset: int, length: int, total: int) -> memoryview | None:
+    return None

@@ -1,0 +1,659 @@
+"""The links of one node: one connection per peer, one thread, one order of urgency for all that goes out.
+
+Control messages and the bytes of tensors go to peers by name. A connection is opened on first use, by
+whichever side needs it. What is urgent overtakes what is in flight: messages are cut into frames, and the
+most urgent frame of the whole node goes next to whoever can take it. A peer that dies, falls silent or breaks
+the protocol is reported by name.
+
+All state belongs to the I/O thread; the public methods hand their work over, or do it at once when they are
+called from that thread (from inside a callback), which costs no lock and no system call.
+
+This module never imports torch or numpy, never copies tensor bytes that come on time, never unpickles, and
+never waits for a peer without a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from time import monotonic
+from typing import Any
+
+from offbeat.errors import LinkError, ProtocolError
+from offbeat.runtime import addresses as places
+from offbeat.runtime.connections import TCP_FRAME_BYTES, UNIX_FRAME_BYTES, Link, Peer
+from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind
+from offbeat.runtime.handshake import check_name
+from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, Ranges
+from offbeat.runtime.loop import READ, WRITE, Loop
+from offbeat.runtime.opening import Opening
+from offbeat.runtime.outbox import Key, Outgoing
+
+ALL_TAGS = 1 << 64
+WRITES_A_TURN = 16  # then what has come is looked at again
+HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
+
+_DATA, _MESSAGE, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BYE)
+_NOTHING = memoryview(b"")
+_log = logging.getLogger("offbeat.links")
+
+
+class Endpoint:
+    """All links of one node.
+
+    Callbacks run in the I/O thread, one at a time, with no lock held. They may call every method but `flush`,
+    and must not block. A ProtocolError that one raises means that the peer sent something impossible: the
+    peer is lost. Any other exception ends the links: it goes to `on_error`, or else leaves the thread, and
+    every later call raises LinkError.
+
+    Args:
+        name: by which the peers know this node; unique in the job.
+        job: its id; only nodes of one job talk to each other.
+        token: the job's shared secret; it never travels.
+        on_message: (peer, payload) of a control message.
+        on_lost: a peer died, was refused, fell silent or cannot be reached; not called for an orderly leave.
+        on_left: a peer has said goodbye; nothing more will come from it. What came before is still delivered.
+        on_refused: one line about a connection that was refused; by default it is logged as a warning.
+        on_error: an exception that ended the I/O thread.
+        host: the address to listen on with TCP, and to tell others; None for no TCP.
+        port: to listen on; 0 for any free one.
+        unix: also listen on a Unix socket, for peers on this host.
+        beat_s: how often something is sent at least.
+        silent_s: a peer from whom nothing came for so long is lost.
+        connect_s: how long reaching a peer may take, retries and handshake included.
+
+    Attributes:
+        addresses: where this node can be reached, best first; None of it holds after `close`.
+        bytes_sent, bytes_received: over all connections since the start, headers included.
+        frames_received: control messages and pieces of tensors since the start.
+
+    Raises:
+        ValueError: an argument makes no sense.
+        OSError: it is impossible to listen there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        job: str,
+        token: str,
+        on_message: Callable[[str, bytes], None],
+        on_lost: Callable[[LinkError], None],
+        on_left: Callable[[str], None] | None = None,
+        on_refused: Callable[[str], None] = _log.warning,
+        on_error: Callable[[BaseException], None] | None = None,
+        host: str | None = "127.0.0.1",
+        port: int = 0,
+        unix: bool = True,
+        beat_s: float = 1.0,
+        silent_s: float = 10.0,
+        connect_s: float = 10.0,
+    ) -> None:
+        if not token:
+            raise ValueError("expected a token, got an empty one")
+        if not 0 < 2 * beat_s < silent_s:
+            raise ValueError(
+                f"expected beat_s > 0 and silent_s > 2 beat_s, got {beat_s:g} s and {silent_s:g} s"
+            )
+        if connect_s <= 0:
+            raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
+        self.name = check_name(name)
+        self.bytes_sent = self.bytes_received = self.frames_received = 0
+        self._on_message, self._on_lost, self._on_left, self._on_error = (
+            on_message,
+            on_lost,
+            on_left,
+            on_error,
+        )
+        self._beat_s, self._silent_s = beat_s, silent_s
+        self._peers: dict[str, Peer] = {}
+        self._forgotten = Ranges()
+        self._order = count()
+        self._turns: list[tuple[Key, int, Peer]] = []
+        self._flushing: list[threading.Event] = []
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._remove_folder: Callable[[], object] = int
+        self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended)
+        self._opening = Opening(
+            self._loop,
+            name,
+            job=check_name(job),
+            token=token,
+            connect_s=connect_s,
+            peer=self._peer,
+            opened=self._opened,
+            failed=self._lose,
+            refused=on_refused,
+        )
+        self.addresses = self._listen(host, port, unix)
+        self._loop.later(beat_s, self._tick)
+        self._loop.start()
+        _keep_from_children(self)
+
+    def introduce(self, peer: str, addresses: Sequence[str]) -> None:
+        """Say where a peer is, best address first; one that was lost may be dialled anew.
+
+        Raises:
+            ValueError: an address or the name makes no sense.
+        """
+        parsed = tuple(places.parse(address) for address in addresses)
+        self._hand_over(self._introduce, self._checked(peer), parsed)
+
+    def send(self, peer: str, message: bytes) -> None:
+        """Queue a control message; it goes before all tensor bytes, after the control messages before it.
+
+        What is sent to a peer that was lost or left is dropped. A peer whose address is not known yet has
+        `connect_s` to be introduced or to connect.
+
+        Raises:
+            ValueError: the message is longer than 1 MiB.
+            LinkError: the links have failed.
+        """
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
+        key = (0, 0, next(self._order))
+        self._hand_over(self._enqueue, self._checked(peer), Outgoing(Kind.MESSAGE, key, memoryview(message)))
+
+    def put(
+        self,
+        peer: str,
+        tag: int,
+        data: memoryview,
+        *,
+        offset: int = 0,
+        total: int | None = None,
+        priority: int = 0,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue bytes [offset, offset + len(data)) of tensor message `tag`, which has `total` bytes in all.
+
+        Nothing is copied: the bytes must not change until `done` is called, in the I/O thread, when the
+        kernel has taken them; or until they are dropped because the peer is lost or leaves, or by `forget` or
+        `close`, after which `done` is not called.
+
+        Args:
+            peer: the receiver.
+            tag: names the message; never used again between two nodes.
+            data: C-contiguous.
+            offset: where the bytes belong in the message.
+            total: length of the message in bytes; by default it ends with `data`.
+            priority: a lower number goes first, whichever peer it is for.
+            done: the bytes may be changed.
+
+        Raises:
+            ValueError: the bytes do not lie within the message, or are not contiguous.
+            LinkError: the links have failed.
+        """
+        view = _as_bytes(data)
+        end = offset + len(view)
+        if total is None:
+            total = end
+        if not (0 <= tag < ALL_TAGS and offset >= 0 and end <= total < 1 << 64):
+            raise ValueError(
+                f"expected bytes within a message and a tag of 64 bits, got bytes {offset} to {end} of {total} "
+                f"and tag {tag:#x}"
+            )
+        item = Outgoing(
+            Kind.DATA, (1, priority, next(self._order)), view, tag=tag, offset=offset, total=total, done=done
+        )
+        if total and not len(view):
+            if done is not None:
+                self._hand_over(done)
+            return
+        self._hand_over(self._enqueue, self._checked(peer), item)
+
+    def expect(self, peer: str, tag: int, into: memoryview, on_data: OnData) -> None:
+        """Let the bytes of message `tag` from `peer` go straight into `into`, which is as long as the
+        message.
+
+        `on_data(offset, length)` is called for each piece, in order of arrival; every byte comes once. What
+        came early is delivered at once. Early data is kept up to 256 MiB a peer; beyond that nothing is read
+        from that peer, control messages included, until something is expected or forgotten.
+
+        Raises:
+            ValueError: `into` is read-only or not contiguous.
+            LinkError: the links have failed.
+        """
+        view = _as_bytes(into)
+        if view.readonly and len(view):
+            raise ValueError("expected a writable buffer to receive into, got a read-only one")
+        self._hand_over(self._expect, self._checked(peer), tag, view, on_data)
+
+    def forget(self, first: int, last: int) -> None:
+        """Cancel every message with first <= tag < last, of all peers, for good.
+
+        Queued puts, posted receives and early data are dropped, and so is what comes later. When this
+        returns, their buffers are neither read nor written any more, and their callbacks are not called any
+        more (one that is running is waited for: do not hold a lock that it takes). Tags are remembered as
+        ranges, so forget runs that touch, as far as possible: of more than 65536 separate ranges the lowest
+        is no longer remembered.
+
+        Raises:
+            LinkError: the I/O thread was busy with a callback for 10 s.
+        """
+        if self._loop.inside or not self._loop.alive:
+            self._forget(first, last)
+            return
+        finished = threading.Event()
+        self._hand_over(self._forget, first, last)
+        self._hand_over(finished.set)
+        deadline_s = monotonic() + HAND_OVER_S
+        while not finished.wait(0.1) and self._loop.alive:
+            if monotonic() > deadline_s:
+                raise LinkError(
+                    self.name, f"a callback has kept the links of {self.name} busy for {HAND_OVER_S:g} s"
+                )
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function in the I/O thread soon, after what was asked for before."""
+        self._loop.call(function)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the kernel has taken everything that was queued; return whether it has in time."""
+        if self._loop.inside:
+            raise RuntimeError("flush waits for the I/O thread and cannot be called from within it")
+        sent = threading.Event()
+        self._loop.call(self._flushing.append, sent)
+        return sent.wait(timeout_s) and self._failure is None
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Send what control messages are queued, say goodbye to every peer and stop; drop tensor bytes.
+
+        May be called more than once; from within a callback it returns at once and closes soon after.
+        """
+        self._loop.call(self._close, timeout_s)
+        if not self._loop.inside:
+            self._loop.join(timeout_s + 1.0)
+            self._remove_folder()
+
+    # Handing over
+
+    def _hand_over(self, function: Callable[..., object], *args: Any) -> None:
+        if self._loop.inside:
+            function(*args)
+            return
+        if self._failure is not None:
+            raise LinkError(
+                self.name, f"the links of {self.name} have failed: {self._failure!r}"
+            ) from self._failure
+        self._loop.call(function, *args)
+
+    def _checked(self, peer: str) -> str:
+        if peer == self.name:
+            raise ValueError(f"expected the name of another node, got this node's own, {peer}")
+        return check_name(peer) if peer not in self._peers else peer
+
+    def _peer(self, name: str) -> Peer:
+        peer = self._peers.get(name)
+        if peer is None:
+            peer = self._peers[name] = Peer(name, Inbox(self._forgotten))
+        return peer
+
+    def _introduce(self, name: str, addresses: tuple[places.Address, ...]) -> None:
+        peer = self._peer(name)
+        peer.addresses = addresses
+        peer.gone = False
+        self._opening.introduced(peer)
+
+    def _enqueue(self, name: str, item: Outgoing) -> None:
+        peer = self._peer(name)
+        if peer.gone or self._closing or self._forgotten.overlaps(item.tag, item.tag + (item.kind == _DATA)):
+            return
+        peer.outbox.add(item)
+        if peer.link is not None:
+            self._schedule(peer)
+        else:
+            self._opening.dial(peer)
+
+    def _expect(self, name: str, tag: int, into: memoryview, on_data: OnData) -> None:
+        peer = self._peer(name)
+        if self._closing:
+            return
+        try:
+            peer.inbox.post(tag, into, on_data)
+        except ProtocolError as error:
+            self._lose(peer, f"{name} broke the protocol: {error}")
+        else:
+            self._resume(peer)
+
+    def _forget(self, first: int, last: int) -> None:
+        self._forgotten.add(first, last)
+        if len(self._forgotten) > MAX_FORGOTTEN_RANGES:
+            self._forgotten.drop_lowest()
+        for peer in self._peers.values():
+            peer.inbox.drop(first, last)
+            peer.outbox.drop(first, last)
+            if peer.link is not None:
+                peer.link.reader.divert(first, last)
+                self._resume(peer)
+
+    # Sending
+
+    def _schedule(self, peer: Peer) -> None:
+        """Let the peer take its turn when its most urgent frame is due, unless its socket is full."""
+        link, key = peer.link, peer.outbox.key
+        if link is not None and not link.full and key is not None and (peer.turn is None or key < peer.turn):
+            peer.turn = key
+            heappush(self._turns, (key, next(self._order), peer))
+
+    def _pump(self) -> bool:
+        """Send the most urgent frames of the node; return whether more could be sent at once."""
+        turns = self._turns
+        writes = 0
+        while turns:
+            if writes == WRITES_A_TURN:
+                return True
+            key, _, peer = heappop(turns)
+            if peer.turn is key:  # else something more urgent came meanwhile, and that turn was taken
+                peer.turn = None
+                if peer.link is not None and not peer.link.full:
+                    writes += 1
+                    self._write(peer, peer.link)
+        if self._flushing and not any(peer.outbox for peer in self._peers.values()):
+            for sent in self._flushing:
+                sent.set()
+            self._flushing.clear()
+        if self._closing and not any(peer.link or peer.dial for peer in self._peers.values()):
+            self._loop.stop()
+        return False
+
+    def _write(self, peer: Peer, link: Link) -> None:
+        outbox = peer.outbox
+        views, size = outbox.gather()
+        if not size:
+            return
+        assert link.sock is not None
+        try:
+            n = link.sock.sendmsg(views)
+        except BlockingIOError:
+            n = 0
+        except OSError as error:
+            outbox.taken(0)
+            self._write_failed(peer, link, error)
+            return
+        finished = outbox.taken(n)
+        self.bytes_sent += n
+        link.spoke = True
+        if n < size:
+            link.full = True
+            self._watch(peer, link)
+        else:
+            self._schedule(peer)
+            if not outbox:
+                self._watch(peer, link)
+                if self._closing:
+                    self._finish(link)
+        for item in finished:
+            if item.done is not None:
+                item.done()
+
+    def _write_failed(self, peer: Peer, link: Link, error: OSError) -> None:
+        """Nothing can be sent any more; what the peer said before, a goodbye perhaps, still counts."""
+        link.full = True
+        while peer.link is link and not link.paused:
+            received = self.bytes_received
+            self._read(peer, link)
+            if received == self.bytes_received:
+                break
+        if peer.link is link:
+            self._lose(peer, f"{peer.name} {_cause(error)}")
+
+    def _watch(self, peer: Peer, link: Link) -> None:
+        """Be told when the socket is ready for what is wanted of it."""
+        if link.sock is None:
+            return
+        wanted = (0 if link.paused else READ) | (WRITE if link.full else 0)
+        if wanted == link.watched:
+            return
+        watcher = partial(self._ready, peer, link)
+        if not wanted:
+            self._loop.unwatch(link.sock)
+        elif not link.watched:
+            self._loop.watch(link.sock, wanted, watcher)
+        else:
+            self._loop.rewatch(link.sock, wanted, watcher)
+        link.watched = wanted
+
+    # Receiving
+
+    def _opened(self, peer: Peer, link: Link) -> None:
+        """A connection to the peer is ready."""
+        assert link.sock is not None
+        peer.link = link
+        peer.gone = False
+        link.reader.establish(peer.inbox.destination)
+        unix = link.sock.family == socket.AF_UNIX
+        peer.outbox.frame_bytes = UNIX_FRAME_BYTES if unix else TCP_FRAME_BYTES
+        self._loop.unwatch(link.sock)
+        self._watch(peer, link)
+        if self._closing:
+            self._say_goodbye(peer)
+        self._schedule(peer)
+        self._dispatch(peer, link)
+
+    def _ready(self, peer: Peer, link: Link, events: int) -> None:
+        if events & WRITE and link.full:
+            link.full = False  # and stays watched, until there is nothing left to send
+            self._schedule(peer)
+        if events & READ and peer.link is link:
+            self._read(peer, link)
+
+    def _read(self, peer: Peer, link: Link) -> None:
+        sock, reader = link.sock, link.reader
+        assert sock is not None
+        buffers = reader.buffers()
+        try:
+            n = sock.recv_into(buffers[0]) if len(buffers) == 1 else sock.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(peer, f"{peer.name} {_cause(error)}")
+            return
+        if not n:
+            self._lose(peer, f"{peer.name} closed the connection")
+            return
+        self.bytes_received += n
+        link.heard = True
+        reader.received(n)
+        self._dispatch(peer, link)
+
+    def _dispatch(self, peer: Peer, link: Link) -> None:
+        """Act on every frame that is complete."""
+        inbox, next_frame = peer.inbox, link.reader.next_frame
+        try:
+            while peer.link is link and (frame := next_frame()) is not None:
+                self.frames_received += 1
+                self._act(peer, frame)
+        except ProtocolError as error:
+            self._lose(peer, f"{peer.name} broke the protocol: {error}")
+        if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
+            link.paused = True
+            self._watch(peer, link)
+
+    def _act(self, peer: Peer, frame: Frame) -> None:
+        kind = frame.kind
+        if kind == _BYE:
+            self._leave(peer)
+        elif self._closing:
+            pass
+        elif kind == _DATA:
+            peer.inbox.arrived(frame)
+        elif kind == _MESSAGE:
+            assert isinstance(frame.payload, bytes)
+            self._on_message(peer.name, frame.payload)
+
+    def _resume(self, peer: Peer) -> None:
+        link = peer.link
+        if link is not None and link.paused and peer.inbox.early_bytes <= MAX_EARLY_BYTES:
+            link.paused = False
+            self._watch(peer, link)
+
+    # Staying and leaving
+
+    def _tick(self) -> None:
+        """Show peers that we live, and see who does not.
+
+        Silence is counted in ticks, not read from a clock: if this node itself was held up, that is one tick.
+        """
+        self._loop.later(self._beat_s, self._tick)
+        for peer in list(self._peers.values()):
+            link = peer.link
+            if link is None:
+                continue
+            link.silent_ticks = 0 if link.heard or link.paused else link.silent_ticks + 1
+            link.heard = False
+            if link.silent_ticks * self._beat_s >= self._silent_s:
+                self._lose(peer, f"{peer.name} has been silent for {self._silent_s:g} s")
+                continue
+            if not link.spoke and not peer.outbox and not link.finishing:
+                peer.outbox.add(Outgoing(Kind.BEAT, (0, 0, next(self._order)), _NOTHING))
+                self._schedule(peer)
+            link.spoke = False
+
+    def _lose(self, peer: Peer, text: str) -> None:
+        """The peer is gone without a goodbye, or cannot be reached."""
+        self._part(peer)
+        peer.inbox.clear()
+        if not self._closing:
+            self._on_lost(LinkError(peer.name, text))
+        self._opening.freed(peer)
+
+    def _leave(self, peer: Peer) -> None:
+        """The peer has said goodbye; what it said before may still be expected."""
+        self._part(peer)
+        if not self._closing and self._on_left is not None:
+            self._on_left(peer.name)
+        self._opening.freed(peer)
+
+    def _part(self, peer: Peer) -> None:
+        link, peer.link = peer.link, None
+        if link is not None:
+            self._opening.close(link)
+        peer.gone = True
+        peer.outbox.clear()
+
+    def _close(self, timeout_s: float) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._loop.later(timeout_s, self._loop.stop)
+        self._opening.shut()
+        for peer in self._peers.values():
+            peer.inbox.clear()
+            peer.outbox.clear(keep_control=True)
+            if peer.link is not None:
+                peer.link.reader.divert(0, ALL_TAGS)
+                self._resume(peer)
+                self._say_goodbye(peer)
+            elif not (peer.dial is not None and peer.outbox):
+                self._opening.abandon(peer)
+
+    def _say_goodbye(self, peer: Peer) -> None:
+        peer.outbox.add(Outgoing(Kind.BYE, (0, 1, next(self._order)), _NOTHING))
+        self._schedule(peer)
+
+    def _finish(self, link: Link) -> None:
+        """All is sent, goodbye included; now read until the peer has closed, so that nothing is reset."""
+        assert link.sock is not None
+        link.finishing = True
+        with suppress(OSError):
+            link.sock.shutdown(socket.SHUT_WR)
+
+    def _ended(self, error: BaseException | None) -> None:
+        """The I/O thread ends."""
+        self._failure = error
+        self._closing = True
+        for sock in self._opening.sockets:
+            sock.close()
+        self._remove_folder()
+        for sent in self._flushing:
+            sent.set()
+        if error is not None:
+            if self._on_error is None:
+                raise error
+            self._on_error(error)
+
+    def _listen(self, host: str | None, port: int, unix: bool) -> tuple[str, ...]:
+        found: list[str] = []
+        try:
+            if host is not None:
+                sock, address = places.listen_tcp(host, port)
+                self._opening.listen(sock)
+                found.append(address)
+            if unix:
+                sock, address, folder = places.listen_unix()
+                self._remove_folder = weakref.finalize(self, _remove, folder, os.getpid())
+                self._opening.listen(sock)
+                found.insert(0, address)
+        except BaseException:
+            self._opening.shut()
+            self._remove_folder()
+            self._loop.abandon()
+            raise
+        return tuple(found)
+
+    def abandon(self) -> None:
+        """Close this process's copies of all sockets; for a forked child, which has no I/O thread.
+
+        Else the peers would not notice the parent's death as long as the child lives.
+        """
+        self._failure = RuntimeError("this is a forked process, whose parent has the links")
+        for sock in self._opening.sockets:
+            sock.close()
+        self._loop.abandon()
+
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def _keep_from_children(endpoint: Endpoint) -> None:
+    """Let processes forked from this one (a DataLoader's workers) close their copies of the sockets."""
+    if not _endpoints_hooked:
+        _endpoints_hooked.append(True)
+        os.register_at_fork(after_in_child=_abandon_all)
+    _endpoints.add(endpoint)
+
+
+_endpoints_hooked: list[bool] = []
+
+
+def _abandon_all() -> None:
+    for endpoint in list(_endpoints):
+        endpoint.abandon()
+    _endpoints.clear()
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked child
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _as_bytes(data: memoryview) -> memoryview:
+    """Return a buffer as a flat view of its bytes."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("expected C-contiguous bytes, got a buffer with gaps")
+    if not view.nbytes:
+        return _NOTHING
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _cause(error: OSError) -> str:
+    match error:
+        case ConnectionResetError():
+            return "reset the connection"
+        case BrokenPipeError():
+            return "closed the connection"
+        case _:
+            return f"cannot be reached any more: {(error.strerror or str(error)).lower()}"
