@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import OffbeatError
@@ -83,14 +84,16 @@ class Result:
             OffbeatError: it cannot be written.
         """
         target = Path(path)
-        if target.exists() and not target.is_file():  # /dev/stdout, a pipe
-            with _told(target):
-                target.write_bytes(self.to_json())
-            return
-        with _told(target), _beside(target) as (file_descriptor, beside):
-            with open(file_descriptor, "wb") as file:
-                file.write(self.to_json())
-            beside.replace(target.resolve())
+        data = self.to_json()
+        with _told(target):
+            if _is_stream(target):
+                with open(target, "ab") as file:
+                    file.write(data)
+                return
+            with _beside(target) as (file_descriptor, beside):
+                with open(file_descriptor, "wb") as file:
+                    file.write(data)
+                beside.replace(target.resolve())
 
     def print(self, console: Console | None = None) -> None:
         """Print the figures and the rows as tables, and in one line how they came about."""
@@ -151,7 +154,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             raise IsADirectoryError(21, "it is a directory")
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(13, "it is not writable")
-        if target.exists() and not target.is_file():
+        if _is_stream(target):
             return
         with _beside(target) as (file_descriptor, _):
             os.close(file_descriptor)
@@ -178,8 +181,13 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_p{p}": float(percentile(values, p)) for p in (50, 99)}
 
 
+def _is_stream(path: Path) -> bool:
+    """Say whether `path` must be written to as it is: a pipe, a terminal, /dev/stdout."""
+    return path.is_relative_to("/dev") or (path.exists() and not path.is_file())
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # nor numpy's kinds
 
 
 def _shown(value: object) -> str:
@@ -189,7 +197,7 @@ def _shown(value: object) -> str:
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return str(value)
+    return escape(str(value))
 
 
 @contextlib.contextmanager

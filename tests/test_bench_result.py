@@ -1,0 +1,175 @@
+"""What `--json` promises, and the figures that benchmarks are read by."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import json
+import math
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from offbeat.bench.gloo import bound_s
+from offbeat.bench.result import Result, check_writable, machine, percentile, percentiles
+from offbeat.errors import OffbeatError
+
+
+def _result(**changed: Any) -> Result:
+    about: dict[str, Any] = {
+        "name": "allreduce",
+        "command": "offbeat bench allreduce --sizes 35000",
+        "kind": "timed",
+        "seed": 7,
+        "figures": {"step_s_p50": 0.0125, "push_per_s": 54_000, "loss": 1.5},
+        "rows": [{"size_bytes": 35_000, "method": "ring", "is_best": True, "note": None}],
+    }
+    return Result(**(about | changed))
+
+
+def test_the_json_is_one_object_that_says_everything(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    _result().write(path)
+    read = json.loads(path.read_text())
+    assert list(read) == ["name", "command", "kind", "seed", "figures", "rows", "machine"]
+    assert read["figures"] == {"step_s_p50": 0.0125, "push_per_s": 54_000, "loss": 1.5}
+    assert read["rows"] == [{"size_bytes": 35_000, "method": "ring", "is_best": True, "note": None}]
+    assert read["kind"] == "timed"
+
+
+def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("x" * 10_000)
+    path.chmod(0o640)
+    _result().write(path)
+    assert json.loads(path.read_text())["seed"] == 7
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    link = tmp_path / "last.json"
+    link.symlink_to("results/today.json")
+    _result().write(link)
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "results/today.json").read_text())["seed"] == 7
+
+
+def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_writable(fifo)
+        _result().write(fifo)
+        assert json.loads(os.read(reader, 65_536))["seed"] == 7
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "3", None, [1.0], np.float64(1)])
+def test_a_figure_is_a_finite_plain_number(value: object) -> None:
+    with pytest.raises(ValueError, match="'step_s' must be a finite plain number"):
+        _result(figures={"step_s": value})
+
+
+@pytest.mark.parametrize("name", ["speed", "step", "s_step", "Step_s", "step_s_p", "step_s_", "_s", "step-s"])
+def test_a_figure_ends_in_its_unit(name: str) -> None:
+    with pytest.raises(ValueError, match="must end in its unit"):
+        _result(figures={name: 1.0})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_s",
+        "step_s_p99",
+        "partial_k2_step_s_mean",
+        "goodput_mbit_per_s",
+        "to_bound_ratio",
+        "test_accuracy",
+    ],
+)
+def test_a_figure_may_add_a_statistic_to_its_unit(name: str) -> None:
+    assert _result(figures={name: 1.0}).figures == {name: 1.0}
+
+
+@pytest.mark.parametrize("value", [math.nan, [1], {"a": 1}, b"x"])
+def test_a_row_is_flat_and_finite(value: object) -> None:
+    with pytest.raises(ValueError, match="'step_s' in row 1"):
+        _result(rows=[{"step_s": 1.0}, {"step_s": value}])
+
+
+def test_the_machine_is_described_and_not_named() -> None:
+    described = machine(congestion_control="reno")
+    assert described["cores"] >= 1
+    assert described["memory_gb"] > 0
+    assert described["torch"]
+    assert described["congestion_control"] == "reno"
+    text = json.dumps({k: v for k, v in described.items() if k not in ("python", "torch", "kernel")})
+    for name in (socket.gethostname(), str(Path.home()), os.getcwd(), getpass.getuser()):
+        assert name not in text.split('"')
+        assert len(name) < 6 or name not in text
+
+
+@pytest.mark.parametrize("name", ["missing/result.json", "file/result.json", "folder"])
+def test_an_unwritable_path_is_told_before_and_after(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OffbeatError, match=f"cannot write .*{name}: "):
+        check_writable(tmp_path / name)
+    with pytest.raises(OffbeatError, match=f"cannot write .*{name}: "):
+        _result().write(tmp_path / name)
+
+
+def test_checking_changes_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+def test_the_table_shows_every_figure_and_row_as_it_is() -> None:
+    out = io.StringIO()
+    _result(rows=[{"method": "[bold]ring", "size_bytes": 35_000}]).print(Console(file=out, width=100))
+    for shown in ("step_s_p50", "0.0125", "54,000", "[bold]ring", "35,000", "timed", "seed 7"):
+        assert shown in out.getvalue()
+
+
+@given(st.lists(st.floats(allow_nan=False), min_size=1), st.integers(min_value=1, max_value=100))
+def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(
+    values: list[float], percent: int
+) -> None:
+    found = percentile(values, percent)
+    assert found in values
+    assert sum(v <= found for v in values) * 100 >= percent * len(values)
+    assert sum(v < found for v in values) * 100 < percent * len(values)
+
+
+def test_p99_of_a_hundred_is_the_last_but_one() -> None:
+    assert percentiles("wait_s", [float(v) for v in range(100)]) == {"wait_s_p50": 49.0, "wait_s_p99": 98.0}
+    assert percentile(list(range(1, 1001)), 99.9) == 999
+    assert percentile([3.0], 1) == 3.0
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 0), ([1.0], 101)])
+def test_a_percentile_of_nothing_is_an_error(values: list[float], percent: float) -> None:
+    with pytest.raises(ValueError, match="percent"):
+        percentile(values, percent)
+
+
+def test_the_bound_counts_each_byte_that_must_cross_the_line() -> None:
+    """Patarasu and Yuan 2009: 2(p-1)/p of the tensor, each way at once."""
+    assert bound_s(5_000_000, 4, 1e9) == pytest.approx(0.06)
+    assert bound_s(5_000_000, 1, 1e9) == 0.0

@@ -1,0 +1,437 @@
+"""Promises of `offbeat.runtime.launch`, each kept with real processes.
+
+Nothing here sleeps until something has happened: the end of a process is awaited through a pidfd, with a
+deadline that is only reached when the promise is broken.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.launch import Outcome, Workers, free_port, launch, summary, tied
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
+
+LIMIT_S = 60.0
+FOR_EVER = "import signal\nwhile True: signal.pause()"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def ended(pid: int) -> bool:
+    """Wait until a process has ended (or was gone already); False if it is still there at the deadline."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], LIMIT_S)[0])
+    finally:
+        os.close(pidfd)
+
+
+class Output:
+    """Keeps what workers say and lets a test wait for a line."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, rank: int, line: str) -> None:
+        with self._changed:
+            self.lines.append((rank, line))
+            self._changed.notify_all()
+
+    def await_lines(self, count: int) -> list[tuple[int, str]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.lines) >= count, LIMIT_S), self.lines
+            return sorted(self.lines)
+
+
+def test_each_worker_knows_its_place() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MINE")
+    output = Output()
+    code = f"import os; print(*[os.environ.get(n) for n in {names!r}])"
+    with launch(python(code), 3, env={"MINE": "yes"}, master_port=4321, on_output=output) as workers:
+        outcomes = workers.wait(LIMIT_S)
+    assert sorted(output.lines) == [(r, f"{r} 3 {r} 3 127.0.0.1 4321 yes") for r in range(3)]
+    assert [(o.rank, o.returncode, o.ended_because) for o in outcomes] == [(r, 0, None) for r in range(3)]
+    assert summary(outcomes) == "3 workers ended well"
+
+
+def test_workers_with_the_same_prefix_are_on_one_host() -> None:
+    output = Output()
+    code = "import os; print(*[os.environ[n] for n in ('HOST', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')])"
+    prefix = [["env", "HOST=a"], ["env", "HOST=b"], ["env", "HOST=a"]]
+    with launch(python(code), 3, prefix=prefix, on_output=output) as workers:
+        workers.wait(LIMIT_S)
+    assert sorted(output.lines) == [(0, "a 0 2"), (1, "b 0 1"), (2, "a 1 2")]
+
+
+def test_rank_0_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's TORCHELASTIC_USE_AGENT_STORE would make rank 0 look for a store that is not there."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "old")
+    output = Output()
+    code = "import os; print([n for n in os.environ if n.startswith('TORCHELASTIC')])"
+    with launch(python(code), 1, on_output=output) as workers:
+        workers.wait(LIMIT_S)
+    assert output.lines == [(0, "[]")]
+
+
+@pytest.mark.parametrize(
+    ("outside", "env", "expected"),
+    [
+        (None, {}, "1"),
+        ("3", {}, "3"),
+        (None, {"OMP_NUM_THREADS": "2"}, "2"),
+        ("3", {"OMP_NUM_THREADS": "2"}, "2"),
+    ],
+)
+def test_one_thread_a_worker_unless_said_otherwise(
+    outside: str | None, env: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if outside is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", outside)
+    output = Output()
+    with launch(python("import os; print(os.environ['OMP_NUM_THREADS'])"), 1, env=env, on_output=output) as w:
+        w.wait(LIMIT_S)
+    assert output.lines == [(0, expected)]
+
+
+def test_torch_meets_at_the_given_address() -> None:
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(2) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(x)\n"
+        "print(x.tolist())\n"
+        "dist.destroy_process_group()"
+    )
+    output = Output()
+    with launch(python(code), 2, on_output=output) as workers:
+        outcomes = workers.wait(LIMIT_S)
+    assert summary(outcomes) == "2 workers ended well"
+    assert {(0, "[3.0, 3.0]"), (1, "[3.0, 3.0]")} <= set(output.lines)
+
+
+def test_a_killed_worker_does_not_take_the_others_along_at_once() -> None:
+    """They must end by themselves, with their own error."""
+    code = (
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "print('ready')\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
+        "sys.exit('lost worker 1')"
+    )
+    output = Output()
+    with launch(python(code), 2, grace_s=LIMIT_S, on_output=output) as workers:
+        output.await_lines(2)
+        workers.kill(1)
+        assert ended(workers.pids[1])
+        workers.kill(0, signal.SIGUSR1)
+        outcomes = workers.wait(LIMIT_S)
+    assert [(o.returncode, o.ended_because) for o in outcomes] == [(1, None), (-signal.SIGKILL, None)]
+    assert outcomes[0].tail == ("lost worker 1",)
+    assert outcomes[1].ended_s <= outcomes[0].ended_s
+    assert summary(outcomes).startswith("worker 1 was killed by SIGKILL")
+
+
+def test_workers_that_outstay_the_grace_period_are_ended_and_that_is_said() -> None:
+    code = f"import os\nif os.environ['RANK'] == '1': raise RuntimeError('no more data')\n{FOR_EVER}"
+    with launch(python(code), 3, grace_s=0.1) as workers:
+        outcomes = workers.wait(LIMIT_S)
+    why = "it had not ended 0.1 s after worker 1 failed"
+    assert [o.returncode for o in outcomes] == [-signal.SIGTERM, 1, -signal.SIGTERM]
+    assert [o.ended_because for o in outcomes] == [why, None, why]
+    assert summary(outcomes) == (
+        "worker 1 failed with exit code 1: RuntimeError: no more data "
+        "(the launcher then had to end workers 0, 2)"
+    )
+
+
+def test_one_that_ends_well_hurries_nobody() -> None:
+    code = (
+        "import os, signal\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "    print('ready')\n"
+        "    signal.sigwait([signal.SIGUSR1])"
+    )
+    output = Output()
+    with launch(python(code), 2, grace_s=0.0, on_output=output) as workers:
+        output.await_lines(1)
+        assert ended(workers.pids[1])
+        workers.kill(0, signal.SIGUSR1)
+        assert summary(workers.wait(LIMIT_S)) == "2 workers ended well"
+
+
+def test_a_worker_that_ignores_sigterm_is_killed() -> None:
+    code = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\n{FOR_EVER}"
+    output = Output()
+    with launch(python(code), 2, term_s=0.1, on_output=output) as workers:
+        output.await_lines(2)
+        outcomes = workers.wait(0.0)
+    assert [o.returncode for o in outcomes] == [-signal.SIGKILL] * 2
+    assert summary(outcomes).startswith(
+        "worker 0 was ended by the launcher because it had not ended 0 s after"
+    )
+
+
+def test_a_worker_may_tidy_up_on_sigterm() -> None:
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('tidied'))\n"
+        "print('ready')\n"
+        "while True: signal.pause()"
+    )
+    output = Output()
+    with launch(python(code), 1, term_s=LIMIT_S, on_output=output) as workers:
+        output.await_lines(1)
+        workers.close()
+        outcomes = workers.wait()
+    assert (outcomes[0].returncode, outcomes[0].tail) == (1, ("tidied",))
+    assert outcomes[0].ended_because == "the launcher closed"
+
+
+def test_a_deadline_from_the_launch_holds_without_anybody_waiting() -> None:
+    with launch(python(FOR_EVER), 2, deadline_s=0.1) as workers:
+        assert all(ended(pid) for pid in workers.pids)
+        outcomes = workers.wait(LIMIT_S)
+    assert {o.ended_because for o in outcomes} == {"it had not ended 0.1 s after its start"}
+
+
+def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> None:
+    code = (
+        "import sys\n"
+        "for i in range(200_000): sys.stdout.write(f'{i} ' + 'x' * 200 + '\\n')\n"
+        "sys.stdout.write('y' * 3_000_000)\n"
+        "print('bye', file=sys.stderr)"
+    )
+    may_read = threading.Event()
+    seen: list[str] = []
+
+    def read(rank: int, line: str) -> None:
+        assert may_read.wait(LIMIT_S)
+        seen.append(line)
+
+    with launch(python(code), 1, env={"PYTHONUNBUFFERED": ""}, on_output=read) as workers:
+        try:
+            assert ended(workers.pids[0])  # while its reader reads nothing
+        finally:
+            may_read.set()
+        outcomes = workers.wait(LIMIT_S)
+    assert outcomes[0].returncode == 0
+    assert outcomes[0].tail == ("bye",)
+    assert "bye" in seen
+    assert len(seen) < 25_000
+    assert max(len(line) for line in seen) <= 16_384
+    notes = [line for line in seen if line.endswith("lines left out)")]
+    left_out = sum(int(line[1:].split()[0]) for line in notes)
+    lines = 200_000 + -(-3_000_000 // 16_384) + 1
+    assert abs(left_out + len(seen) - len(notes) - lines) <= 50  # a long line may be cut at other places
+
+
+def test_the_last_words_of_a_worker_are_kept_without_a_line_feed() -> None:
+    code = (
+        "import sys\nfor i in range(100): print(i, file=sys.stderr)\nsys.stderr.write('and out'); sys.exit(2)"
+    )
+    with launch(python(code), 1) as workers:
+        (outcome,) = workers.wait(LIMIT_S)
+    assert len(outcome.tail) == 40
+    assert outcome.tail[-2:] == ("99", "and out")
+
+
+def test_an_error_in_on_output_ends_the_job_and_is_raised() -> None:
+    def fail(rank: int, line: str) -> None:
+        raise LookupError(f"no place for {line}")
+
+    with launch(python(f"print('this')\n{FOR_EVER}"), 2, on_output=fail) as workers:
+        with pytest.raises(LookupError, match="no place for this"):
+            workers.wait(LIMIT_S)
+        assert workers.running() == []
+
+
+def test_what_a_worker_leaves_behind_ends_with_close_and_holds_nobody_up() -> None:
+    """The child of a worker keeps the worker's pipes open: waiting for their end would last for ever."""
+    code = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {FOR_EVER!r}]).pid)"
+    output = Output()
+    with launch(python(code), 1, on_output=output) as workers:
+        assert workers.wait(LIMIT_S)[0].returncode == 0
+        child = int(output.lines[0][1])
+        pidfd = os.pidfd_open(child)  # it is still there
+    try:
+        assert select.select([pidfd], [], [], LIMIT_S)[0]
+    finally:
+        os.close(pidfd)
+
+
+def test_closing_twice_and_signals_to_the_dead_are_harmless() -> None:
+    workers = launch(python("pass"), 2)
+    workers.wait(LIMIT_S)
+    workers.kill(0)
+    workers.close()
+    workers.kill(0)
+    workers.close()
+    assert [o.returncode for o in workers.wait()] == [0, 0]
+    assert [p.returncode for p in workers.processes] == [0, 0]
+
+
+def test_workers_outlive_the_thread_that_launched_them() -> None:
+    """The kernel's parent-death signal means the thread, so it must not be the caller's."""
+    code = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "print('ready')\n"
+        "signal.sigwait([signal.SIGUSR1])"
+    )
+    output = Output()
+    launched: list[Workers] = []
+    thread = threading.Thread(target=lambda: launched.append(launch(python(code), 1, on_output=output)))
+    thread.start()
+    thread.join()
+    with launched[0] as workers:
+        output.await_lines(1)
+        workers.kill(0, signal.SIGUSR1)
+        assert workers.wait(LIMIT_S)[0].returncode == 0
+
+
+LAUNCHER = f"""
+import sys, threading
+from offbeat.runtime.launch import launch
+said = threading.Semaphore(0)
+def say(rank, line):
+    print(line, flush=True)
+    said.release()
+code = "import os\\nprint(os.getpid())\\n" + {FOR_EVER!r}
+workers = launch([sys.executable, "-c", code], 3, on_output=say)
+for _ in range(3): said.acquire()
+"""
+
+
+def launcher(then: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        python(LAUNCHER + then), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, [int(process.stdout.readline()) for _ in range(3)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_worker_outlives_its_launcher(number: int) -> None:
+    process, pids = launcher("workers.wait()")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == -number
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    assert all(ended(pid) for pid in pids)
+
+
+def test_the_end_of_the_interpreter_closes() -> None:
+    process, pids = launcher("")
+    assert process.communicate(timeout=LIMIT_S) == ("", "")
+    assert process.returncode == 0
+    assert all(ended(pid) for pid in pids)
+
+
+def test_a_tied_process_ends_with_the_thread_that_started_it() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    code = f"print('ready', flush=True)\n{FOR_EVER}"
+
+    def start() -> None:
+        process = subprocess.Popen(tied(python(code)), stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    with started[0] as process:
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+
+
+def test_a_tied_process_is_the_command_itself() -> None:
+    with subprocess.Popen(tied(["sh", "-c", "echo $$; kill -s PIPE $$"]), stdout=subprocess.PIPE) as process:
+        assert process.communicate(timeout=LIMIT_S)[0] == f"{process.pid}\n".encode()
+    assert process.returncode == -signal.SIGPIPE  # which Python ignores, and must not hand on ignored
+
+
+def test_a_command_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    with launch([str(tmp_path / "none")], 1) as workers:
+        outcomes = workers.wait(LIMIT_S)
+    said = f"cannot start {tmp_path / 'none'}: No such file or directory"
+    assert summary(outcomes) == f"worker 0 failed with exit code 127: {said}"
+
+
+def test_a_free_port_is_free_and_not_one_that_the_kernel_gives_away() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < free_port() < lowest for _ in range(20))
+
+
+def outcome(rank: int, returncode: int, ended_s: float, *tail: str, because: str | None = None) -> Outcome:
+    return Outcome(rank=rank, returncode=returncode, ended_s=ended_s, tail=tail, ended_because=because)
+
+
+def test_the_summary_names_the_first_that_failed_by_itself() -> None:
+    outcomes = [
+        outcome(0, 1, 3.0, "LinkError: worker 2 is gone"),
+        outcome(1, 0, 1.0),
+        outcome(2, 7, 2.0, "a", "", "out of cheese ", ""),
+        outcome(3, -15, 0.5, because="it was late"),
+    ]
+    assert summary(outcomes) == (
+        "worker 2 failed with exit code 7: out of cheese (the launcher then had to end worker 3)"
+    )
+
+
+def test_the_summary_finds_the_exception_among_what_was_said_after_it() -> None:
+    tail = (
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in <module>',
+        "ValueError: first",
+        "During handling of the above exception, another exception occurred:",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 2, in <module>',
+        "    x()",
+        "    ~^^",
+        "offbeat.errors.WorkerError: worker 2 did not answer",
+        "within 5 s",
+        "[W1121 socket.cpp:207] some warning",
+    )
+    assert summary([outcome(0, 1, 1.0, *tail)]) == (
+        "worker 0 failed with exit code 1: offbeat.errors.WorkerError: worker 2 did not answer"
+    )
+    assert summary([outcome(0, 1, 1.0)]) == "worker 0 failed with exit code 1"
+    assert summary([outcome(0, 0, 1.0)]) == "1 worker ended well"
+
+
+def test_bad_arguments_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
+        launch(["true"], 0)
+    with pytest.raises(ValueError, match="command must name a program"):
+        launch([], 1)
+    with pytest.raises(ValueError, match=r"one entry a worker \(2\), not 1"):
+        launch(["true"], 2, prefix=[["env"]])
+    with pytest.raises(ValueError, match="threads_per_worker must be at least 1"):
+        launch(["true"], 1, threads_per_worker=0)
+    with pytest.raises(ValueError, match="grace_s must not be negative"):
+        launch(["true"], 1, grace_s=-1.0)
+
+
+def test_other_systems_are_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OffbeatError, match="needs Linux: launch the script with torchrun"):
+        launch(["true"], 1)
