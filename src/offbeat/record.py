@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
@@ -258,9 +259,10 @@ def read_log(path: str | Path) -> Log:
             names the file and the line.
     """
     path = Path(path)
+    entries: list[Event | Action] = []
+    line = b""
     with path.open("rb") as file:
         header = _header(path, file.readline(MESSAGE_BYTES_MAX))
-        entries: list[Event | Action] = []
         for number, line in enumerate(file, start=2):
             try:
                 entry = _thing(_line_decoder.decode(line))
@@ -271,7 +273,7 @@ def read_log(path: str | Path) -> Log:
             if not entries and type(entry).__name__ not in _EVENTS:
                 raise ValueError(f"{path}, line {number}: expected an event before the first action")
             entries.append(entry)
-    return Log(header=header, entries=entries)
+    return Log(header=header, entries=entries, cut_off=bool(line) and not line.endswith(b"\n"))
 
 
 def _header(path: Path, line: bytes) -> dict[str, Any]:
@@ -373,7 +375,7 @@ def _policies(header: dict[str, Any]) -> list[Policy]:
 def _answered(entries: list[Event | Action]) -> Iterator[tuple[int, Event, tuple[Action, ...]]]:
     """Yield every event with its number and its actions."""
     starts = [index for index, entry in enumerate(entries) if type(entry).__name__ in _EVENTS]
-    for start, stop in zip(starts, [*starts[1:], len(entries)], strict=True):
+    for start, stop in pairwise([*starts, len(entries)]):
         yield start + 1, cast(Event, entries[start]), tuple(cast("list[Action]", entries[start + 1 : stop]))
 
 

@@ -43,25 +43,28 @@ class Lockstep:
             both; but Readys come over one connection a worker, and the order in which they are heard across
             connections is free (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So
             this only bounds what is remembered, and finds a worker that runs without exchanging at all.
+        deadline_s: how long a round may stay open after its first Ready, in seconds.
 
     Raises:
         ValueError: an argument out of range.
     """
 
-    def __init__(self, world: int, rounds_ahead_max: int = 1000) -> None:
+    def __init__(self, world: int, rounds_ahead_max: int = 1000, deadline_s: float = 600.0) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if rounds_ahead_max < 1:
             raise ValueError(f"expected at least 1 round ahead, got {rounds_ahead_max}")
+        if not deadline_s > 0:
+            raise ValueError(f"expected a deadline of more than 0 s, got {deadline_s}")
         self._world = world
+        self._deadline_s = deadline_s
         self._rounds_ahead_max = rounds_ahead_max
         self._joined: set[int] = set()
         self._rounds = [0] * world  # how many rounds each worker was Ready for
         self._steps: list[int | None] = [None] * world  # the step of each worker's last Ready
         self._left: dict[int, int] = {}  # who left, after how many steps
-        self._open: dict[
-            int, tuple[int, int, int]
-        ] = {}  # round: first Ready's worker and step, Readys so far
+        # round: first Ready's worker, step and time, Readys so far
+        self._open: dict[int, tuple[int, int, float, int]] = {}
         self._rounds_complete = 0
         self._stopped = False
 
@@ -82,7 +85,9 @@ class Lockstep:
                 return self._handle_left(event)
             case Lost() | Failed():
                 return self._handle_gone(event)
-            case StepTimed() | Evaluated() | Tick():
+            case Tick():
+                return self._handle_tick(event.now_s)
+            case StepTimed() | Evaluated():
                 return []
             case _:
                 assert_never(event)
@@ -105,7 +110,9 @@ class Lockstep:
         self._rounds = list(state["rounds"])
         self._steps = list(state["steps"])
         self._left = dict(state["left"])
-        self._open = {round_: (worker, step, count) for round_, worker, step, count in state["open"]}
+        self._open = {
+            round_: (worker, step, since_s, count) for round_, worker, step, since_s, count in state["open"]
+        }
         self._rounds_complete = state["rounds_complete"]
         self._stopped = state["stopped"]
 
@@ -128,7 +135,8 @@ class Lockstep:
         for other, steps in self._left.items():
             if self._rounds[other] <= event.round:
                 return self._uneven(other, steps, event.worker, event.step)
-        worker, step, count = self._open.get(event.round, (event.worker, event.step, 0))
+        first = (event.worker, event.step, event.now_s, 0)
+        worker, step, since_s, count = self._open.get(event.round, first)
         if step != event.step:
             return self._stop(
                 None,
@@ -138,11 +146,26 @@ class Lockstep:
             )
         self._rounds[event.worker] += 1
         self._steps[event.worker] = event.step
-        self._open[event.round] = (worker, step, count + 1)
+        self._open[event.round] = (worker, step, since_s, count + 1)
         if count + 1 == self._world:
             del self._open[event.round]
             self._rounds_complete += 1
         return []
+
+    def _handle_tick(self, now_s: float) -> list[Action]:
+        if not self._open:
+            return []
+        round_ = min(self._open)
+        worker, step, since_s, _ = self._open[round_]
+        if now_s - since_s <= self._deadline_s:
+            return []
+        late = [other for other, rounds in enumerate(self._rounds) if rounds <= round_]
+        return self._stop(
+            late[0],
+            step,
+            f"{_workers(late)} did not finish computing step {step + 1} within {self._deadline_s:g} s after "
+            f"worker {worker} had: look what it is doing, or give it a longer deadline",
+        )
 
     def _check_ready(self, event: Ready) -> None:
         said = f"got Ready for round {event.round} of worker {event.worker}"
@@ -168,7 +191,7 @@ class Lockstep:
         self._check_known(event)
         self._left[event.worker] = event.step
         for other, rounds in enumerate(self._rounds):
-            if rounds > self._rounds[event.worker] and other not in self._left:
+            if rounds > self._rounds[event.worker]:
                 steps = self._steps[other]
                 assert steps is not None
                 return self._uneven(event.worker, event.step, other, steps)
@@ -215,6 +238,12 @@ class Lockstep:
     def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:
         self._stopped = True
         return [Stop(worker=worker, step=step, reason=reason)]
+
+
+def _workers(ids: list[int]) -> str:
+    if len(ids) == 1:
+        return f"worker {ids[0]}"
+    return f"workers {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
 
 
 def _steps(count: int) -> str:

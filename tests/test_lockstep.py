@@ -1,0 +1,307 @@
+"""Lockstep: one Group, and at most one Stop, whatever the order in which workers are heard."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import ProtocolError
+from offbeat.events import Evaluated, Failed, Group, Joined, Left, Lost, Ready, StepTimed, Stop, Tick
+from offbeat.policies.lockstep import Lockstep
+
+
+def joined(worker: int, world: int = 2) -> Joined:
+    return Joined(
+        now_s=0.0,
+        worker=worker,
+        world=world,
+        peer=f"worker-{worker}",
+        place="host process 1",
+        addresses=(),
+        model=(),
+        strategy="bsp",
+    )
+
+
+def ready(worker: int, round_: int, step: int | None = None) -> Ready:
+    step = round_ if step is None else step
+    return Ready(now_s=1.0, worker=worker, step=step, round=round_, compute_s=0.1, samples=32)
+
+
+def left(worker: int, step: int) -> Left:
+    return Left(now_s=2.0, worker=worker, step=step)
+
+
+def lost(worker: int) -> Lost:
+    return Lost(now_s=2.0, worker=worker, cause="the connection was closed")
+
+
+def answers(policy: Lockstep, *events) -> list:
+    return [action for event in events for action in policy.handle(event)]
+
+
+def running(world: int = 2, **arguments) -> Lockstep:
+    policy = Lockstep(world, **arguments)
+    answers(policy, *(joined(worker, world) for worker in range(world)))
+    return policy
+
+
+@given(st.permutations(range(4)))
+def test_the_join_that_completes_the_world_forms_the_one_group(order):
+    policy = Lockstep(4)
+    assert answers(policy, *(joined(worker, 4) for worker in order[:3])) == []
+    (group,) = policy.handle(joined(order[3], 4))
+    assert group == Group(round=0, members=(0, 1, 2, 3), weights=(0.25,) * 4, reason=group.reason)
+    assert "all 4 workers are here" in group.reason
+
+
+@given(st.integers(1, 300))
+def test_weights_sum_to_one(world):
+    (group,) = answers(Lockstep(world), *(joined(worker, world) for worker in range(world)))
+    assert sum(group.weights) == pytest.approx(1.0, abs=1e-12)
+    assert len(group.weights) == len(group.members) == world
+
+
+def test_joins_of_an_id_twice_or_of_none_of_the_world_complete_nothing():
+    policy = Lockstep(2)
+    assert answers(policy, joined(0), joined(0), joined(2), joined(7)) == []
+    assert len(policy.handle(joined(1))) == 1
+    assert answers(policy, joined(0), joined(1), joined(2)) == []
+
+
+@pytest.mark.parametrize("arguments", [(0,), (-1,), (1, 0)])
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match="expected a"):
+        Lockstep(*arguments)
+
+
+@st.composite
+def healthy_runs(draw, uneven=False):
+    """A world, and every worker's events in its own order, merged in any order."""
+    world = draw(st.integers(1, 5))
+    rounds = [draw(st.integers(0, 6))] * world
+    if uneven:
+        rounds = [draw(st.integers(0, 6)) for _ in range(world)]
+    queues = [
+        [ready(worker, round_) for round_ in range(rounds[worker])] + [left(worker, rounds[worker])]
+        for worker in range(world)
+    ]
+    chooser = random.Random(draw(st.integers()))
+    order = [worker for worker, queue in enumerate(queues) for _ in queue]
+    chooser.shuffle(order)
+    return world, rounds, [queues[worker].pop(0) for worker in order]
+
+
+@given(healthy_runs())
+def test_a_healthy_job_is_never_stopped_in_whatever_order_its_workers_are_heard(run):
+    world, _, events = run
+    policy = running(world)
+    assert answers(policy, *events) == []
+    # After they left, their connections close, and that is nothing.
+    assert answers(policy, *(lost(worker) for worker in range(world))) == []
+    assert policy.state_dict()["open"] == []
+
+
+@given(healthy_runs(uneven=True))
+def test_workers_with_different_numbers_of_rounds_are_stopped_once_in_words(run):
+    world, rounds, events = run
+    stops = answers(running(world), *events)
+    if len(set(rounds)) == 1:
+        assert stops == []
+        return
+    (stop,) = stops
+    assert (stop.worker, stop.step) == (None, None)
+    assert "has left after" in stop.reason
+    assert "give every worker the same number of batches" in stop.reason
+
+
+def test_the_words_of_uneven_batches():
+    policy = running()
+    answers(policy, *(ready(worker, round_) for round_ in range(10) for worker in (0, 1)))
+    assert answers(policy, left(0, 10), ready(1, 10)) == [
+        Stop(
+            worker=None,
+            step=None,
+            reason="worker 0 has left after 10 steps; worker 1 wants step 11: "
+            "give every worker the same number of batches",
+        )
+    ]
+    # The same where the one who goes on is heard first.
+    policy = running()
+    answers(policy, ready(0, 0), ready(1, 0), ready(1, 1))
+    (stop,) = policy.handle(left(0, 1))
+    assert stop.reason.startswith("worker 0 has left after 1 step; worker 1 wants step 2: give")
+
+
+def test_a_worker_may_leave_before_its_last_round_is_heard_of_all():
+    assert answers(running(), ready(0, 0), left(0, 1), ready(1, 0), left(1, 1), lost(1), lost(0)) == []
+
+
+def test_two_workers_in_different_steps_in_one_round_are_stopped():
+    policy = running(3)
+    answers(policy, *(ready(worker, 0) for worker in range(3)), ready(2, 1, step=1))
+    (stop,) = policy.handle(ready(0, 1, step=3))
+    assert stop == Stop(
+        worker=None,
+        step=None,
+        reason="worker 2 is in step 1 but worker 0 in step 3, both in round 1: "
+        "call backward and step equally often on every worker",
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "words"),
+    [
+        ([], None, "worker 1 was lost before its first step was computed: the connection was closed"),
+        # It waits for worker 0, so it is still in the step of its round.
+        ([ready(1, 0)], 0, "worker 1 was lost after 0 steps: the connection was closed"),
+        ([ready(0, 0), ready(1, 0), ready(1, 1)], 1, "worker 1 was lost after 1 step: the"),
+        # Its last round is complete, so it is in the next step.
+        ([ready(0, 0), ready(1, 0)], 1, "worker 1 was lost after 1 step: the"),
+        # Worker 0 would not be in round 2 without worker 1's part in round 1.
+        (
+            [ready(1, 0), ready(1, 1), ready(0, 0), ready(0, 1), ready(0, 2)],
+            2,
+            "worker 1 was lost after 2 steps",
+        ),
+    ],
+)
+def test_a_lost_worker_is_named_with_its_step_and_the_cause(before, step, words):
+    policy = running()
+    assert answers(policy, *before) == []
+    (stop,) = policy.handle(lost(1))
+    assert (stop.worker, stop.step) == (1, step)
+    assert words in stop.reason
+
+
+def test_the_step_is_known_from_others_that_are_further():
+    # Of three workers, 2 is heard late: but 0 in round 1 proves that round 0 was complete.
+    policy = running(3)
+    assert answers(policy, ready(1, 0), ready(0, 0), ready(0, 1)) == []
+    assert policy.handle(lost(1))[0].step == 1
+
+
+def test_a_failed_worker_is_named_with_the_step_and_error_that_it_reports():
+    policy = running()
+    assert policy.handle(Failed(now_s=1.0, worker=0, step=7, error="ValueError: bad batch")) == [
+        Stop(worker=0, step=7, reason="worker 0 failed after 7 steps: ValueError: bad batch")
+    ]
+
+
+def test_before_the_group_stands_going_is_not_its_affair():
+    policy = Lockstep(2)
+    failed = Failed(now_s=0.0, worker=0, step=0, error="x")
+    assert answers(policy, joined(0), lost(0), failed, left(0, 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "words"),
+    [
+        ([], ready(0, 1), "expected Ready for round 0, got Ready for round 1 of worker 0"),
+        ([ready(0, 0)], ready(0, 0), "expected Ready for round 1, got Ready for round 0 of worker 0"),
+        ([], ready(2, 0), "expected a worker from 0 to 1, got Ready for round 0 of worker 2"),
+        ([left(0, 0)], ready(0, 0), "expected nothing more from worker 0, which has left"),
+        ([], lost(2), "expected a worker from 0 to 1, got Lost of worker 2"),
+        ([], left(5, 0), "expected a worker from 0 to 1, got Left of worker 5"),
+    ],
+)
+def test_what_no_worker_can_send_is_a_protocol_error_that_changes_nothing(before, event, words):
+    policy = running()
+    answers(policy, *before)
+    state = policy.state_dict()
+    with pytest.raises(ProtocolError, match=words):
+        policy.handle(event)
+    assert policy.state_dict() == state
+
+
+def test_ready_before_everybody_joined_is_a_protocol_error():
+    policy = Lockstep(2)
+    policy.handle(joined(0))
+    with pytest.raises(
+        ProtocolError, match="expected 2 workers to join first, got Ready for round 0 of worker 0"
+    ):
+        policy.handle(ready(0, 0))
+
+
+@pytest.mark.parametrize("rounds_ahead_max", [1, 2, 5])
+def test_a_worker_that_runs_without_exchanging_is_found(rounds_ahead_max):
+    policy = running(rounds_ahead_max=rounds_ahead_max)
+    answers(policy, ready(0, 0), ready(1, 0))
+    assert answers(policy, *(ready(0, 1 + ahead) for ahead in range(rounds_ahead_max))) == []
+    with pytest.raises(ProtocolError, match=r"got Ready for .* while worker 1 was Ready for 1 rounds"):
+        policy.handle(ready(0, 1 + rounds_ahead_max))
+    # Once the other has caught up by one, it is no error any more.
+    assert answers(policy, ready(1, 1), ready(0, 1 + rounds_ahead_max)) == []
+
+
+def test_what_is_remembered_does_not_grow_with_the_rounds():
+    policy = running()
+    answers(policy, *(ready(worker, round_) for round_ in range(5000) for worker in (0, 1)))
+    assert len(json.dumps(policy.state_dict())) < 300
+
+
+def anything(world: int = 3):
+    """Events that mostly make sense, and some that do not."""
+    workers, small = st.integers(0, world), st.integers(0, 4)
+    now = st.just(1.0)
+    return st.one_of(
+        st.builds(joined, workers, st.just(world)),
+        *[st.builds(ready, workers, small, st.none() | small)] * 4,
+        st.builds(left, workers, small),
+        st.builds(lost, workers),
+        st.builds(Failed, now_s=now, worker=workers, step=small, error=st.just("x")),
+        st.builds(Tick, now_s=now),
+        st.builds(Evaluated, now_s=now, worker=workers, epoch=small, metrics=st.just({})),
+        st.builds(
+            StepTimed,
+            now_s=now,
+            worker=workers,
+            step=small,
+            batch_s=now,
+            compute_s=now,
+            apply_s=now,
+            communicate_s=now,
+            wait_s=now,
+            other_s=now,
+            wall_s=now,
+            samples=small,
+        ),
+    )
+
+
+def histories():
+    whole = st.just([joined(worker, 3) for worker in range(3)])
+    return st.builds(lambda start, rest: start + rest, whole | st.just([]), st.lists(anything(), max_size=40))
+
+
+@given(histories())
+def test_whatever_comes_it_answers_or_refuses_and_stops_at_most_once(events):
+    policy = Lockstep(3)
+    actions = []
+    for event in events:
+        state = policy.state_dict()
+        try:
+            actions += policy.handle(event)
+        except ProtocolError:
+            assert policy.state_dict() == state
+    assert all(action.reason for action in actions)
+    assert [type(action) for action in actions] in ([], [Group], [Group, Stop])
+
+
+@given(histories(), st.integers(0, 43))
+def test_a_policy_restored_in_the_middle_goes_on_alike(events, cut):
+    def ask(policy, event):
+        try:
+            return policy.handle(event)
+        except ProtocolError as error:
+            return str(error)
+
+    policy, restored = Lockstep(3), Lockstep(3)
+    for event in events[:cut]:
+        ask(policy, event)
+    restored.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    for event in events[cut:]:
+        assert ask(restored, event) == ask(policy, event)
+        assert restored.state_dict() == policy.state_dict()
