@@ -350,8 +350,8 @@ def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
         kind = getattr(importlib.import_module(found[1]), found[2], None)
     except ModuleNotFoundError:
         raise ValueError(f"{expected}: there is no such module") from None
-    if not (inspect.isclass(kind) and kind.__module__ == found[1] and hasattr(kind, "handle")):
-        raise ValueError(f"{expected}: {found[1]} defines no such policy")
+    if not (inspect.isclass(kind) and hasattr(kind, "handle")):
+        raise ValueError(f"{expected}: {found[1]} has no such policy")
     try:
         return cast(Policy, kind(**arguments))
     except (TypeError, ValueError) as error:
