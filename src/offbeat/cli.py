@@ -1,0 +1,496 @@
+"""The command line: it reads arguments, calls the public functions and prints; every decision is elsewhere.
+
+Bad input ends with one line on standard error and exit code 2, before anything is started; a run that fails
+with one line and exit code 1; Ctrl-C with 130. Progress goes to standard error, results to standard output.
+torch is imported when a command needs it, so that `--help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from offbeat.errors import OffbeatError, WorkerError
+
+if TYPE_CHECKING:
+    from offbeat.comparing import Row
+    from offbeat.data import Splits
+    from offbeat.job import Job
+    from offbeat.timesheet import Entry, TimeSheet
+    from offbeat.training import Settings
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train PyTorch models on many workers without keeping to the beat of the slowest one.",
+)
+
+_SLOW = (
+    "WORKER:FACTOR: that worker takes FACTOR times as long. 'random' instead of a number draws one every "
+    "epoch; @0.0-0.5 after it means a part of every epoch, @burst=20/100 the first 20 of every 100 steps."
+)
+Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")]
+Data = Annotated[str, typer.Option(help="digits (nothing to download), mnist or cifar10.")]
+Workers = Annotated[int, typer.Option(help="How many worker processes to start on this machine.")]
+Epochs = Annotated[int, typer.Option(help="How often to go through the data.")]
+BatchSize = Annotated[int, typer.Option(help="Samples a worker and step.")]
+LearningRate = Annotated[float, typer.Option(help="Learning rate of SGD.")]
+Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
+Seed = Annotated[int, typer.Option(help="Of the weights, the data's order and random slowness.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the data if they are not there.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")]
+
+
+@app.command()
+def train(
+    model: Model = "mlp",
+    data: Data = "digits",
+    workers: Workers = 4,
+    strategy: Annotated[
+        str, typer.Option(help="How the workers keep together: name or name:key=value,key=value.")
+    ] = "bsp",
+    epochs: Epochs = 5,
+    batch_size: BatchSize = 32,
+    lr: LearningRate = 0.1,
+    momentum: Momentum = 0.9,
+    seed: Seed = 0,
+    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be given more than once.")] = None,
+    repeat: Annotated[
+        int,
+        typer.Option(help="Put every sample so often into its batch, to stand for a model as much heavier."),
+    ] = 1,
+    data_dir: DataDir = None,
+    download: Download = False,
+    json: Json = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the run log; by default runs/TIME-STRATEGY."),
+    ] = None,
+) -> None:
+    """Train a built-in model on a built-in data set under one strategy.
+
+    Shows every epoch as it ends, and at last where each worker's time went. Rank 0 measures the test accuracy
+    after every epoch, while the others wait. The run log is RUN_DIR/log.jsonl (see `offbeat replay`).
+    """
+    from offbeat import job, timesheet
+    from offbeat.bench.result import Result, check_writable
+    from offbeat.training import Settings
+
+    settings = Settings(
+        model=model,
+        data=data,
+        strategy=strategy,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        momentum=momentum,
+        seed=seed,
+        repeat=repeat,
+        data_dir=_data_dir(data_dir, download),
+    )
+    training = job.Job(settings=settings, workers=workers, slow=tuple(slow or ()))
+    if json is not None:
+        check_writable(json)
+    splits = _load(settings, download)
+    steps = training.steps_per_epoch(len(splits.train))
+    folder = job.open_run_dir(run_dir or _new_folder(strategy))
+    with _progress() as (progress, console):
+        shown = _EpochLines(console, workers)
+        sheet = _run(training, folder, progress, f"{model} on {data}, {strategy}", steps * epochs, shown)
+    _print_parts(sheet)
+    figures = timesheet.figures(sheet)
+    _print_figures(figures, folder)
+    if json is not None:
+        rows = timesheet.plain_rows(sheet)
+        result = Result(name="train", command=_command(), kind="real", seed=seed, figures=figures, rows=rows)
+        result.write(json)
+
+
+@app.command()
+def compare(
+    model: Model = "mlp",
+    data: Data = "digits",
+    workers: Workers = 4,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="A strategy, name or name:key=value,key=value; may be given more than once."),
+    ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One case each time: 'none', or rules joined by +; by default none and 1:5. {_SLOW}"
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Epochs a case, at least 2: the first one only warms up.")] = 6,
+    batch_size: BatchSize = 32,
+    lr: LearningRate = 0.1,
+    momentum: Momentum = 0.9,
+    seed: Seed = 0,
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            help="Put every sample so often into its batch, to stand for a model as much heavier; by default "
+            "as often as it takes for a step to compute for 20 ms on one idle core."
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    download: Download = False,
+    json: Json = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the run logs, one folder a case; by default runs/TIME-compare."),
+    ] = None,
+) -> None:
+    """Train under every strategy and every slowness in turn, and compare.
+
+    Times are means over the epochs after the first. Waiting is the share of their time that the workers that
+    are not slowed spend on waiting for others.
+    """
+    from offbeat import comparing, job
+    from offbeat.bench.result import Result, check_writable
+    from offbeat.strategies import STRATEGIES
+    from offbeat.training import Settings
+
+    cases = comparing.cases(strategy or sorted(STRATEGIES), slow or ["none", "1:5"])
+    if epochs < 2:
+        raise ValueError(
+            f"epochs must be at least 2 to compare, for the first one only warms up; got {epochs}"
+        )
+
+    def job_of(case: comparing.Case, repeat: int) -> job.Job:
+        settings = Settings(
+            model=model,
+            data=data,
+            strategy=case.strategy,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            momentum=momentum,
+            seed=seed,
+            repeat=repeat,
+            data_dir=_data_dir(data_dir, download),
+            evaluates_each_epoch=False,
+        )
+        return job.Job(settings=settings, workers=workers, slow=case.slow)
+
+    jobs = [job_of(case, 1 if repeat is None else repeat) for case in cases]
+    if json is not None:
+        check_writable(json)
+    splits = _load(jobs[0].settings, download)
+    steps = jobs[0].steps_per_epoch(len(splits.train))
+    root = run_dir or _new_folder("compare")
+    folders = [job.open_run_dir(root / case.label) for case in cases]
+    if repeat is None:
+        repeat = job.repeat_for(jobs[0].settings, splits)
+        jobs = [job_of(case, repeat) for case in cases]
+    del splits
+    rows = []
+    with _progress() as (progress, _):
+        for case, training, folder in zip(cases, jobs, folders, strict=True):
+            label = f"{case.strategy}, {comparing.in_words(case.slow)}"
+            rows.append(comparing.row(case, workers, _run(training, folder, progress, label, steps * epochs)))
+    stand_in = f", every sample {repeat} times in its batch" if repeat > 1 else ""
+    title = f"{model} on {data}, {workers} workers, batches of {batch_size}{stand_in}"
+    result = Result(
+        name="compare",
+        command=_command(),
+        kind="real",
+        seed=seed,
+        figures=comparing.figures(rows),
+        rows=comparing.plain_rows(rows),
+    )
+    _print_comparison(rows, title, result.machine)
+    if json is not None:
+        result.write(json)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
+)
+def run(
+    context: typer.Context,
+    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be given more than once.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the run log, log.jsonl; by default none is written.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the data's order in session.batches and of random slowness.")
+    ] = None,
+) -> None:
+    """Launch a training script with torchrun, with slowness, a run log or a seed.
+
+    Usage: offbeat run [OPTIONS] [torchrun's options] script.py [the script's options]
+
+    Everything after the options below goes to torchrun as it is (see `torchrun --help`), so these come first.
+    """
+    from offbeat import job
+    from offbeat.policies.slowness import parse
+    from offbeat.runtime import environment
+    from offbeat.training import SEED_MAX
+
+    if not context.args:
+        raise ValueError("expected a script to launch, as in: offbeat run --nproc-per-node 4 script.py")
+    for rule in slow or ():
+        parse(rule)
+    if seed is not None and not 0 <= seed <= SEED_MAX:
+        raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {seed}")
+    if slow:
+        os.environ[environment.SLOW] = ";".join(slow)
+    if seed is not None:
+        os.environ[environment.SEED] = str(seed)
+    if run_dir is not None:
+        os.environ[environment.RUN_LOG] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
+    raise typer.Exit(_torchrun(context.args))
+
+
+@app.command()
+def replay(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder, or its log.", metavar="RUN", show_default=False)
+    ],
+) -> None:
+    """Feed a run log to fresh policies: they must give the actions that the log holds.
+
+    Exits with 0 if they do, with 1 and the first difference if they do not.
+    """
+    from offbeat import record
+    from offbeat.events import Action
+
+    path = run / "log.jsonl" if run.is_dir() else run
+    try:
+        log = record.read_log(path)
+    except OSError as error:
+        raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
+    difference = record.replay(log)
+    if difference is not None:
+        print(difference)
+        raise typer.Exit(FAILED)
+    actions = sum(isinstance(entry, Action) for entry in log.entries)
+    print(f"identical: {len(log.entries) - actions} events, {actions} actions")
+    if log.cut_off:
+        print("the run was cut off while it wrote its log: its last, partial line was left out")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    Args:
+        arguments: without the program's name; by default the process's own.
+    """
+    try:
+        code = app(
+            args=None if arguments is None else list(arguments), prog_name="offbeat", standalone_mode=False
+        )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except typer.Abort:  # what older typers make of a Ctrl-C
+        return INTERRUPTED
+    except WorkerError as error:
+        return _complain(str(error), FAILED)
+    except (OffbeatError, ValueError) as error:
+        return _complain(str(error), BAD_INPUT)
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # typer's errors of usage
+        if message is None:
+            raise
+        return _complain(message(), BAD_INPUT) if message() else BAD_INPUT  # empty: the help was shown
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    """Say what is wrong in one line, whatever the message holds."""
+    print(f"offbeat: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _command() -> str:
+    return shlex.join(["offbeat", *sys.argv[1:]])
+
+
+def _short(path: Path) -> str:
+    """The path as seen from here, where that is not a way up and down again."""
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
+
+
+def _data_dir(given: Path | None, download: bool) -> str:
+    from offbeat.data import DEFAULT_DIR
+
+    folder = (given or DEFAULT_DIR).expanduser().absolute()
+    if given is not None and not download and not folder.is_dir():
+        raise ValueError(f"the data folder {given} is not there: name one that is, or add --download")
+    return str(folder)
+
+
+def _new_folder(what: str) -> Path:
+    name = "".join(letter if letter.isalnum() else "-" for letter in what)
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+
+
+def _load(settings: Settings, download: bool) -> Splits:
+    from offbeat import job
+
+    with _progress() as (progress, _):
+        tasks: dict[str, Any] = {}
+
+        def show(name: str, received_bytes: int, size_bytes: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(f"fetching {name}", total=size_bytes)
+            progress.update(tasks[name], completed=received_bytes)
+
+        return job.load_data(settings, download=download, progress=show)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[tuple[Progress, Console]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield progress, console
+
+
+def _run(
+    training: Job,
+    folder: Path,
+    progress: Progress,
+    label: str,
+    steps: int,
+    show: Callable[[TimeSheet], None] = lambda sheet: None,
+) -> TimeSheet:
+    """Run a training behind a progress bar of the steps that all workers have finished."""
+    from offbeat import job
+
+    task = progress.add_task(f"{label}: starting {training.workers} workers", total=steps)
+
+    def update(sheet: TimeSheet) -> None:
+        done = min((sheet.steps_finished.get(worker, 0) for worker in range(training.workers)), default=0)
+        progress.update(task, completed=done, description=label if done else None)
+        show(sheet)
+
+    return job.run(training, folder, update)
+
+
+class _EpochLines:
+    """Prints a line for every epoch that all workers have ended."""
+
+    def __init__(self, console: Console, workers: int) -> None:
+        self._console = console
+        self._workers = workers
+        self._printed = 0
+
+    def __call__(self, sheet: TimeSheet) -> None:
+        for epoch in range(self._printed, sheet.epochs_finished(self._workers)):
+            self._console.print(_epoch_line(epoch, sheet.epoch(epoch)), markup=False, highlight=False)
+            self._printed = epoch + 1
+
+
+def _epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
+    from offbeat import timesheet
+
+    waits = [f"{entry.worker}: {entry.share('wait'):.0%}" for entry in entries]
+    if len(waits) > 8:
+        least, most = (pick(entries, key=lambda entry: entry.share("wait")) for pick in (min, max))
+        waits = [f"from {least.share('wait'):.0%} (worker {least.worker})"]
+        waits += [f"to {most.share('wait'):.0%} (worker {most.worker})"]
+    parts = [f"epoch {epoch + 1}"]
+    mean_loss, measured = timesheet.loss(entries), timesheet.accuracy(entries)
+    if mean_loss is not None:
+        parts.append(f"loss {mean_loss:.4f}")
+    if measured is not None:
+        parts.append(f"test accuracy {measured:.1%}")
+    parts.append(f"{timesheet.samples_per_s(entries):,.0f} samples/s")
+    if len(entries) > 1:
+        parts.append(f"waiting {', '.join(waits)}")
+    return "  ".join(parts)
+
+
+def _print_parts(sheet: TimeSheet) -> None:
+    from offbeat.timesheet import PARTS
+
+    table = Table("worker", title="where the time went, in % of each worker's", title_justify="left")
+    for part in PARTS:
+        table.add_column(part, justify="right")
+    for entry in sheet.totals():
+        table.add_row(str(entry.worker), *(f"{entry.share(part):.1%}" for part in PARTS))
+    Console().print(table)
+
+
+def _print_figures(figures: dict[str, float], folder: Path) -> None:
+    names = (
+        ("wall time", "wall_s", "{:,.2f} s"),
+        ("samples/s", "samples_per_s", "{:,.0f}"),
+        ("test accuracy", "accuracy", "{:.2%}"),
+        ("training loss", "loss", "{:.4f}"),
+    )
+    table = Table(show_header=False)
+    for title, name, form in names:
+        if name in figures:
+            table.add_row(title, form.format(figures[name]))
+    table.add_row("run log", _short(folder / "log.jsonl"))
+    Console().print(table)
+
+
+def _print_comparison(rows: Sequence[Row], title: str, machine: dict[str, Any]) -> None:
+    from offbeat import comparing
+
+    base = comparing.baseline(rows)
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy")
+    table.add_column("slowness")
+    for column in ("seconds per epoch", "times slower", "waiting for others", "test accuracy"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = comparing.ratio(row, base)
+        table.add_row(
+            row.case.strategy,
+            comparing.in_words(row.case.slow),
+            f"{row.epoch_s:.3g}",
+            "–" if times is None else f"{times:.2f}",
+            f"{row.wait_share:.0%}",
+            "–" if row.accuracy is None else f"{row.accuracy:.1%}",
+        )
+    console = Console()
+    console.print(table)
+    if base is not None:
+        console.print(f"Times slower: than {base.case.strategy} with nobody slowed.", style="dim")
+    cores = machine["cores"]
+    if cores < rows[0].workers:
+        console.print(f"The {rows[0].workers} workers shared {cores} cores of this machine.", style="dim")
+    for sentence in comparing.sentences(rows):
+        console.print(sentence, markup=False, highlight=False)
+
+
+def _torchrun(arguments: list[str]) -> int:
+    """Run torchrun in this process and return its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message.splitlines()[0] if failure.message else f"exit code {failure.exitcode}"
+        return _complain(f"rank {rank} failed with exit code {failure.exitcode}: {said}", FAILED)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0

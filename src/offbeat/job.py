@@ -1,0 +1,217 @@
+"""One built-in training as a whole: checked before anything starts, run by local workers, read from its log.
+
+The run log is the only way in which workers tell this side how they do. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TextIO
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from offbeat.data import Progress, Splits, load
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.models import build
+from offbeat.policies.slowness import Slowness, SlowRule, parse
+from offbeat.record import from_plain
+from offbeat.runtime import environment
+from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.launch import launch, summary
+from offbeat.timesheet import TimeSheet
+from offbeat.training import Settings, loss_of
+
+LOG_NAME: Final = "log.jsonl"
+OUTPUT_NAME: Final = "output.txt"
+_POLL_S: Final = 0.2
+_LOG_ENDS_S: Final = 15.0
+STEP_S: Final = 0.02
+_REPEAT_MAX: Final = 2**16
+_WANTED: Final = tuple(f'{{"type":"{name}"'.encode() for name in ("StepTimed", "Evaluated", "Left"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train, with how many workers, and how they are slowed.
+
+    Args:
+        settings: of every worker.
+        workers: local processes, at least 1.
+        slow: rules as `--slow` spells them, all in force.
+
+    Raises:
+        ValueError: a bad count, or a rule that is not understood or about a worker that there is not.
+    """
+
+    settings: Settings
+    workers: int
+    slow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"expected at least 1 worker, got {self.workers}")
+        Slowness(self.rules, workers=self.workers, seed=self.settings.seed)
+
+    @property
+    def rules(self) -> tuple[SlowRule, ...]:
+        """The slowness as it was understood."""
+        return tuple(parse(text) for text in self.slow)
+
+    def steps_per_epoch(self, samples: int) -> int:
+        """Return how many steps each worker takes in an epoch.
+
+        Raises:
+            ValueError: fewer samples than workers.
+        """
+        return EqualShards(
+            samples=samples,
+            workers=self.workers,
+            batch_size=self.settings.batch_size,
+            seed=self.settings.seed,
+            epoch=0,
+            shuffle=False,
+        ).steps
+
+
+def load_data(settings: Settings, *, download: bool = False, progress: Progress | None = None) -> Splits:
+    """Load the data once, and see that the model takes them, so that no worker has to fail over it.
+
+    Raises:
+        OffbeatError: the data are not there.
+        ValueError: the model does not take them.
+    """
+    splits = load(settings.data, settings.data_dir, download=download, progress=progress)
+    build(settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed)
+    return splits
+
+
+def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> int:
+    """Return how often a sample must stand in its batch for a step to compute for `step_s` on one idle core.
+
+    A model that takes longer as it is needs no repetition: 1. The answer depends on this machine.
+    """
+    model = build(
+        settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
+    )
+    inputs, labels = splits.train[: settings.batch_size]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        repeat = 1
+        while True:
+            took_s = min(_step_s(model, inputs, labels, repeat) for _ in range(3))
+            if took_s >= step_s or repeat >= _REPEAT_MAX:
+                return max(1, min(_REPEAT_MAX, round(repeat * step_s / took_s)))
+            repeat *= 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def open_run_dir(path: Path) -> Path:
+    """Make the folder of a run; return it as an absolute path.
+
+    Raises:
+        OffbeatError: it cannot be written, or holds a run log already, which is never overwritten.
+    """
+    folder = path.expanduser().absolute()
+    if (folder / LOG_NAME).exists():
+        raise OffbeatError(f"{path} holds the log of another run: name another folder with --run-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OUTPUT_NAME).open("w").close()
+    except OSError as error:
+        raise OffbeatError(f"cannot write to the run folder {path}: {error.strerror or error}") from error
+    return folder
+
+
+def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lambda sheet: None) -> TimeSheet:
+    """Run a training to its end.
+
+    Args:
+        job: what to run.
+        run_dir: from `open_run_dir`; gets the run log, and what the workers print.
+        on_progress: called a few times a second with what is known so far.
+
+    Returns:
+        Where the time went, all epochs of all workers.
+
+    Raises:
+        WorkerError: a worker failed; names it.
+        OffbeatError: the log does not hold the whole run.
+    """
+    log = _LogReader(run_dir / LOG_NAME)
+    sheet = TimeSheet()
+    command = [sys.executable, "-m", "offbeat.training", msgspec.json.encode(job.settings).decode()]
+    env = {
+        environment.SLOW: ";".join(job.slow),
+        environment.RUN_LOG: str(run_dir / LOG_NAME),
+        environment.SEED: str(job.settings.seed),
+    }
+    with (run_dir / OUTPUT_NAME).open("w", buffering=1) as output:
+        with launch(command, job.workers, env=env, on_output=_line_writer(output)) as workers:
+            while workers.running():
+                log.read_into(sheet)
+                on_progress(sheet)
+                time.sleep(_POLL_S)
+            outcomes = workers.wait()
+    if not all(outcome.is_good for outcome in outcomes):
+        first = min(outcomes, key=lambda o: (o.is_good, o.ended_because is not None, o.ended_s))
+        where = os.path.relpath(run_dir / OUTPUT_NAME)
+        raise WorkerError(f"{summary(outcomes)} (all that the workers said: {where})", worker=first.rank)
+    _read_to_the_end(log, sheet, job.workers)
+    on_progress(sheet)
+    return sheet
+
+
+def _read_to_the_end(log: _LogReader, sheet: TimeSheet, workers: int) -> None:
+    """The coordinator outlives the workers by a moment and writes the end of the log in it."""
+    limit_s = time.monotonic() + _LOG_ENDS_S
+    log.read_into(sheet)
+    while len(sheet.left) < workers:
+        if time.monotonic() > limit_s:
+            missing = sorted(set(range(workers)) - sheet.left)
+            raise OffbeatError(
+                f"{log.path}: expected it to end with every worker leaving, worker {missing[0]} is missing; "
+                "was the coordinator ended?"
+            )
+        time.sleep(_POLL_S / 10)
+        log.read_into(sheet)
+
+
+class _LogReader:
+    """Reads what was added to a run log since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def read_into(self, sheet: TimeSheet) -> None:
+        """Hand the sheet every new, complete line that it has a use for."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:  # not begun yet
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            if line.startswith(_WANTED):
+                sheet.add(from_plain(msgspec.json.decode(line)))
+
+
+def _line_writer(output: TextIO) -> Callable[[int, str], None]:
+    return lambda rank, line: print(f"[worker {rank}] {line}", file=output)
+
+
+def _step_s(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int) -> float:
+    began_s = time.perf_counter()
+    loss_of(model, inputs, labels, repeat).backward()  # type: ignore[no-untyped-call]
+    return time.perf_counter() - began_s

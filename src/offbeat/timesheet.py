@@ -1,0 +1,175 @@
+"""Where the time went: the events of a run log, added up to one entry a worker and epoch.
+
+Pure sums over events in the order of the log; nothing here reads a file or a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from offbeat.events import Action, Evaluated, Event, Left, StepTimed
+
+PARTS: Final = tuple(
+    field.name.removesuffix("_s")
+    for field in fields(StepTimed)
+    if field.name.endswith("_s") and field.name not in ("now_s", "wall_s")
+)
+"""The named parts of a worker's wall time; they sum to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What one worker did in one epoch, or in several.
+
+    Attributes:
+        steps: optimizer steps.
+        samples: samples behind them.
+        wall_s: the time that they took, in seconds.
+        parts_s: where it went: a key of `PARTS` each, summing to `wall_s`.
+        metrics: what the worker reported at the end.
+    """
+
+    worker: int
+    epoch: int
+    steps: int
+    samples: int
+    wall_s: float
+    parts_s: dict[str, float]
+    metrics: dict[str, float]
+
+    def share(self, part: str) -> float:
+        """The part's share of the wall time, 0 to 1."""
+        return self.parts_s[part] / self.wall_s if self.wall_s else 0.0
+
+
+class TimeSheet:
+    """Adds up the events of one run, as they come.
+
+    An epoch of a worker ends where the worker reports: at its `Evaluated` event.
+
+    Attributes:
+        entries: one a worker and finished epoch, in the order of the log.
+        left: the workers that have left in order.
+        steps_finished: by worker.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.left: set[int] = set()
+        self.steps_finished: dict[int, int] = {}
+        self._open: dict[int, list[StepTimed]] = {}
+
+    def add(self, event: Event | Action) -> None:
+        """Take the next entry of the log."""
+        match event:
+            case StepTimed():
+                self._open.setdefault(event.worker, []).append(event)
+                self.steps_finished[event.worker] = self.steps_finished.get(event.worker, 0) + 1
+            case Evaluated():
+                self.entries.append(_entry(event, self._open.pop(event.worker, [])))
+            case Left():
+                self.left.add(event.worker)
+            case _:
+                pass
+
+    def epoch(self, epoch: int) -> list[Entry]:
+        """Return the entries of one epoch, by worker."""
+        return sorted((e for e in self.entries if e.epoch == epoch), key=lambda entry: entry.worker)
+
+    def epochs_finished(self, workers: int) -> int:
+        """Return how many epochs all of so many workers have ended."""
+        ended = [sum(entry.worker == worker for entry in self.entries) for worker in range(workers)]
+        return min(ended, default=0)
+
+    def totals(self, first_epoch: int = 0) -> list[Entry]:
+        """Return one entry a worker over all epochs from `first_epoch` on, with its last metrics."""
+        chosen = [entry for entry in self.entries if entry.epoch >= first_epoch]
+        workers = sorted({entry.worker for entry in chosen})
+        return [_sum([entry for entry in chosen if entry.worker == worker]) for worker in workers]
+
+
+def wall_s(entries: Iterable[Entry]) -> float:
+    """Return the time after which the last of the workers was done, in seconds."""
+    return max((entry.wall_s for entry in entries), default=0.0)
+
+
+def samples_per_s(entries: Sequence[Entry]) -> float:
+    """Return the samples of all workers together by the time that the last of them took."""
+    took_s = wall_s(entries)
+    return sum(entry.samples for entry in entries) / took_s if took_s else 0.0
+
+
+def loss(entries: Sequence[Entry]) -> float | None:
+    """Return the mean training loss over all workers' samples, None where none was reported."""
+    told = [entry for entry in entries if "loss" in entry.metrics and entry.samples]
+    samples = sum(entry.samples for entry in told)
+    return sum(entry.metrics["loss"] * entry.samples for entry in told) / samples if told else None
+
+
+def accuracy(entries: Sequence[Entry]) -> float | None:
+    """Return the test accuracy, None where none was reported."""
+    return next((entry.metrics["accuracy"] for entry in entries if "accuracy" in entry.metrics), None)
+
+
+def figures(sheet: TimeSheet) -> dict[str, float]:
+    """Return the findings of a whole run as numbers by name, the unit last, without those not measured.
+
+    `accuracy` and `loss` are those of the last epoch.
+    """
+    totals = sheet.totals()
+    last = sheet.epoch(max((entry.epoch for entry in sheet.entries), default=0))
+    found = {
+        "wall_s": wall_s(totals),
+        "samples_per_s": samples_per_s(totals),
+        "accuracy": accuracy(last),
+        "loss": loss(last),
+    }
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def plain_rows(sheet: TimeSheet) -> list[dict[str, Any]]:
+    """Return the entries as flat objects; a number that diverged is None."""
+    return [
+        {
+            "worker": entry.worker,
+            "epoch": entry.epoch,
+            "steps": entry.steps,
+            "samples": entry.samples,
+            "wall_s": entry.wall_s,
+            **{f"{part}_s": spent_s for part, spent_s in entry.parts_s.items()},
+            **{name: _finite(entry.metrics.get(name)) for name in ("loss", "accuracy")},
+        }
+        for entry in sheet.entries
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _entry(end: Evaluated, steps: Sequence[StepTimed]) -> Entry:
+    return Entry(
+        worker=end.worker,
+        epoch=end.epoch,
+        steps=len(steps),
+        samples=sum(step.samples for step in steps),
+        wall_s=sum(step.wall_s for step in steps),
+        parts_s={part: sum(getattr(step, f"{part}_s") for step in steps) for part in PARTS},
+        metrics=end.metrics,
+    )
+
+
+def _sum(entries: Sequence[Entry]) -> Entry:
+    last = entries[-1]
+    return Entry(
+        worker=last.worker,
+        epoch=last.epoch,
+        steps=sum(entry.steps for entry in entries),
+        samples=sum(entry.samples for entry in entries),
+        wall_s=sum(entry.wall_s for entry in entries),
+        parts_s={part: sum(entry.parts_s[part] for entry in entries) for part in PARTS},
+        metrics=last.metrics,
+    )

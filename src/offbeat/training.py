@@ -1,0 +1,148 @@
+"""One worker of a built-in training: what `offbeat train` and `offbeat compare` run, once a worker.
+
+Run as `python -m offbeat.training SETTINGS`, with the settings as one JSON object. It is an ordinary user of
+`offbeat.join` and has no other way to the runtime: what it finds out, it reports into the run log, and
+whoever started it reads it there. It prints nothing, and downloads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import offbeat
+from offbeat.data import DEFAULT_DIR, SETS, load
+from offbeat.models import MODELS, build
+from offbeat.strategies import parse_strategy
+
+SEED_MAX: Final = 2**32 - 1
+_EVALUATION_BATCH: Final = 512
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained, and how; the same on every worker.
+
+    Attributes:
+        model: a key of `offbeat.models.MODELS`.
+        data: a key of `offbeat.data.SETS`.
+        strategy: as on the command line, `name` or `name:key=value,key=value`.
+        epochs: passes over the data, at least 1.
+        batch_size: samples a worker and step, at least 1.
+        lr: learning rate of SGD, above 0.
+        momentum: of SGD, at least 0 and below 1.
+        seed: of the weights and of the data's order.
+        repeat: how often every sample stands in its batch, at least 1. The gradient stays what it is and
+            takes so many times as much computing: a small model then stands for one as many times as heavy.
+        data_dir: the folder with the data set's files.
+        evaluates_each_epoch: rank 0 measures the test accuracy after every epoch, not only after the last; in
+            lockstep the others wait for it.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    model: str
+    data: str
+    strategy: str
+    epochs: int
+    batch_size: int
+    lr: float
+    momentum: float
+    seed: int
+    repeat: int = 1
+    data_dir: str = str(DEFAULT_DIR)
+    evaluates_each_epoch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}: expected one of {', '.join(MODELS)}")
+        if self.data not in SETS:
+            raise ValueError(f"unknown data set {self.data!r}: expected one of {', '.join(SETS)}")
+        parse_strategy(self.strategy)
+        for name in ("epochs", "batch_size", "repeat"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"the learning rate must be above 0, got {self.lr:g}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum:g}")
+        if not 0 <= self.seed <= SEED_MAX:
+            raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {self.seed}")
+
+
+def train(settings: Settings) -> None:
+    """Train as one worker of the job that the environment describes.
+
+    After every epoch each worker reports its mean training loss, rank 0 also the test accuracy.
+
+    Raises:
+        OffbeatError: the data are not there, or the job failed.
+    """
+    splits = load(settings.data, settings.data_dir)
+    model = build(
+        settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+    with offbeat.join(model, optimizer, parse_strategy(settings.strategy)) as session:
+        torch.manual_seed(settings.seed + session.worker)  # what dropout draws differs between workers
+        session.timer.lap()  # the first step's time begins here, not with the wait for the last to come
+        for epoch in session.epochs(settings.epochs):
+            model.train()
+            loss_sum, samples = torch.zeros(()), 0
+            for inputs, labels in session.batches(splits.train, settings.batch_size):
+                optimizer.zero_grad()
+                loss = loss_of(model, inputs, labels, settings.repeat)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                loss_sum += loss.detach() * len(labels)
+                samples += len(labels)
+            metrics = {"loss": float(loss_sum) / samples}
+            is_last = epoch == settings.epochs - 1
+            if session.worker == 0 and (is_last or settings.evaluates_each_epoch):
+                metrics["accuracy"] = accuracy(model, splits.test)
+            session.report(**metrics)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int = 1) -> Tensor:
+    """Return the mean cross-entropy of a batch in which every sample stands `repeat` times.
+
+    Args:
+        model: maps (B, ...) to logits (B, K).
+        inputs: samples (B, ...).
+        labels: int64 (B,).
+        repeat: at least 1; the value and its gradient do not depend on it but for rounding.
+    """
+    if repeat > 1:
+        inputs, labels = torch.cat([inputs] * repeat), labels.repeat(repeat)
+    return F.cross_entropy(model(inputs), labels)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: TensorDataset) -> float:
+    """Return the part of the test samples, 0 to 1, whose highest logit is their label's."""
+    model.eval()
+    inputs, labels = test.tensors
+    right = 0
+    for start in range(0, len(labels), _EVALUATION_BATCH):
+        chunk = slice(start, start + _EVALUATION_BATCH)
+        right += int((model(inputs[chunk]).argmax(1) == labels[chunk]).sum())
+    return right / len(labels)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train with the settings that the one argument holds as JSON."""
+    (text,) = arguments
+    train(msgspec.json.decode(text, type=Settings))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
