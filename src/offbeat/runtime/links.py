@@ -43,7 +43,7 @@ WRITES_A_TURN = 16  # then what has come is looked at again
 HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
 
 _DATA, _MESSAGE, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BYE)
-_NOTHING = memoryview(b"")
+_NOTHING = memoryview(bytearray())
 _log = logging.getLogger("offbeat.links")
 
 
@@ -201,8 +201,8 @@ class Endpoint:
             total = end
         if not (0 <= tag < ALL_TAGS and offset >= 0 and end <= total < 1 << 64):
             raise ValueError(
-                f"expected bytes within a message and a tag of 64 bits, got bytes {offset} to {end} of {total} "
-                f"and tag {tag:#x}"
+                f"expected bytes within a message and a tag of 64 bits, got bytes {offset} to {end} "
+                f"of {total} and tag {tag:#x}"
             )
         item = Outgoing(
             Kind.DATA, (1, priority, next(self._order)), view, tag=tag, offset=offset, total=total, done=done
@@ -265,7 +265,7 @@ class Endpoint:
             raise RuntimeError("flush waits for the I/O thread and cannot be called from within it")
         sent = threading.Event()
         self._loop.call(self._flushing.append, sent)
-        return sent.wait(timeout_s) and self._failure is None
+        return self._loop.alive and sent.wait(timeout_s) and self._failure is None
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Send what control messages are queued, say goodbye to every peer and stop; drop tensor bytes.

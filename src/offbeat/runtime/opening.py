@@ -256,8 +256,8 @@ class Opening:
     def _cannot_reach(self, peer: Peer, dial: Dial) -> str:
         if not peer.addresses:
             return (
-                f"cannot reach {peer.name} within {self._connect_s:g} s: nobody has said where it is, and it did "
-                "not connect"
+                f"cannot reach {peer.name} within {self._connect_s:g} s: nobody has said where it is, and "
+                "it did not connect"
             )
         tried = "; ".join(
             f"at {address.text} within {self._connect_s:g} s: {dial.whys.get(address.text, 'not tried')}"

@@ -1,0 +1,140 @@
+"""Nodes to test links with: an endpoint that notes what its callbacks say, and a stranger spoken by hand."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from offbeat.errors import LinkError
+from offbeat.runtime.framing import Frame, FrameReader
+from offbeat.runtime.handshake import Dialler
+from offbeat.runtime.links import Endpoint
+
+DEADLINE_S = 20.0
+KIB = 1024
+MIB = 1024 * KIB
+
+
+class Node:
+    """An endpoint and everything that its callbacks have said."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.messages: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[LinkError] = queue.SimpleQueue()
+        self.left: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.refused: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        defaults = {
+            "job": "job",
+            "token": "secret",
+            "on_message": lambda peer, message: self.messages.put((peer, message)),
+            "on_lost": self.lost.put,
+            "on_left": self.left.put,
+            "on_refused": self.refused.put,
+            "on_error": self.errors.put,
+        }
+        self.links = Endpoint(name, **(defaults | options))
+
+    def message(self) -> tuple[str, bytes]:
+        return self.messages.get(timeout=DEADLINE_S)
+
+    def loss(self) -> LinkError:
+        return self.lost.get(timeout=DEADLINE_S)
+
+    def refusal(self) -> str:
+        return self.refused.get(timeout=DEADLINE_S)
+
+    def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the I/O thread and return what it returns."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.links.call(lambda: answer.put(function()))
+        return answer.get(timeout=DEADLINE_S)
+
+    def tcp(self) -> tuple[str, int]:
+        host, _, port = self.links.addresses[-1].removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(name: str, **options: Any) -> Node:
+        nodes.append(Node(name, **options))
+        return nodes[-1]
+
+    yield make
+    for one in nodes:
+        one.links.close()
+    for one in nodes:
+        assert one.errors.empty(), one.errors.get()
+
+
+@pytest.fixture
+def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
+    a, b = node("a"), node("b")
+    a.links.introduce("b", b.links.addresses)
+    b.links.introduce("a", a.links.addresses)
+    return a, b
+
+
+class Arrival:
+    """A posted receive, its buffer and the pieces that came."""
+
+    def __init__(self, at: Node, peer: str, tag: int, size: int) -> None:
+        self.buffer = bytearray(size)
+        self.pieces: list[tuple[int, int]] = []
+        self._size = size
+        self._came = 0
+        self._whole = threading.Event()
+        at.links.expect(peer, tag, memoryview(self.buffer), self._on_data)
+
+    def _on_data(self, offset: int, length: int) -> None:
+        self.pieces.append((offset, length))
+        self._came += length
+        if self._came == self._size:
+            self._whole.set()
+
+    def whole(self) -> bytes:
+        assert self._whole.wait(DEADLINE_S)
+        return bytes(self.buffer)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._whole.is_set()
+
+
+class Stranger:
+    """The other end of a connection to a node, spoken by hand, read only when asked to."""
+
+    def __init__(self, name: str, to: Node, *, you: str | None = None, **secrets: str) -> None:
+        self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
+        self.reader = FrameReader(None)
+        claims = {"job": "job", "token": "secret", "me": name, "you": you or to.links.name} | secrets
+        self.greeting = Dialler(**claims)
+
+    def greet(self) -> Stranger:
+        self.sock.sendall(self.greeting.hello())
+        while not self.greeting.welcome:
+            self.sock.sendall(self.greeting.receive(self.frame()))
+        self.reader.establish(lambda *_: None)
+        return self
+
+    def frame(self) -> Frame:
+        while (frame := self.reader.next_frame()) is None:
+            n = self.sock.recv_into(self.reader.buffers()[0])
+            if not n:
+                raise EOFError
+            self.reader.received(n)
+        return frame
+
+
+def contents(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)

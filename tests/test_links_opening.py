@@ -1,0 +1,543 @@
+"""What `Endpoint` promises about connections: opening, refusing, losing and closing them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nodes import DEADLINE_S, MIB, Arrival, Node, Stranger, contents
+from offbeat.errors import LinkError, ProtocolError
+from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
+from offbeat.runtime.handshake import Acceptor
+
+pytest_plugins = ("nodes",)
+
+
+# One connection a pair
+
+
+def established(*nodes: Node) -> int:
+    """How many TCP connections the nodes have accepted, by the kernel's own list."""
+    ports = {f"{one.tcp()[1]:04X}" for one in nodes}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].rpartition(":")[2] in ports and row[3] == "01" for row in rows)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="counts connections in /proc/net/tcp")
+def test_dialling_from_both_sides_at_once_leaves_one_connection_and_loses_or_doubles_nothing(
+    node: Callable[..., Node],
+) -> None:
+    for turn in range(60):
+        a, b = node("a", unix=False), node("b", unix=False)
+        a.links.introduce("b", b.links.addresses)
+        b.links.introduce("a", a.links.addresses)
+        arrivals = [Arrival(b, "a", 1, 200_000), Arrival(a, "b", 1, 200_000)]
+        barrier = threading.Barrier(2)
+
+        def begin(me: Node, to: str, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(DEADLINE_S)
+            for i in range(20):
+                me.links.send(to, b"%d" % i)
+            me.links.put(to, 1, memoryview(contents(200_000)))
+
+        threads = [threading.Thread(target=begin, args=args) for args in [(a, "b"), (b, "a")]]
+        for thread in threads[:: 1 if turn % 2 else -1]:
+            thread.start()
+        for receiver, arrival in zip((b, a), arrivals, strict=True):
+            assert arrival.whole() == contents(200_000)
+            assert [receiver.message()[1] for _ in range(20)] == [b"%d" % i for i in range(20)]
+        a.links.send("b", b"last")
+        assert b.message() == ("a", b"last")
+        limit_s = time.monotonic() + DEADLINE_S
+        while (count := established(a, b)) != 1 and time.monotonic() < limit_s:
+            pass  # the dropped dial may be closing
+        assert count == 1
+        for one in (a, b):
+            one.links.close()
+            assert one.messages.empty()
+            assert one.lost.empty()
+            assert one.refused.empty()
+
+
+def test_the_larger_names_dial_waits_and_is_let_in_when_the_smaller_names_own_fails(
+    node: Callable[..., Node],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and never answers
+        a = node("a", connect_s=3.0)
+        a.links.introduce("z", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}"])
+        a.links.send("z", b"found you")
+        deaf.accept()[0].recv(1)  # a has said hello, so its dial may still succeed
+        z = node("z")
+        z.links.introduce("a", a.links.addresses)
+        z.links.send("a", b"I am here")
+        assert a.message() == ("z", b"I am here")
+        assert z.message() == ("a", b"found you")
+        assert a.lost.empty()
+
+
+def test_a_second_node_of_the_same_name_is_refused(node: Callable[..., Node]) -> None:
+    a, first = node("a", connect_s=1.0), node("twin")
+    first.links.introduce("a", a.links.addresses)
+    first.links.send("a", b"first")
+    assert a.message() == ("twin", b"first")
+    second = node("twin")
+    second.links.introduce("a", a.links.addresses)
+    second.links.send("a", b"second")
+    assert "refused the connection: a already has a connection to twin" in str(second.loss())
+    assert a.refusal().endswith("a already has a connection to twin")
+    a.links.send("twin", b"still you")
+    assert first.message() == ("a", b"still you")
+
+
+# Strangers
+
+
+@pytest.mark.parametrize(
+    ("secrets", "you", "said"),
+    [
+        ({"token": "wrong"}, "a", "b does not prove that it knows the token of job job"),
+        ({"job": "other"}, "a", "this is job job, not job other"),
+        ({}, "c", "this is a, not c"),
+        ({"me": "a"}, "a", "this is a itself, a second node needs a name of its own"),
+        ({"me": "line\nbreak"}, "a", "expected a printable name of 1 to 256 characters"),
+    ],
+)
+def test_who_has_no_right_is_refused_with_one_line_on_both_sides(
+    node: Callable[..., Node], secrets: dict[str, str], you: str, said: str
+) -> None:
+    a = node("a")
+    stranger = Stranger("b", a, you=you, **secrets)
+    with pytest.raises(ProtocolError) as caught:
+        stranger.greet()
+    assert said in str(caught.value)
+    host, port = stranger.sock.getsockname()
+    line = a.refusal()
+    assert line.startswith(f"refused a connection from {host}:{port}: {said}")
+    assert "\n" not in line
+    Stranger("b", a).greet()  # and goes on
+    assert a.refused.empty()
+
+
+def test_a_wrong_token_is_reported_to_the_dialling_side_by_name_and_address(
+    node: Callable[..., Node],
+) -> None:
+    a, b = node("a"), node("b", token="wrong")
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"let me in")
+    error = b.loss()
+    assert error.peer == "a"
+    assert str(error) == (
+        f"a at {a.links.addresses[0]} refused the connection: "
+        "b does not prove that it knows the token of job job"
+    )
+    assert a.refusal().startswith("refused a connection from a Unix socket of this host: ")
+    assert a.refused.empty()
+    assert a.messages.empty()
+
+
+def test_an_acceptor_that_does_not_know_the_token_is_not_believed(node: Callable[..., Node]) -> None:
+    b = node("b")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        b.links.introduce("a", [address])
+        b.links.send("a", b"a secret")
+        sock = listener.accept()[0]
+        reader, impostor = FrameReader(None), Acceptor(job="job", token="guess", me="a")
+        said = 0
+        while said < 2:
+            while (frame := reader.next_frame()) is None:
+                reader.received(sock.recv_into(reader.buffers()[0]))
+            if said:
+                impostor.peer = "b"  # whatever the proof was
+                sock.sendall(impostor.welcome())
+            else:
+                sock.sendall(impostor.receive(frame))
+            said += 1
+        assert str(b.loss()) == (
+            f"cannot reach a at {address} within 10 s: it does not prove that it knows the job's token"
+        )
+        assert sock.recv(100) == b""
+
+
+def test_another_protocol_version_is_refused(node: Callable[..., Node]) -> None:
+    a = node("a")
+    with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
+        sock.sendall(HEADER.pack(MAGIC, VERSION + 1, Kind.HELLO, 0, 0, 0, 0))
+        assert b"expected protocol version 1, got version 2" in sock.recv(1000)
+        assert a.refusal().endswith("expected protocol version 1, got version 2")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: worker-0\r\nUser-Agent: curl/8\r\n\r\n",
+        contents(100_000, 5),
+        b"\0" * 5000,
+        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 0xFFFFFFFF, 0, 0, 0),
+        HEADER.pack(MAGIC, VERSION, Kind.HELLO, 20, 0, 0, 0) + b"\xdc\xff\xff" + bytes(17),
+        HEADER.pack(MAGIC, VERSION, Kind.DATA, 100, 1, 0, 100) + bytes(100),
+        HEADER.pack(MAGIC, VERSION, Kind.WELCOME, 0, 0, 0, 0),
+        b"ob",
+    ],
+)
+def test_garbage_is_refused_once_and_the_node_goes_on(node: Callable[..., Node], garbage: bytes) -> None:
+    a, b = node("a"), node("b")
+    with socket.create_connection(a.tcp(), timeout=DEADLINE_S) as sock:
+        try:
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1000):
+                pass
+        except OSError:
+            pass  # it has hung up already
+    assert re.match(r"refused a connection from 127\.0\.0\.1:\d+: .*(expected|ended|decode)", a.refusal())
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"hello")
+    assert a.message() == ("b", b"hello")
+    assert a.refused.empty()
+    assert a.lost.empty()
+
+
+def test_connections_that_say_nothing_are_few_and_closed_after_a_while(node: Callable[..., Node]) -> None:
+    a, b = node("a", connect_s=2.0), node("b")
+    silent = [socket.create_connection(a.tcp(), timeout=DEADLINE_S) for _ in range(70)]
+    full = [a.refusal() for _ in range(6)]
+    assert all("64 others have not yet said who they are" in line for line in full)
+    late = [a.refusal() for _ in range(64)]
+    assert all("it has not proved who it is within 2 s" in line for line in late)
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"hello")
+    assert a.message() == ("b", b"hello")
+    for sock in silent:
+        sock.close()
+
+
+def test_a_connection_that_comes_and_goes_is_no_news(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    socket.create_connection(a.tcp(), timeout=DEADLINE_S).close()
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"hello")
+    assert a.message() == ("b", b"hello")
+    assert a.refused.empty()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_that_sends_garbage_is_lost_and_hurts_nobody(node: Callable[..., Node], seed: int) -> None:
+    a = node("a")
+    member = Stranger("m", a).greet()
+    chance = random.Random(seed)
+    member.sock.sendall(
+        HEADER.pack(
+            b"ob" if seed % 3 else b"no",
+            VERSION,
+            chance.randrange(20),
+            chance.randrange(1 << chance.choice([4, 20, 32])),
+            chance.randrange(1 << 64),
+            chance.randrange(1 << 64),
+            chance.randrange(1 << 20),
+        )
+        + contents(1000, seed)
+    )
+    member.sock.shutdown(socket.SHUT_WR)
+    error = a.loss()
+    assert error.peer == "m"
+    assert str(error).startswith(("m broke the protocol: expected ", "m closed the connection"))
+
+
+# Reaching and losing
+
+
+def test_a_peer_that_does_not_listen_is_named_with_its_address(node: Callable[..., Node]) -> None:
+    a = node("a", connect_s=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    a.links.introduce("worker-2", [f"tcp://127.0.0.1:{port}"])
+    a.links.send("worker-2", b"hello")
+    error = a.loss()
+    assert error.peer == "worker-2"
+    assert str(error) == f"cannot reach worker-2 at tcp://127.0.0.1:{port} within 0.5 s: connection refused"
+
+
+def test_a_peer_that_begins_to_listen_in_time_is_reached(node: Callable[..., Node]) -> None:
+    a = node("a")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    a.links.introduce("b", [f"tcp://127.0.0.1:{port}"])
+    a.links.send("b", b"hello")
+    assert a.in_thread(lambda: True)
+    b = node("b", port=port)
+    assert b.message() == ("a", b"hello")
+
+
+def test_a_peer_that_does_not_answer_is_named(node: Callable[..., Node]) -> None:
+    a = node("a", connect_s=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+        a.links.introduce("b", [address])
+        a.links.send("b", b"hello")
+        assert str(a.loss()) == f"cannot reach b at {address} within 0.5 s: no answer to the handshake"
+
+
+def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) -> None:
+    a, b = node("a", connect_s=2.0), node("b")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        a.links.introduce("b", [f"tcp://127.0.0.1:{deaf.getsockname()[1]}", *b.links.addresses])
+        a.links.send("b", b"hello")
+        assert b.message() == ("a", b"hello")
+
+
+def test_a_peer_that_nobody_has_introduced_may_still_connect_in_time(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    a.links.send("b", b"hello")
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"here I am")
+    assert b.message() == ("a", b"hello")
+
+
+def test_a_peer_that_nobody_has_introduced_is_not_waited_for_for_ever(node: Callable[..., Node]) -> None:
+    a = node("a", connect_s=0.3)
+    a.links.send("b", b"hello")
+    assert str(a.loss()) == (
+        "cannot reach b within 0.3 s: nobody has said where it is, and it did not connect"
+    )
+
+
+def test_a_host_is_looked_up_by_name_without_blocking(node: Callable[..., Node]) -> None:
+    a, b = node("a", connect_s=5.0), node("b", host="127.0.0.1", unix=False)
+    port = b.tcp()[1]
+    a.links.introduce("b", [f"tcp://no-such-host.invalid:{port}", f"tcp://localhost:{port}"])
+    a.links.send("b", b"hello")
+    assert b.message() == ("a", b"hello")
+
+
+def test_a_unix_socket_of_another_host_is_not_tried(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    unix, tcp = b.links.addresses
+    elsewhere = re.sub(r"host=.*", "host=elsewhere", unix)
+    a.links.introduce("b", [elsewhere, tcp])
+    a.links.send("b", b"hello")
+    assert b.message() == ("a", b"hello")
+    a.links.introduce("c", [elsewhere])
+    a.links.send("c", b"hello")
+    assert str(a.loss()).endswith("a Unix socket of another host")
+
+
+VICTIM = """
+import sys, os, threading
+from offbeat.runtime.links import Endpoint
+links = Endpoint("victim", job="job", token="secret", on_message=lambda *_: None, on_lost=lambda e: None,
+                 unix=sys.argv[1] == "unix")
+links.introduce("survivor", sys.argv[2].split())
+links.send("survivor", b"hello")
+if sys.argv[3] == "fork" and os.fork() == 0:
+    sys.stdin.readline()  # lives on with copies of what it was given
+    os._exit(0)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def victim() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(survivor: Node, transport: str = "unix", mode: str = "") -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", VICTIM, transport, " ".join(survivor.links.addresses), mode]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        assert survivor.message() == ("victim", b"hello")
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_peer_is_lost_by_name(
+    node: Callable[..., Node], victim: Callable[..., subprocess.Popen[bytes]], transport: str, busy: bool
+) -> None:
+    survivor = node("survivor", unix=transport == "unix")
+    process = victim(survivor, transport)
+    if busy:
+        survivor.links.put("victim", 1, memoryview(bytes(300 * MIB)))
+    process.send_signal(signal.SIGKILL)
+    error = survivor.loss()
+    assert error.peer == "victim"
+    assert str(error) in ("victim closed the connection", "victim reset the connection")
+    assert survivor.lost.empty()
+
+
+def test_a_killed_peer_is_noticed_though_a_process_that_it_forked_lives_on(
+    node: Callable[..., Node], victim: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    survivor = node("survivor", silent_s=1000.0)
+    victim(survivor, "unix", "fork").send_signal(signal.SIGKILL)
+    assert str(survivor.loss()) == "victim closed the connection"
+
+
+def test_a_stopped_peer_is_lost_after_its_silence(
+    node: Callable[..., Node], victim: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    survivor = node("survivor", beat_s=0.1, silent_s=3.0)
+    process = victim(survivor)
+    process.send_signal(signal.SIGSTOP)
+    assert str(survivor.loss()) == "victim has been silent for 3 s"
+    process.send_signal(signal.SIGCONT)
+
+
+def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:
+    a, b = node("a", beat_s=0.05, silent_s=0.6), node("b", beat_s=0.05, silent_s=0.6)
+    a.links.introduce("b", b.links.addresses)
+    a.links.send("b", b"hello")
+    b.message()
+    with pytest.raises(queue.Empty):
+        a.lost.get(timeout=2.0)
+    assert b.lost.empty()
+
+
+def test_a_node_that_was_held_up_itself_does_not_blame_its_peers(node: Callable[..., Node]) -> None:
+    a, b = node("a", beat_s=0.1, silent_s=0.5), node("b", beat_s=0.1, silent_s=100.0)
+    a.links.introduce("b", b.links.addresses)
+    a.links.send("b", b"hello")
+    b.message()
+    held = threading.Event()
+    a.links.call(lambda: [held.wait(2.0), None][1])  # the I/O thread stands still
+    a.links.send("b", b"again")
+    assert b.message() == ("a", b"again")
+    assert a.in_thread(lambda: a.links._peers["b"].link is not None)
+    assert a.lost.empty()
+
+
+def test_what_is_sent_to_a_lost_peer_is_dropped_until_it_is_introduced_again(
+    node: Callable[..., Node],
+) -> None:
+    a = node("a")
+    stranger = Stranger("b", a).greet()
+    stranger.sock.close()
+    assert a.loss().peer == "b"
+    a.links.send("b", b"dropped")
+    a.links.put("b", 1, memoryview(b"dropped"))
+    assert a.links.flush(DEADLINE_S)
+    assert a.lost.empty()
+    b = node("b")
+    a.links.introduce("b", b.links.addresses)
+    a.links.send("b", b"hello again")
+    assert b.message() == ("a", b"hello again")
+
+
+def test_a_lost_peer_that_connects_anew_is_back(node: Callable[..., Node]) -> None:
+    a = node("a")
+    Stranger("b", a).greet().sock.close()
+    assert a.loss().peer == "b"
+    b = node("b")
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"back")
+    assert a.message() == ("b", b"back")
+    a.links.send("b", b"welcome back")
+    assert b.message() == ("a", b"welcome back")
+
+
+# Leaving
+
+
+def test_closing_sends_what_was_said_and_a_goodbye_and_is_no_loss(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    for i in range(100):
+        a.links.send("b", b"%d" % i)
+    a.links.close()
+    a.links.close()
+    assert [b.message()[1] for _ in range(100)] == [b"%d" % i for i in range(100)]
+    assert b.left.get(timeout=DEADLINE_S) == "a"
+    b.links.send("a", b"dropped")
+    assert b.in_thread(lambda: True)
+    assert b.lost.empty()
+    assert a.lost.empty()
+    assert a.left.empty()
+
+
+def test_data_that_came_before_a_goodbye_is_still_delivered(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    a.links.put("b", 1, memoryview(contents(MIB)))
+    assert a.links.flush(DEADLINE_S)
+    a.links.close()
+    assert b.left.get(timeout=DEADLINE_S) == "a"
+    assert Arrival(b, "a", 1, MIB).whole() == contents(MIB)
+
+
+def test_both_sides_may_close_at_once_while_bytes_are_in_flight(node: Callable[..., Node]) -> None:
+    for _ in range(20):
+        a, b = node("a"), node("b")
+        a.links.introduce("b", b.links.addresses)
+        a.links.send("b", b"hello")
+        b.message()
+        a.links.put("b", 1, memoryview(bytes(8 * MIB)))
+        b.links.put("a", 1, memoryview(bytes(8 * MIB)))
+        threads = [threading.Thread(target=one.links.close) for one in (a, b)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert a.lost.empty()
+        assert b.lost.empty()
+
+
+def test_closing_does_not_wait_for_a_peer_that_does_not_read(node: Callable[..., Node]) -> None:
+    a = node("a")
+    deaf = Stranger("b", a).greet()
+    a.links.put("b", 1, memoryview(bytes(32 * MIB)))
+    a.links.send("b", b"hello")
+    a.links.close(timeout_s=0.2)
+    assert not a.links._loop.alive
+    assert deaf.frame().kind in (Kind.MESSAGE, Kind.DATA)
+
+
+def test_closing_from_within_a_callback(node: Callable[..., Node]) -> None:
+    b = node("b")
+    a = node("a", on_message=lambda *_: a.links.close())
+    b.links.introduce("a", a.links.addresses)
+    b.links.send("a", b"close")
+    assert b.left.get(timeout=DEADLINE_S) == "a"
+
+
+def test_the_unix_socket_is_private_and_removed_at_close(node: Callable[..., Node]) -> None:
+    a = node("a")
+    path = Path(a.links.addresses[0].removeprefix("unix://").partition("?")[0])
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    a.links.close()
+    assert not path.parent.exists()
+
+
+def test_a_forked_child_leaves_the_parents_links_alone(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    a.links.send("b", b"before")
+    b.message()
+    script_pid = os.fork()
+    if script_pid == 0:
+        code = 1
+        try:
+            a.links.send("b", b"from the child")
+        except LinkError:
+            a.links.close()
+            code = 0
+        os._exit(code)
+    assert os.waitpid(script_pid, 0)[1] == 0
+    a.links.send("b", b"after")
+    assert b.message() == ("a", b"after")
+    assert Path(a.links.addresses[0].removeprefix("unix://").partition("?")[0]).exists()
