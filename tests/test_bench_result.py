@@ -160,6 +160,7 @@ def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(
 def test_p99_of_a_hundred_is_the_last_but_one() -> None:
     assert percentiles("wait_s", [float(v) for v in range(100)]) == {"wait_s_p50": 49.0, "wait_s_p99": 98.0}
     assert percentile(list(range(1, 1001)), 99.9) == 999
+    assert percentile(list(range(1, 251)), 64.4) == 161  # though 64.4 * 250 / 100 is a little more in floats
     assert percentile([3.0], 1) == 3.0
 
 

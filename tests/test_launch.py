@@ -185,8 +185,9 @@ def test_a_worker_that_ignores_sigterm_is_killed() -> None:
         output.await_lines(2)
         outcomes = workers.wait(0.0)
     assert [o.returncode for o in outcomes] == [-signal.SIGKILL] * 2
-    assert summary(outcomes).startswith(
-        "worker 0 was ended by the launcher because it had not ended 0 s after"
+    assert summary(outcomes) == (
+        "worker 0 was ended by the launcher because it had not ended 0 s after the launcher began to wait "
+        "(as worker 1)"
     )
 
 
@@ -254,11 +255,31 @@ def test_the_last_words_of_a_worker_are_kept_without_a_line_feed() -> None:
     assert outcome.tail[-2:] == ("99", "and out")
 
 
+def test_a_line_that_never_ends_is_passed_on_in_pieces() -> None:
+    output = Output()
+    with launch(python(f"print('y' * 100_000, end='', flush=True)\n{FOR_EVER}"), 1, on_output=output):
+        assert set(output.await_lines(1)[0][1]) == {"y"}
+
+
+def test_all_that_a_worker_said_is_read_though_it_has_ended() -> None:
+    """A pipe can be made to hold much more than is read at once."""
+    code = (
+        "import fcntl, os\n"
+        "fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 1 << 20)\n"
+        "os.write(2, b'x' * 900_000 + b'\\nlast words')\n"
+        "os._exit(1)"
+    )
+    with launch(python(code), 1) as workers:
+        (outcome,) = workers.wait(LIMIT_S)
+    assert outcome.tail[-1] == "last words"
+
+
 def test_an_error_in_on_output_ends_the_job_and_is_raised() -> None:
     def fail(rank: int, line: str) -> None:
         raise LookupError(f"no place for {line}")
 
     with launch(python(f"print('this')\n{FOR_EVER}"), 2, on_output=fail) as workers:
+        assert all(ended(pid) for pid in workers.pids)
         with pytest.raises(LookupError, match="no place for this"):
             workers.wait(LIMIT_S)
         assert workers.running() == []
@@ -266,12 +287,16 @@ def test_an_error_in_on_output_ends_the_job_and_is_raised() -> None:
 
 def test_what_a_worker_leaves_behind_ends_with_close_and_holds_nobody_up() -> None:
     """The child of a worker keeps the worker's pipes open: waiting for their end would last for ever."""
-    code = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {FOR_EVER!r}]).pid)"
+    code = (
+        "import subprocess, sys\n"
+        f"print(subprocess.Popen([sys.executable, '-c', {FOR_EVER!r}]).pid)\n"
+        "sys.stderr.write('no line feed')"
+    )
     output = Output()
     with launch(python(code), 1, on_output=output) as workers:
-        assert workers.wait(LIMIT_S)[0].returncode == 0
-        child = int(output.lines[0][1])
-        pidfd = os.pidfd_open(child)  # it is still there
+        (outcome,) = workers.wait(LIMIT_S)
+        assert (outcome.returncode, outcome.tail) == (0, ("no line feed",))
+        pidfd = os.pidfd_open(int(output.await_lines(2)[0][1]))  # it is still there
     try:
         assert select.select([pidfd], [], [], LIMIT_S)[0]
     finally:
@@ -308,22 +333,26 @@ def test_workers_outlive_the_thread_that_launched_them() -> None:
         assert workers.wait(LIMIT_S)[0].returncode == 0
 
 
-LAUNCHER = f"""
+LAUNCHER = """
 import sys, threading
 from offbeat.runtime.launch import launch
 said = threading.Semaphore(0)
 def say(rank, line):
     print(line, flush=True)
     said.release()
-code = "import os\\nprint(os.getpid())\\n" + {FOR_EVER!r}
-workers = launch([sys.executable, "-c", code], 3, on_output=say)
+workers = launch([sys.executable, "-c", CODE], 3, on_output=say)
 for _ in range(3): said.acquire()
 """
 
 
-def launcher(then: str) -> tuple[subprocess.Popen[str], list[int]]:
+def launcher(then: str, *, tidy: str = "") -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a process that launches three workers and then does something; return it and their ids."""
+    code = f"import os, signal, sys\n{tidy}\nprint(os.getpid())\n{FOR_EVER}"
     process = subprocess.Popen(
-        python(LAUNCHER + then), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        python(f"CODE = {code!r}\n{LAUNCHER}\n{then}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     return process, [int(process.stdout.readline()) for _ in range(3)]
@@ -340,8 +369,9 @@ def test_no_worker_outlives_its_launcher(number: int) -> None:
 
 
 def test_the_end_of_the_interpreter_closes() -> None:
-    process, pids = launcher("")
-    assert process.communicate(timeout=LIMIT_S) == ("", "")
+    """In order, that is: with SIGTERM, on which a worker may tidy up."""
+    process, pids = launcher("", tidy="signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('tidied')))")
+    assert process.communicate(timeout=LIMIT_S) == ("tidied\n" * 3, "")
     assert process.returncode == 0
     assert all(ended(pid) for pid in pids)
 

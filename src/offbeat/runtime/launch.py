@@ -115,15 +115,16 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     if not bad:
         return "1 worker ended well" if len(outcomes) == 1 else f"{len(outcomes)} workers ended well"
-    first = min(bad, key=lambda outcome: (outcome.ended_because is not None, outcome.ended_s))
+    by_itself = [outcome for outcome in bad if outcome.ended_because is None]
+    first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else bad[0]
     line = f"worker {first.rank} {_how(first)}"
     said = _error_line(first.tail)
     if said:
         line += f": {said}"
     forced = [str(o.rank) for o in bad if o is not first and o.ended_because is not None]
-    if forced and first.ended_because is None:
+    if forced:
         who = f"worker{'s' if len(forced) > 1 else ''} {', '.join(forced)}"
-        line += f" (the launcher then had to end {who})"
+        line += f" (the launcher then had to end {who})" if by_itself else f" (as {who})"
     return line
 
 
