@@ -1,0 +1,339 @@
+"""Promises of `offbeat.bench.namespaces`, kept with real ones (which needs root, `ip` and `tc`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from offbeat.bench.namespaces import Host, hosts, missing, remove_stale
+from offbeat.errors import OffbeatError
+from offbeat.runtime.launch import launch, summary
+
+LIMIT_S = 60.0
+needs_root = pytest.mark.skipif(
+    missing() is not None, reason=f"making hosts on this machine needs {missing()}"
+)
+FOR_EVER = "import signal\nwhile True: signal.pause()"
+
+
+def out(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+
+
+def names(pid: int) -> list[str]:
+    """Return the namespaces that a process made and that are still there."""
+    return [name for name in out("ip", "netns", "list").split() if name.startswith(f"offbeat-{pid}-")]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def maker(then: str) -> tuple[subprocess.Popen[str], list[str]]:
+    """Start a process that makes two hosts and then does something in their context."""
+    code = (
+        "from offbeat.bench.namespaces import hosts\n"
+        "with hosts(2, rate_bit_per_s=10**9) as hs:\n"
+        "    print('made', flush=True)\n"
+        f"    {then}"
+    )
+    process = subprocess.Popen(python(code), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "made\n"
+    made = names(process.pid)
+    assert len(made) == 3
+    return process, made
+
+
+@needs_root
+def test_every_host_reaches_every_other_at_its_own_address() -> None:
+    code = (
+        "import os, socket, sys\n"
+        "rank, addresses = int(os.environ['RANK']), sys.argv[1:]\n"
+        "with socket.create_server((addresses[rank], 7000)) as server:\n"
+        "    out = []\n"
+        "    for address in addresses:\n"
+        "        while True:\n"
+        "            try: out.append(socket.create_connection((address, 7000), timeout=5)); break\n"
+        "            except ConnectionRefusedError: pass\n"
+        "    callers = sorted(server.accept()[1][0] for _ in addresses)\n"
+        "print(*callers)\n"
+    )
+    said: list[tuple[int, str]] = []
+    with hosts(3) as hs:
+        addresses = [h.address for h in hs]
+        with launch(
+            [*python(code), *addresses], 3, prefix=[h.prefix for h in hs], on_output=lambda *x: said.append(x)
+        ) as workers:
+            assert summary(workers.wait(LIMIT_S)) == "3 workers ended well"
+    assert len(set(addresses)) == 3
+    assert sorted(said) == [(rank, " ".join(sorted(addresses))) for rank in range(3)]
+
+
+@needs_root
+def test_gloo_works_across_hosts() -> None:
+    code = (
+        "import os, sys, torch\n"
+        "from offbeat.bench.gloo import GlooSide\n"
+        "env = os.environ\n"
+        "rank, port = int(env['RANK']), int(env['MASTER_PORT'])\n"
+        "with GlooSide(rank, 2, env['MASTER_ADDR'], port, interface=sys.argv[1]) as side:\n"
+        "    x = torch.full((5,), rank + 1.0)\n"
+        "    side.all_reduce(x)\n"
+        "    print(x.tolist(), len(side.times_s(35_000, 4)), 'GLOO_SOCKET_IFNAME' in env)"
+    )
+    said: list[tuple[int, str]] = []
+    with hosts(2, rate_bit_per_s=10**9) as hs:
+        with launch(
+            [*python(code), hs[0].interface],
+            2,
+            prefix=[h.prefix for h in hs],
+            master_addr=hs[0].address,
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
+            on_output=lambda *x: said.append(x),
+        ) as workers:
+            assert summary(workers.wait(LIMIT_S)) == "2 workers ended well"
+    assert sorted(said) == [(rank, "[3.0, 3.0, 3.0, 3.0, 3.0] 4 False") for rank in range(2)]
+
+
+def qdiscs(*where: str) -> list[tuple[str, int | None]]:
+    found = json.loads(out("tc", *where, "-json", "qdisc"))
+    return sorted((q["dev"], q["options"].get("rate")) for q in found if q["kind"] == "tbf")
+
+
+@needs_root
+def test_lines_are_shaped_at_both_ends() -> None:
+    with hosts(2, rate_bit_per_s=400_000_000) as hs:
+        switch = next(name for name in names(os.getpid()) if name.endswith("switch"))
+        assert [qdiscs("-n", h.name) for h in hs] == [[("eth0", 50_000_000)]] * 2  # tc counts bytes
+        assert qdiscs("-n", switch) == [("port0", 50_000_000), ("port1", 50_000_000)]
+    with hosts(1) as hs:
+        assert qdiscs("-n", hs[0].name) == []
+
+
+@needs_root
+@pytest.mark.parametrize("rate_bit_per_s", [1_000_000, 100_000_000, 100_000_000_000])
+def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
+    """A bucket smaller than a segment would drop it for ever."""
+    code = (
+        "import os, socket, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with socket.create_server(('', 7000)) as server:\n"
+        "        caller, _ = server.accept()\n"
+        "        got = 0\n"
+        "        while data := caller.recv(1 << 16): got += len(data)\n"
+        "        print(got)\n"
+        "else:\n"
+        "    while True:\n"
+        "        try: out = socket.create_connection((sys.argv[1], 7000)); break\n"
+        "        except ConnectionRefusedError: pass\n"
+        "    out.sendall(bytes(200_000))"
+    )
+    said: list[tuple[int, str]] = []
+    with hosts(2, rate_bit_per_s=rate_bit_per_s) as hs:
+        with launch(
+            [*python(code), hs[0].address],
+            2,
+            prefix=[h.prefix for h in hs],
+            on_output=lambda *x: said.append(x),
+        ) as workers:
+            assert summary(workers.wait(LIMIT_S)) == "2 workers ended well"
+    assert said == [(0, "200000")]
+
+
+@needs_root
+def test_the_congestion_control_in_force_is_told() -> None:
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    with hosts(1) as hs:
+        assert hs[0].congestion_control == ("cubic" if "cubic" in allowed else "reno")
+        assert out(*hs[0].prefix, "cat", "/proc/sys/net/ipv4/tcp_congestion_control").strip() == (
+            hs[0].congestion_control
+        )
+
+
+@needs_root
+def test_the_machines_own_network_is_not_touched() -> None:
+    def own() -> tuple[str, str, str]:
+        links = re.sub(r"\d+(?= bytes| pkt)", "", out("ip", "-brief", "link"))
+        return links, out("ip", "-brief", "address"), out("ip", "route")
+
+    before = own()
+    with hosts(3, rate_bit_per_s=10**9):
+        assert own() == before
+    assert own() == before
+
+
+@needs_root
+def test_everything_is_removed_also_after_an_exception_and_what_runs_in_it_is_killed() -> None:
+    class StopError(Exception):
+        pass
+
+    left: list[subprocess.Popen[bytes]] = []
+
+    def fail(hs: list[Host]) -> None:
+        left.append(
+            subprocess.Popen([*hs[1].prefix, *python(f"print()\n{FOR_EVER}")], stdout=subprocess.PIPE)
+        )
+        assert left[0].stdout is not None
+        left[0].stdout.readline()
+        raise StopError
+
+    with pytest.raises(StopError), hosts(2, rate_bit_per_s=10**9) as hs:
+        fail(hs)
+    assert names(os.getpid()) == []
+    with left[0] as process:
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_everything_is_removed_after_a_signal(number: int) -> None:
+    process, _ = maker("import signal; signal.pause()")
+    process.send_signal(number)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (-number if number == signal.SIGINT else 128 + number)
+    assert names(process.pid) == []
+
+
+@needs_root
+def test_ctrl_c_does_not_end_the_commands_that_clean_up() -> None:
+    """At a terminal it goes to the whole process group; here, again and again while cleaning goes on."""
+    code = (
+        "import os, signal, subprocess, sys\n"
+        "from offbeat.bench import namespaces\n"
+        "command = namespaces._command\n"
+        "def interrupted(*words):\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+        "    return command(*words)\n"
+        "with namespaces.hosts(2):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    namespaces._command = interrupted"
+    )
+    done = subprocess.run(
+        python(code), capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names(int(done.stdout)) == []
+
+
+@needs_root
+def test_signals_are_as_before_afterwards_and_never_taken_from_others() -> None:
+    def own(number: int, frame: object) -> None:
+        pass
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with hosts(1):
+            assert signal.getsignal(signal.SIGTERM) is own
+            assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@needs_root
+def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else() -> None:
+    killed, _ = maker("import signal; signal.pause()")
+    other, others = maker("import signal; signal.pause()")
+    reused = f"offbeat-{os.getpid()}-1-0-switch"  # the id of a living process, which began at another time
+    try:
+        out("ip", "netns", "add", reused)
+        killed.kill()
+        killed.communicate(timeout=LIMIT_S)
+        with hosts(1):
+            assert names(killed.pid) == []
+            assert names(other.pid) == others
+            assert reused not in names(os.getpid())
+    finally:
+        other.terminate()
+        other.communicate(timeout=LIMIT_S)
+        remove_stale()
+    assert names(other.pid) == []
+
+
+@needs_root
+def test_runs_side_by_side_do_not_meet() -> None:
+    """They have the same addresses; each reaches its own only."""
+    answer = (
+        "import socket, sys\n"
+        "with socket.create_server(('', 7000)) as server:\n"
+        "    print('ready', flush=True)\n"
+        "    while True: server.accept()[0].sendall(sys.argv[1].encode())"
+    )
+    ask = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 5).recv(100).decode())"
+    with ExitStack() as stack:
+        runs = [stack.enter_context(hosts(2)) for _ in range(2)]
+        assert [h.address for h in runs[0]] == [h.address for h in runs[1]]
+        for at, run in enumerate(runs):
+            process = subprocess.Popen([*run[1].prefix, *python(answer), f"run {at}"], stdout=subprocess.PIPE)
+            stack.callback(process.communicate, timeout=LIMIT_S)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], LIMIT_S)[0]
+        for at, run in enumerate(runs):
+            assert out(*run[0].prefix, *python(ask), run[1].address).strip() == f"run {at}"
+
+
+def test_what_is_missing_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        OffbeatError, match=r"^making hosts .* needs the commands ip and tc \(package iproute2\)$"
+    ):
+        with hosts(2):
+            pass
+    for tool in ("ip", "tc"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho 'RTNETLINK: no such luck' >&2; exit 2\n")
+        (tmp_path / tool).chmod(0o755)
+    assert missing() in (None, "the rights of root (CAP_NET_ADMIN and CAP_SYS_ADMIN)")
+
+
+@needs_root
+def test_a_command_that_fails_is_told_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tc").write_text("#!/bin/sh\necho 'no such luck' >&2; exit 2\n")
+    (tmp_path / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(OffbeatError, match=r"^`tc -n .* tbf .*` failed: no such luck$"):
+        with hosts(2, rate_bit_per_s=10**9):
+            pass
+    assert names(os.getpid()) == []
+
+
+@needs_root
+def test_without_the_rights_of_root_that_is_said() -> None:
+    """Dropped in a process of its own, as a container does."""
+    code = (
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "import struct\n"
+        "header = ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0))\n"
+        "data = ctypes.create_string_buffer(24)\n"
+        "assert libc.capset(header, data) == 0\n"
+        "from offbeat.bench.namespaces import hosts\n"
+        "with hosts(2): pass"
+    )
+    done = subprocess.run(python(code), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1
+    assert "needs the rights of root (CAP_NET_ADMIN and CAP_SYS_ADMIN)" in done.stderr.splitlines()[-1]
+
+
+def test_bad_arguments_are_told() -> None:
+    for count in (0, 251):
+        with pytest.raises(ValueError, match=f"count must be from 1 to 250, not {count}"):
+            with hosts(count):
+                pass
+    with pytest.raises(ValueError, match="rate_bit_per_s must be at least 1000000, not 1000"):
+        with hosts(2, rate_bit_per_s=1000):
+            pass
