@@ -10,9 +10,13 @@ import shutil
 import struct
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -330,59 +334,66 @@ def test_a_set_that_is_not_cifar10(tmp_path: Path, damage: object, text: str) ->
 # From the network to tensors, over a real server.
 
 
+@dataclass
+class Home:
+    """A folder served over HTTP; `asked` keeps the paths that were asked for."""
+
+    folder: Path
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+    def remote(self, name: str) -> Remote:
+        content = (self.folder / name).read_bytes()
+        return Remote(url=f"{self.url}/{name}", md5=hashlib.md5(content).hexdigest(), size_bytes=len(content))
+
+
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """A folder served over HTTP; gives the folder and its address."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     monkeypatch.setenv("no_proxy", "*")
-    folder = tmp_path / "served"
-    folder.mkdir()
+    home = Home(folder=tmp_path / "served")
+    home.folder.mkdir()
 
     class Handler(SimpleHTTPRequestHandler):
         def __init__(self, *args: object) -> None:
-            super().__init__(*args, directory=str(folder))  # type: ignore[arg-type]
+            super().__init__(*args, directory=str(home.folder))  # type: ignore[arg-type]
 
         def log_message(self, format: str, *args: object) -> None:
-            pass
+            home.asked.append(self.path)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield folder, f"http://127.0.0.1:{server.server_address[1]}"
+        home.url = f"http://127.0.0.1:{server.server_address[1]}"
+        yield home
         server.shutdown()
         thread.join()
 
 
-def remote(url: str, file: Path) -> Remote:
-    content = file.read_bytes()
-    return Remote(url=f"{url}/{file.name}", md5=hashlib.md5(content).hexdigest(), size_bytes=len(content))
-
-
-def test_mnist_from_the_network(home: tuple[Path, str], tmp_path: Path) -> None:
-    served, url = home
+def test_mnist_from_the_network(home: Home, tmp_path: Path) -> None:
     for file in write_mnist(tmp_path / "original").iterdir():
-        shutil.copy(file, served)
-    files = {name: remote(url, served / f"{name}.gz") for name in MNIST_FILES}
+        shutil.copy(file, home.folder)
+    files = {name: home.remote(f"{name}.gz") for name in MNIST_FILES}
     seen: list[str] = []
     target = tmp_path / "data"
     fetch_mnist(target, files=files, progress=lambda name, _bytes, _size: seen.append(name))
     assert seen == [f"{name}.gz" for name in MNIST_FILES]
     assert len(read_mnist(target, train_count=6, test_count=3).train) == 6
-    fetch_mnist(target, files={})  # nothing is missing
     unzipped = target / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     unzipped.write_bytes(gzip.decompress(unzipped.with_suffix(".gz").read_bytes()))
     unzipped.with_suffix(".gz").unlink()
+    (target / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz").unlink()
+    home.asked.clear()
     fetch_mnist(target, files=files)
-    assert not unzipped.with_suffix(".gz").exists()
+    assert home.asked == ["/t10k-images-idx3-ubyte.gz"]
 
 
-def test_cifar10_from_the_network(home: tuple[Path, str], tmp_path: Path) -> None:
-    served, url = home
+def test_cifar10_from_the_network(home: Home, tmp_path: Path) -> None:
     raw = write_cifar10(tmp_path / "original")
-    with tarfile.open(served / "set.tar.gz", "w:gz") as tar:
+    with tarfile.open(home.folder / "set.tar.gz", "w:gz") as tar:
         tar.add(raw, arcname="cifar-10-batches-bin")
         info = tarfile.TarInfo("cifar-10-batches-bin/readme.html")
         tar.addfile(info, io.BytesIO())
-    archive = remote(url, served / "set.tar.gz")
+    archive = home.remote("set.tar.gz")
     target = tmp_path / "data"
     fetch_cifar10(target, archive=archive, batch_count=4)
     assert sorted(file.name for file in (target / "cifar-10-batches-bin").iterdir()) == sorted(CIFAR_NAMES)
@@ -392,8 +403,54 @@ def test_cifar10_from_the_network(home: tuple[Path, str], tmp_path: Path) -> Non
     fetch_cifar10(target, archive=archive, batch_count=4)
     again = read_cifar10(target, batch_count=4)
     assert torch.equal(first.train.tensors[0], again.train.tensors[0])
-    (served / "set.tar.gz").unlink()
+    shutil.move(home.folder / "set.tar.gz", target / "cifar-10-binary.tar.gz")
     fetch_cifar10(target, archive=archive, batch_count=4)  # all there: nothing is asked for
+    shutil.rmtree(target / "cifar-10-batches-bin")
+    fetch_cifar10(target, archive=archive, batch_count=4)  # the archive is there: nothing is asked for
+    assert len(read_cifar10(target, batch_count=4).test) == 4
+    assert (target / "cifar-10-binary.tar.gz").exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_of_many_at_once_one_downloads(name: str, home: Home, tmp_path: Path) -> None:
+    if name == "mnist":
+        for file in write_mnist(tmp_path / "original").iterdir():
+            shutil.copy(file, home.folder)
+        fetch = partial(fetch_mnist, files={name: home.remote(f"{name}.gz") for name in MNIST_FILES})
+        read = partial(read_mnist, train_count=6, test_count=3)
+    else:
+        with tarfile.open(home.folder / "set.tar.gz", "w:gz") as tar:
+            tar.add(write_cifar10(tmp_path / "original"), arcname="cifar-10-batches-bin")
+        fetch = partial(fetch_cifar10, archive=home.remote("set.tar.gz"), batch_count=4)
+        read = partial(read_cifar10, batch_count=4)
+    together = Barrier(6)
+
+    def work(_: int) -> int:
+        together.wait(timeout=60)
+        fetch(tmp_path / "data")
+        return len(read(tmp_path / "data").train)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert len(set(pool.map(work, range(6)))) == 1
+    assert sorted(home.asked) == sorted(f"/{file.name}" for file in home.folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_nothing_is_written_where_all_is_there(name: str, tmp_path: Path) -> None:
+    """A shared folder may be read-only."""
+    write, fetch = {"mnist": (write_mnist, fetch_mnist), "cifar10": (write_cifar10, fetch_cifar10)}[name]
+    write(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    fetch(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("fetch", [fetch_mnist, fetch_cifar10])
+def test_a_folder_that_cannot_be_written_to(fetch: object, tmp_path: Path) -> None:
+    assert callable(fetch)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot be written"):
+        fetch(tmp_path / "file" / "data")
 
 
 # The door, and the digits.

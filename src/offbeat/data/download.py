@@ -14,8 +14,6 @@ import http.client
 import os
 import re
 import shutil
-import socket
-import ssl
 import tarfile
 import time
 import urllib.error
@@ -24,6 +22,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from offbeat.data.files import DataError
 
@@ -61,22 +60,21 @@ def fetch(
     timeout_s: float = 30.0,
     attempts: int = 5,
     pause_s: float = 1.0,
-    lock_wait_s: float = 3600.0,
 ) -> None:
     """Download a file unless it is there; afterwards it is there, whole, or an error says why not.
 
-    Processes that fetch into one folder at once take turns, and all but the first find the file there. A
-    wrong checksum after resuming is blamed on the old part: it is thrown away and the file fetched once more
-    from the beginning.
+    A wrong checksum after resuming is blamed on the old part: it is thrown away and the file fetched once
+    more from the beginning. Where several processes may fetch the same file, hold `locked`.
 
     Args:
         remote: what to fetch.
         target: where to put it; folders are made.
         progress: called as bytes arrive.
-        timeout_s: the longest silence of the server that is waited out, connecting included.
-        attempts: connections at most, at least 1.
+        timeout_s: the longest silence of the server that is waited out, connecting included; a server that
+            keeps sending, however slowly, is not given up.
+        attempts: connections at most, at least 1; only what breaks off or is a server's own trouble (5xx,
+            408, 429) is tried again, not a connection that cannot be made.
         pause_s: the pause before the second connection; it grows by as much each time.
-        lock_wait_s: the longest wait for another process that downloads into the same folder.
 
     Raises:
         DataError: no connection, an HTTP error, too many interruptions, a size or checksum other than
@@ -86,9 +84,10 @@ def fetch(
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, got {attempts}")
     part = target.with_name(target.name + ".part")
-    with _disk_errors(target), _locked(target.parent, lock_wait_s):
-        if target.exists():
-            return
+    if target.exists():
+        return
+    with _disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
         resumed = part.exists()
         while True:
             _complete(remote, part, progress, timeout_s=timeout_s, attempts=attempts, pause_s=pause_s)
@@ -180,16 +179,12 @@ def _open(url: str, have_bytes: int, part: Path, timeout_s: float) -> http.clien
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 416:  # the server's file is shorter than the part: one of them is wrong
-            part.unlink()
+            part.unlink(missing_ok=True)
         if error.code in (408, 416, 429) or error.code >= 500:
             raise _InterruptedError(f"the server answered {error.code} {error.reason}") from error
         raise DataError(f"{url}: the server answered {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
-        if isinstance(error.reason, socket.gaierror | ConnectionRefusedError | ssl.SSLError):
-            raise DataError(
-                f"{url}: no connection ({error.reason}); check the network and run again"
-            ) from error
-        raise _InterruptedError(str(error.reason)) from error
+        raise DataError(f"{url}: no connection ({error.reason}); check the network and run again") from error
     except (OSError, http.client.HTTPException) as error:
         raise _InterruptedError(str(error) or type(error).__name__) from error
 
@@ -221,23 +216,43 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, wait_s: float) -> Iterator[None]:
-    """Keep other processes out of a folder; the lock goes when its holder does, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
+def locked(folder: Path, *, wait_s: float = 3600.0) -> Iterator[None]:
+    """Keep other processes that do the same out of a folder, so that one downloads and the rest find it done.
+
+    The lock is the kernel's: it goes when its holder does, however it ends. The empty file `.download.lock`
+    that carries it stays.
+
+    Args:
+        folder: the folder; made if missing.
+        wait_s: the longest wait for another process.
+
+    Yields:
+        Nothing, with the lock held.
+
+    Raises:
+        DataError: the wait was too long, or the folder cannot be written to.
+    """
     deadline_s = time.monotonic() + wait_s
-    with (folder / ".download.lock").open("ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
+    with contextlib.ExitStack() as stack:
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / ".download.lock").open("ab"))
+            while not _try_lock(file):
                 if time.monotonic() > deadline_s:
                     raise DataError(
                         f"{folder}: expected to wait at most {wait_s:.0f} s for another process's "
                         "download into it; end that process"
-                    ) from error
+                    )
                 time.sleep(_LOCK_POLL_S)
         yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def unpack(archive: Path, folder: Path, *, members: Collection[str], size_bytes: int) -> None:

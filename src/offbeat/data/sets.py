@@ -186,7 +186,7 @@ def _mnist_split(raw: Path, images_name: str, labels_name: str, count: int) -> T
 def fetch_mnist(
     folder: Path, *, files: Mapping[str, Remote] = MNIST_FILES, progress: Progress | None = None
 ) -> None:
-    """Fetch the files of MNIST that are not in a folder.
+    """Fetch the files of MNIST that are not in a folder; of several processes one does, the others wait.
 
     Args:
         folder: the data folder.
@@ -197,9 +197,12 @@ def fetch_mnist(
         DataError: a file could not be fetched.
     """
     raw = folder / "MNIST" / "raw"
-    for name, remote in files.items():
-        if _mnist_path(raw, name) is None:
-            net.fetch(remote, raw / f"{name}.gz", progress=progress)
+    if all(_mnist_path(raw, name) for name in files):
+        return
+    with net.locked(folder):
+        for name, remote in files.items():
+            if _mnist_path(raw, name) is None:
+                net.fetch(remote, raw / f"{name}.gz", progress=progress)
 
 
 def read_cifar10(folder: Path, *, batch_count: int = 10_000) -> Splits:
@@ -246,7 +249,9 @@ def fetch_cifar10(
     batch_count: int = 10_000,
     progress: Progress | None = None,
 ) -> None:
-    """Fetch and unpack CIFAR-10 unless its six files are in a folder; the archive is deleted afterwards.
+    """Fetch and unpack CIFAR-10 unless its six files are in a folder; of several processes one does.
+
+    An archive that already lies in the folder is used; one that was fetched is deleted afterwards.
 
     Args:
         folder: the data folder.
@@ -262,10 +267,15 @@ def fetch_cifar10(
     if all((raw / name).exists() for name in names):
         return
     target = folder / "cifar-10-binary.tar.gz"
-    net.fetch(archive, target, progress=progress)
-    members = [f"{_CIFAR10_FOLDER}/{name}" for name in names]
-    net.unpack(target, raw, members=members, size_bytes=batch_count * CIFAR_RECORD_BYTES)
-    target.unlink(missing_ok=True)
+    with net.locked(folder):
+        if all((raw / name).exists() for name in names):
+            return  # another process was faster
+        given = target.exists()
+        net.fetch(archive, target, progress=progress)
+        members = [f"{_CIFAR10_FOLDER}/{name}" for name in names]
+        net.unpack(target, raw, members=members, size_bytes=batch_count * CIFAR_RECORD_BYTES)
+        if not given:
+            target.unlink(missing_ok=True)
 
 
 def _must_be(path: Path, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
