@@ -7,11 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.schedules import Schedule, Step, Transfer, chain_broadcast, ring, segments, span
-
-
-def part(peer: int, first: int, count: int = 1) -> Transfer:
-    return Transfer(peer=peer, first=first, stop=first + count)
+from offbeat.numerics.schedules import Schedule, Step, chain_broadcast, ring, segments, span
 
 
 def execute(schedules: list[Schedule], vectors: list[list]) -> list[list]:
@@ -23,17 +19,19 @@ def execute(schedules: list[Schedule], vectors: list[list]) -> list[list]:
     for steps in zip(*(schedule.steps for schedule in schedules), strict=True):
         posted = {}
         for rank, step in enumerate(steps):
-            if step.send:
-                assert step.send.peer != rank
-                start, stop = span(bounds, step.send)
-                posted[rank, step.send.peer, step.send.first, step.send.stop] = vectors[rank][start:stop]
+            if step.send_to is not None:
+                assert step.send_to != rank
+                start, stop = span(bounds, step.send_segment, step.send_count)
+                key = (rank, step.send_to, step.send_segment, step.send_count)
+                posted[key] = vectors[rank][start:stop]
         for rank, step in enumerate(steps):
-            if step.receive:
-                start, stop = span(bounds, step.receive)
-                got = posted.pop((step.receive.peer, rank, step.receive.first, step.receive.stop))
+            if step.recv_from is not None:
+                start, stop = span(bounds, step.recv_segment, step.recv_count)
+                got = posted.pop((step.recv_from, rank, step.recv_segment, step.recv_count))
                 own = vectors[rank][start:stop]
-                adds = step.operation == "add"
-                vectors[rank][start:stop] = [a + b for a, b in zip(own, got, strict=True)] if adds else got
+                vectors[rank][start:stop] = (
+                    [a + b for a, b in zip(own, got, strict=True)] if step.op == "add" else got
+                )
         assert not posted, "sent, but never received in the same step"
     return vectors
 
@@ -97,10 +95,10 @@ def test_ring_takes_the_bandwidth_bound_to_within_a_segment_a_step(workers, leng
 def test_ring_follows_the_paper_step_by_step():
     # Rank j of p sends segment j-t and adds j-t-1, then sends j+1-t and copies j-t.
     assert ring(3, 1).steps == (
-        Step(send=part(2, 1), receive=part(0, 0), operation="add"),
-        Step(send=part(2, 0), receive=part(0, 2), operation="add"),
-        Step(send=part(2, 2), receive=part(0, 1), operation="copy"),
-        Step(send=part(2, 1), receive=part(0, 0), operation="copy"),
+        Step(send_to=2, send_segment=1, recv_from=0, recv_segment=0, op="add"),
+        Step(send_to=2, send_segment=0, recv_from=0, recv_segment=2, op="add"),
+        Step(send_to=2, send_segment=2, recv_from=0, recv_segment=1, op="copy"),
+        Step(send_to=2, send_segment=1, recv_from=0, recv_segment=0, op="copy"),
     )
 
 
@@ -119,7 +117,11 @@ def test_chain_broadcast_copies_the_roots_vector(data, workers, length, parts):
 
 def test_an_idle_rank_keeps_its_steps():
     # The last of four in a chain of one segment waits two steps for it.
-    assert chain_broadcast(4, 3, root=0, parts=1).steps == (Step(), Step(), Step(receive=part(2, 0)))
+    assert chain_broadcast(4, 3, root=0, parts=1).steps == (
+        Step(),
+        Step(),
+        Step(recv_from=2, recv_segment=0),
+    )
 
 
 @pytest.mark.parametrize("make", [ring, lambda p, rank: chain_broadcast(p, rank, 0)])
@@ -140,32 +142,33 @@ def test_a_chain_needs_a_root_in_range_and_a_part():
 
 def recursive_doubling_of_3(rank: int) -> Schedule:
     """Rank 0 folds into 1; 1 and 2 exchange whole vectors; 1 gives the result back."""
+    whole = {"send_segment": 0, "recv_segment": 0}
     steps = {
-        0: (Step(send=part(1, 0)), Step(), Step(receive=part(1, 0))),
+        0: (Step(send_to=1, send_segment=0), Step(), Step(recv_from=1, recv_segment=0)),
         1: (
-            Step(receive=part(0, 0), operation="add"),
-            Step(send=part(2, 0), receive=part(2, 0), operation="add"),
-            Step(send=part(0, 0)),
+            Step(recv_from=0, recv_segment=0, op="add"),
+            Step(send_to=2, recv_from=2, op="add", **whole),
+            Step(send_to=0, send_segment=0),
         ),
-        2: (Step(), Step(send=part(1, 0), receive=part(1, 0), operation="add"), Step()),
+        2: (Step(), Step(send_to=1, recv_from=1, op="add", **whole), Step()),
     }
     return Schedule(workers=3, rank=rank, segments=1, steps=steps[rank])
 
 
 def halving_doubling_of_4(rank: int) -> Schedule:
     """Recursive halving, then recursive doubling, over runs of four segments."""
-    near, far = rank ^ 1, rank ^ 2
-    my_half, other_half = part(far, rank // 2 * 2, 2), part(far, far // 2 * 2, 2)
-    mine, other = part(near, rank), part(near, near)
+    low, near, far = rank // 2 * 2, rank ^ 1, rank ^ 2
+    mine, theirs = {"recv_segment": low, "recv_count": 2}, {"send_segment": low ^ 2, "send_count": 2}
+    back, forth = {"recv_segment": low ^ 2, "recv_count": 2}, {"send_segment": low, "send_count": 2}
     return Schedule(
         workers=4,
         rank=rank,
         segments=4,
         steps=(
-            Step(send=other_half, receive=my_half, operation="add"),
-            Step(send=other, receive=mine, operation="add"),
-            Step(send=mine, receive=other),
-            Step(send=my_half, receive=other_half),
+            Step(send_to=far, recv_from=far, op="add", **mine, **theirs),
+            Step(send_to=near, send_segment=near, recv_from=near, recv_segment=rank, op="add"),
+            Step(send_to=near, send_segment=rank, recv_from=near, recv_segment=near),
+            Step(send_to=far, recv_from=far, **back, **forth),
         ),
     )
 

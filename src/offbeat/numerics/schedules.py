@@ -24,33 +24,26 @@ Operation: TypeAlias = Literal["add", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """Segments `first` to `stop` - 1, neighbours in the vector, to or from one peer.
-
-    Attributes:
-        peer: the rank at the other end.
-        first: the first segment's index.
-        stop: one past the last segment's index, greater than `first`.
-    """
-
-    peer: int
-    first: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """What one rank sends and receives at the same time; either may be missing, and both where it idles.
 
     Attributes:
-        send: what goes out.
-        receive: what comes in.
-        operation: what becomes of what came: added to the rank's own segments, or copied to their place.
+        send_to: the rank that gets something.
+        send_segment: the first segment sent.
+        send_count: how many segments are sent, neighbours in the vector from `send_segment` on.
+        recv_from: the rank from which something comes.
+        recv_segment: the first segment received.
+        recv_count: how many segments are received, neighbours in the vector from `recv_segment` on.
+        op: what becomes of what came: added to the rank's own segments, or copied to their place.
     """
 
-    send: Transfer | None = None
-    receive: Transfer | None = None
-    operation: Operation = "copy"
+    send_to: int | None = None
+    send_segment: int | None = None
+    send_count: int = 1
+    recv_from: int | None = None
+    recv_segment: int | None = None
+    recv_count: int = 1
+    op: Operation = "copy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +64,15 @@ class Schedule:
 
     def sent(self, length: int) -> int:
         """Return how many elements this rank sends for a vector of `length` elements."""
-        return _elements(length, self.segments, [step.send for step in self.steps])
+        bounds = segments(length, self.segments)
+        spans = [span(bounds, step.send_segment, step.send_count) for step in self.steps]
+        return sum(stop - start for start, stop in spans)
 
     def received(self, length: int) -> int:
         """Return how many elements this rank receives for a vector of `length` elements."""
-        return _elements(length, self.segments, [step.receive for step in self.steps])
+        bounds = segments(length, self.segments)
+        spans = [span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
+        return sum(stop - start for start, stop in spans)
 
 
 def segments(length: int, parts: int) -> list[tuple[int, int]]:
@@ -93,9 +90,9 @@ def segments(length: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(starts))
 
 
-def span(bounds: list[tuple[int, int]], transfer: Transfer) -> tuple[int, int]:
-    """Return the (start, stop) elements that a transfer covers; `bounds` are the vector's `segments`."""
-    return bounds[transfer.first][0], bounds[transfer.stop - 1][1]
+def span(bounds: list[tuple[int, int]], segment: int | None, count: int) -> tuple[int, int]:
+    """Return the (start, stop) elements of `count` neighbouring segments; (0, 0) where `segment` is None."""
+    return (0, 0) if segment is None else (bounds[segment][0], bounds[segment + count - 1][1])
 
 
 def ring(workers: int, rank: int) -> Schedule:
@@ -120,17 +117,21 @@ def ring(workers: int, rank: int) -> Schedule:
     after, before = (rank + 1) % workers, (rank - 1) % workers
     reduce_scatter = [
         Step(
-            send=_one(after, (rank - t) % workers),
-            receive=_one(before, (rank - t - 1) % workers),
-            operation="add",
+            send_to=after,
+            send_segment=(rank - t) % workers,
+            recv_from=before,
+            recv_segment=(rank - t - 1) % workers,
+            op="add",
         )
         for t in range(workers - 1)
     ]
     all_gather = [
         Step(
-            send=_one(after, (rank + 1 - t) % workers),
-            receive=_one(before, (rank - t) % workers),
-            operation="copy",
+            send_to=after,
+            send_segment=(rank + 1 - t) % workers,
+            recv_from=before,
+            recv_segment=(rank - t) % workers,
+            op="copy",
         )
         for t in range(workers - 1)
     ]
@@ -159,28 +160,24 @@ def chain_broadcast(workers: int, rank: int, root: int, parts: int = 16) -> Sche
     _check_rank("root", root, workers)
     if parts < 1:
         raise ValueError(f"expected at least 1 part, got {parts}")
+    if workers == 1:
+        return Schedule(workers=1, rank=0, segments=parts, steps=())
     place = (rank - root) % workers
+    after = (rank + 1) % workers if place < workers - 1 else None
+    before = (rank - 1) % workers if place > 0 else None
     steps = []
-    for t in range(parts + workers - 2 if workers > 1 else 0):
-        sends = place < workers - 1 and 0 <= t - place < parts
-        receives = place > 0 and 0 <= t - place + 1 < parts
+    for t in range(parts + workers - 2):
+        sends = after is not None and 0 <= t - place < parts
+        receives = before is not None and 0 <= t - place + 1 < parts
         steps.append(
             Step(
-                send=_one((rank + 1) % workers, t - place) if sends else None,
-                receive=_one((rank - 1) % workers, t - place + 1) if receives else None,
+                send_to=after if sends else None,
+                send_segment=t - place if sends else None,
+                recv_from=before if receives else None,
+                recv_segment=t - place + 1 if receives else None,
             )
         )
     return Schedule(workers=workers, rank=rank, segments=parts, steps=tuple(steps))
-
-
-def _one(peer: int, segment: int) -> Transfer:
-    return Transfer(peer=peer, first=segment, stop=segment + 1)
-
-
-def _elements(length: int, parts: int, transfers: list[Transfer | None]) -> int:
-    bounds = segments(length, parts)
-    spans = [span(bounds, transfer) for transfer in transfers if transfer is not None]
-    return sum(stop - start for start, stop in spans)
 
 
 def _check_rank(name: str, rank: int, workers: int) -> None:
