@@ -122,9 +122,10 @@ def hosts(count: int, *, rate_bit_per_s: int | None = None) -> Iterator[list[Hos
         try:
             yield _make(run, count, rate_bit_per_s)
         finally:
-            for name in sorted(_names(), reverse=True):  # the switch first, and with it every line
-                if name.startswith(f"{run}-"):
-                    _remove(name)
+            with _uninterrupted():
+                for name in sorted(_names(), reverse=True):  # the switch first, and with it every line
+                    if name.startswith(f"{run}-"):
+                        _remove(name)
 
 
 def remove_stale() -> None:
@@ -257,3 +258,21 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back a Ctrl-C (often a second), SIGTERM or SIGHUP until the context, a short one, has ended."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {n: handler for n in numbers if is_main and (handler := signal.getsignal(n)) is not None}
+    for number in before:
+        signal.signal(number, lambda came_number, _frame: came.append(came_number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
