@@ -208,7 +208,7 @@ class GradientAverager:
             )
         if self._backward_id is None:
             self._await_end_of_backward()
-        if self._quiet:
+        if self._quiet or self._membership.size == 1:
             return
         index = self._index_of[entry]
         if entry in self._ready_entries:

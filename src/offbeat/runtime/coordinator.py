@@ -82,6 +82,7 @@ class Coordinator:
             token=configuration.token,
             on_message=lambda peer, payload: self._inbox.put(_Arrival(peer, payload)),
             on_lost=self._inbox.put,
+            on_left=lambda peer: self._inbox.put(LinkError(peer, "it closed its links before it left the job")),
             host=configuration.host,
         )
 
@@ -92,12 +93,15 @@ class Coordinator:
 
     def serve(self) -> None:
         """Runs until every worker has gone, or none has come for `idle_s` seconds."""
-        idle_since_s = time.monotonic()
+        idle_since_s = flushed_s = time.monotonic()
         try:
             while True:
                 for event, peer in self._next():
                     self._handle(event, peer)
                 now_s = time.monotonic()
+                if self._log is not None and now_s - flushed_s > self._configuration.tick_s:
+                    self._log.flush()
+                    flushed_s = now_s
                 if self._present:
                     idle_since_s = now_s
                 elif self._seen_anybody or now_s - idle_since_s > self._configuration.idle_s:
@@ -111,8 +115,6 @@ class Coordinator:
         try:
             item = self._inbox.get(timeout=self._configuration.tick_s)
         except queue.Empty:
-            if self._log is not None:
-                self._log.flush()
             yield Tick(now_s=time.monotonic()), ""
             return
         if isinstance(item, LinkError):

@@ -187,29 +187,26 @@ class _Plan:
     """
 
     def __init__(self, schedule: Schedule, length: int) -> None:
-        bounds = segments(length, schedule.parts)
+        bounds = segments(length, schedule.segments)
         self.steps = schedule.steps
         self.received = schedule.received(length)
         self.sent = schedule.sent(length)
-        self.spans = [span(bounds, step.receive) if step.receive else (0, 0) for step in self.steps]
-        self.sizes = [_length(span(bounds, step.send)) if step.send else 0 for step in self.steps]
+        self.spans = [span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
+        sent = [span(bounds, step.send_segment, step.send_count) for step in self.steps]
+        self.sizes = [stop - start for start, stop in sent]
         self.first: list[_Forward] = []
         self.after: list[list[_Forward]] = [[] for _ in self.steps]
         writer: dict[int, int] = {}
         for number, step in enumerate(self.steps):
-            if step.send:
-                for segment in range(step.send.first, step.send.stop):
+            if step.send_segment is not None:
+                for segment in range(step.send_segment, step.send_segment + step.send_count):
                     start, stop = bounds[segment]
-                    offset = start - bounds[step.send.first][0]
                     if start < stop:
                         source = self.after[writer[segment]] if segment in writer else self.first
-                        source.append(_Forward(number, start, stop, offset))
-            if step.receive:
-                writer |= dict.fromkeys(range(step.receive.first, step.receive.stop), number)
-
-
-def _length(bounds: tuple[int, int]) -> int:
-    return bounds[1] - bounds[0]
+                        source.append(_Forward(number, start, stop, start - sent[number][0]))
+            if step.recv_segment is not None:
+                received = range(step.recv_segment, step.recv_segment + step.recv_count)
+                writer |= dict.fromkeys(received, number)
 
 
 class _ScheduleRun:
@@ -242,10 +239,10 @@ class _ScheduleRun:
         size = self._itemsize
         for number, step in enumerate(self._plan.steps):
             start, stop = self._plan.spans[number]
-            if step.receive and start < stop:
-                memory = self._scratch_bytes if step.operation == "add" else self._flat_bytes
-                arrived = partial(self._arrived, number, step.operation == "add", start)
-                peer = self._names[step.receive.peer]
+            if step.recv_from is not None and start < stop:
+                memory = self._scratch_bytes if step.op == "add" else self._flat_bytes
+                arrived = partial(self._arrived, number, step.op == "add", start)
+                peer = self._names[step.recv_from]
                 self._endpoint.expect(peer, self._tag + number, memory[start * size : stop * size], arrived)
         for forward in self._plan.first:
             self._send(forward, forward.start, forward.stop)
@@ -264,10 +261,10 @@ class _ScheduleRun:
         self._see_whether_done()
 
     def _send(self, forward: _Forward, start: int, stop: int) -> None:
-        transfer = self._plan.steps[forward.step].send
-        assert transfer is not None
+        receiver = self._plan.steps[forward.step].send_to
+        assert receiver is not None
         self._endpoint.put(
-            self._names[transfer.peer],
+            self._names[receiver],
             self._tag + forward.step,
             self._flat_bytes[start * self._itemsize : stop * self._itemsize],
             offset=(forward.offset + start - forward.start) * self._itemsize,
