@@ -12,7 +12,7 @@ import queue
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,7 +74,9 @@ class Coordinator:
         self._inbox: queue.SimpleQueue[_Arrival | LinkError] = queue.SimpleQueue()
         self._worker_of: dict[str, int] = {}
         self._present: set[str] = set()
+        self._refused: set[str] = set()
         self._seen_anybody = False
+        self._ticked_s = time.monotonic()
         self._log = self._open_log()
         self._endpoint = Endpoint(
             self.NAME,
@@ -82,7 +84,7 @@ class Coordinator:
             token=configuration.token,
             on_message=lambda peer, payload: self._inbox.put(_Arrival(peer, payload)),
             on_lost=self._inbox.put,
-            on_left=lambda peer: self._inbox.put(LinkError(peer, "it closed its links before it left the job")),
+            on_left=lambda peer: self._inbox.put(LinkError(peer, "it hung up before it left the job")),
             host=configuration.host,
         )
 
@@ -93,15 +95,12 @@ class Coordinator:
 
     def serve(self) -> None:
         """Runs until every worker has gone, or none has come for `idle_s` seconds."""
-        idle_since_s = flushed_s = time.monotonic()
+        idle_since_s = time.monotonic()
         try:
             while True:
                 for event, peer in self._next():
                     self._handle(event, peer)
                 now_s = time.monotonic()
-                if self._log is not None and now_s - flushed_s > self._configuration.tick_s:
-                    self._log.flush()
-                    flushed_s = now_s
                 if self._present:
                     idle_since_s = now_s
                 elif self._seen_anybody or now_s - idle_since_s > self._configuration.idle_s:
@@ -112,23 +111,30 @@ class Coordinator:
             self._endpoint.close()
 
     def _next(self) -> Iterator[tuple[Event, str]]:
+        """Yields what happened next, with the peer that it came from ("" for nobody)."""
+        due_s = self._ticked_s + self._configuration.tick_s
         try:
-            item = self._inbox.get(timeout=self._configuration.tick_s)
+            item = self._inbox.get(timeout=max(0.0, due_s - time.monotonic()))
         except queue.Empty:
-            yield Tick(now_s=time.monotonic()), ""
+            self._ticked_s = time.monotonic()
+            if self._log is not None:
+                self._log.flush()
+            yield Tick(now_s=self._ticked_s), ""
             return
         if isinstance(item, LinkError):
-            if item.peer in self._worker_of and item.peer in self._present:
+            if item.peer in self._present:
                 worker = self._worker_of[item.peer]
                 yield Lost(now_s=time.monotonic(), worker=worker, cause=str(item)), item.peer
-            return
-        try:
-            for event in decode_events(item.payload, time.monotonic()):
-                yield event, item.peer
-        except ProtocolError as error:
-            self._refuse(item.peer, str(error))
+        elif item.peer not in self._refused:
+            try:
+                for event in decode_events(item.payload, time.monotonic()):
+                    yield event, item.peer
+            except ProtocolError as error:
+                self._refuse(item.peer, str(error))
 
     def _handle(self, event: Event, peer: str) -> None:
+        if isinstance(event, Joined):
+            event = replace(event, peer=peer)
         if peer and not self._may_say(event, peer):
             return
         self._note(event, peer)
@@ -170,14 +176,16 @@ class Coordinator:
         common = [action for action in actions if not isinstance(action, Refuse)]
         for action in actions:
             if isinstance(action, Refuse):
-                self._present.discard(action.peer)
-                self._endpoint.send(action.peer, encode_actions([action]))
+                self._refuse(action.peer, action.reason)
         if common:
             payload = encode_actions(common)
             for peer in sorted(self._present):
                 self._endpoint.send(peer, payload)
 
     def _refuse(self, peer: str, reason: str) -> None:
+        """Turns a peer away; what it still says is not heard."""
+        self._refused.add(peer)
+        self._present.discard(peer)
         self._endpoint.send(peer, encode_actions([Refuse(peer=peer, reason=reason)]))
 
     def _open_log(self) -> LogWriter | None:
