@@ -14,20 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from offbeat.errors import OffbeatError, WorkerError
 
 if TYPE_CHECKING:
-    from offbeat.comparing import Row
     from offbeat.data import Splits
     from offbeat.job import Job
-    from offbeat.timesheet import Entry, TimeSheet
+    from offbeat.timesheet import TimeSheet
     from offbeat.training import Settings
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -87,7 +85,7 @@ def train(
     Shows every epoch as it ends, and at last where each worker's time went. Rank 0 measures the test accuracy
     after every epoch, while the others wait. The run log is RUN_DIR/log.jsonl (see `offbeat replay`).
     """
-    from offbeat import job, timesheet
+    from offbeat import job, tables, timesheet
     from offbeat.bench.result import Result, check_writable
     from offbeat.training import Settings
 
@@ -109,12 +107,13 @@ def train(
     splits = _load(settings, download)
     steps = training.steps_per_epoch(len(splits.train))
     folder = job.open_run_dir(run_dir or _new_folder(strategy))
-    with _progress() as (progress, console):
-        shown = _EpochLines(console, workers)
+    with _progress() as (progress, beside):
+        shown = _EpochLines(beside, workers)
         sheet = _run(training, folder, progress, f"{model} on {data}, {strategy}", steps * epochs, shown)
-    _print_parts(sheet)
     figures = timesheet.figures(sheet)
-    _print_figures(figures, folder)
+    console = Console()
+    console.print(tables.parts(sheet))
+    console.print(tables.findings(figures, _short(folder / job.LOG_NAME)))
     if json is not None:
         rows = timesheet.plain_rows(sheet)
         result = Result(name="train", command=_command(), kind="real", seed=seed, figures=figures, rows=rows)
@@ -161,7 +160,7 @@ def compare(
     Times are means over the epochs after the first. Waiting is the share of their time that the workers that
     are not slowed spend on waiting for others.
     """
-    from offbeat import comparing, job
+    from offbeat import comparing, job, tables
     from offbeat.bench.result import Result, check_writable
     from offbeat.strategies import STRATEGIES
     from offbeat.training import Settings
@@ -214,7 +213,12 @@ def compare(
         figures=comparing.figures(rows),
         rows=comparing.plain_rows(rows),
     )
-    _print_comparison(rows, title, result.machine)
+    console = Console()
+    console.print(tables.comparison(rows, title))
+    for note in tables.comparison_notes(rows, result.machine["cores"]):
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+    for sentence in comparing.sentences(rows):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if json is not None:
         result.write(json)
 
@@ -290,6 +294,12 @@ def replay(
         print("the run was cut off while it wrote its log: its last, partial line was left out")
 
 
+# One command a benchmark: `@bench.command()`. It is offered as soon as there is one.
+bench = typer.Typer(no_args_is_help=True, help="Run a benchmark by name.")
+if bench.registered_commands:
+    app.add_typer(bench, name="bench")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
@@ -349,13 +359,16 @@ def _new_folder(what: str) -> Path:
 def _load(settings: Settings, download: bool) -> Splits:
     from offbeat import job
 
-    with _progress() as (progress, _):
-        tasks: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        bars: list[Progress] = []
+        tasks: dict[str, TaskID] = {}
 
         def show(name: str, received_bytes: int, size_bytes: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(_progress())[0])
             if name not in tasks:
-                tasks[name] = progress.add_task(f"fetching {name}", total=size_bytes)
-            progress.update(tasks[name], completed=received_bytes)
+                tasks[name] = bars[0].add_task(f"fetching {name}", total=size_bytes)
+            bars[0].update(tasks[name], completed=received_bytes)
 
         return job.load_data(settings, download=download, progress=show)
 
@@ -398,85 +411,12 @@ class _EpochLines:
         self._printed = 0
 
     def __call__(self, sheet: TimeSheet) -> None:
+        from offbeat import tables
+
         for epoch in range(self._printed, sheet.epochs_finished(self._workers)):
-            self._console.print(_epoch_line(epoch, sheet.epoch(epoch)), markup=False, highlight=False)
+            line = tables.epoch_line(epoch, sheet.epoch(epoch))
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             self._printed = epoch + 1
-
-
-def _epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
-    from offbeat import timesheet
-
-    waits = [f"{entry.worker}: {entry.share('wait'):.0%}" for entry in entries]
-    if len(waits) > 8:
-        least, most = (pick(entries, key=lambda entry: entry.share("wait")) for pick in (min, max))
-        waits = [f"from {least.share('wait'):.0%} (worker {least.worker})"]
-        waits += [f"to {most.share('wait'):.0%} (worker {most.worker})"]
-    parts = [f"epoch {epoch + 1}"]
-    mean_loss, measured = timesheet.loss(entries), timesheet.accuracy(entries)
-    if mean_loss is not None:
-        parts.append(f"loss {mean_loss:.4f}")
-    if measured is not None:
-        parts.append(f"test accuracy {measured:.1%}")
-    parts.append(f"{timesheet.samples_per_s(entries):,.0f} samples/s")
-    if len(entries) > 1:
-        parts.append(f"waiting {', '.join(waits)}")
-    return "  ".join(parts)
-
-
-def _print_parts(sheet: TimeSheet) -> None:
-    from offbeat.timesheet import PARTS
-
-    table = Table("worker", title="where the time went, in % of each worker's", title_justify="left")
-    for part in PARTS:
-        table.add_column(part, justify="right")
-    for entry in sheet.totals():
-        table.add_row(str(entry.worker), *(f"{entry.share(part):.1%}" for part in PARTS))
-    Console().print(table)
-
-
-def _print_figures(figures: dict[str, float], folder: Path) -> None:
-    names = (
-        ("wall time", "wall_s", "{:,.2f} s"),
-        ("samples/s", "samples_per_s", "{:,.0f}"),
-        ("test accuracy", "accuracy", "{:.2%}"),
-        ("training loss", "loss", "{:.4f}"),
-    )
-    table = Table(show_header=False)
-    for title, name, form in names:
-        if name in figures:
-            table.add_row(title, form.format(figures[name]))
-    table.add_row("run log", _short(folder / "log.jsonl"))
-    Console().print(table)
-
-
-def _print_comparison(rows: Sequence[Row], title: str, machine: dict[str, Any]) -> None:
-    from offbeat import comparing
-
-    base = comparing.baseline(rows)
-    table = Table(title=title, title_justify="left")
-    table.add_column("strategy")
-    table.add_column("slowness")
-    for column in ("seconds per epoch", "times slower", "waiting for others", "test accuracy"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        times = comparing.ratio(row, base)
-        table.add_row(
-            row.case.strategy,
-            comparing.in_words(row.case.slow),
-            f"{row.epoch_s:.3g}",
-            "–" if times is None else f"{times:.2f}",
-            f"{row.wait_share:.0%}",
-            "–" if row.accuracy is None else f"{row.accuracy:.1%}",
-        )
-    console = Console()
-    console.print(table)
-    if base is not None:
-        console.print(f"Times slower: than {base.case.strategy} with nobody slowed.", style="dim")
-    cores = machine["cores"]
-    if cores < rows[0].workers:
-        console.print(f"The {rows[0].workers} workers shared {cores} cores of this machine.", style="dim")
-    for sentence in comparing.sentences(rows):
-        console.print(sentence, markup=False, highlight=False)
 
 
 def _torchrun(arguments: list[str]) -> int:
@@ -489,8 +429,9 @@ def _torchrun(arguments: list[str]) -> int:
         torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        said = failure.message.splitlines()[0] if failure.message else f"exit code {failure.exitcode}"
-        return _complain(f"rank {rank} failed with exit code {failure.exitcode}: {said}", FAILED)
+        code = failure.exitcode
+        how = f"was killed by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
+        return _complain(f"rank {rank} {how}; what it said is above", FAILED)
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -150,7 +150,7 @@ def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def in_words(slow: Sequence[str]) -> str:
     """Say a slowness as a sentence without its full stop."""
-    return "; ".join(_rule_in_words(parse(text)) for text in slow) or "none: nobody is slowed"
+    return "; ".join(_rule_in_words(parse(text)) for text in slow) or "nobody is slowed"
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
@@ -166,24 +166,28 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         gain = last.epoch_s / first.epoch_s
         if slow and gain >= _NOTICED:
             said.append(
-                f"Where {in_words(slow)}, {first.case.strategy} was {gain:.1f} times as fast as "
+                f"Where {in_words(slow)}, {first.case.strategy} was {times(gain)} times as fast as "
                 f"{last.case.strategy}."
             )
     return said
 
 
-def _cost(row: Row, times: float) -> str:
+def times(ratio: float) -> str:
+    """Return a ratio as text, with as many digits as tell it from 1."""
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
+
+
+def _cost(row: Row, ratio: float) -> str:
     name = row.case.strategy
     opening = "In lockstep (bsp)" if name == "bsp" else f"Under {name}"
     slowed = _slowed_count([parse(text) for text in row.case.slow])
     who = f"{_number(slowed)} slow worker{'s' * (slowed > 1)} of {_number(row.workers)}"
-    if times < _NOTICED:
-        return (
-            f"{opening}, {who} made no difference that can be told from chance ({times:.2f} times as long)."
-        )
+    if ratio < _NOTICED:
+        seen = f"({times(ratio)} times as long)"
+        return f"{opening}, {who} made no difference that can be told from chance {seen}."
     everybody = "everybody" if name == "bsp" else "the whole training"
     return (
-        f"{opening}, {who} made {everybody} {times:.1f} times slower: "
+        f"{opening}, {who} made {everybody} {times(ratio)} times slower: "
         f"the others spent {row.wait_share:.0%} of their time waiting."
     )
 

@@ -95,7 +95,7 @@ def load_data(settings: Settings, *, download: bool = False, progress: Progress 
 def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> int:
     """Return how often a sample must stand in its batch for a step to compute for `step_s` on one idle core.
 
-    A model that takes longer as it is needs no repetition: 1. The answer depends on this machine.
+    A model that takes longer as it is needs none: 1. The answer has one digit and depends on the machine.
     """
     model = build(
         settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
@@ -108,7 +108,7 @@ def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> in
         while True:
             took_s = min(_step_s(model, inputs, labels, repeat) for _ in range(3))
             if took_s >= step_s or repeat >= _REPEAT_MAX:
-                return max(1, min(_REPEAT_MAX, round(repeat * step_s / took_s)))
+                return max(1, round(float(f"{repeat * step_s / took_s:.1g}")))
             repeat *= 2
     finally:
         torch.set_num_threads(threads)
@@ -213,5 +213,5 @@ def _line_writer(output: TextIO) -> Callable[[int, str], None]:
 
 def _step_s(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int) -> float:
     began_s = time.perf_counter()
-    loss_of(model, inputs, labels, repeat).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, inputs, labels, repeat).backward()
     return time.perf_counter() - began_s

@@ -100,7 +100,7 @@ def train(settings: Settings) -> None:
             for inputs, labels in session.batches(splits.train, settings.batch_size):
                 optimizer.zero_grad()
                 loss = loss_of(model, inputs, labels, settings.repeat)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
                 samples += len(labels)

@@ -1,0 +1,114 @@
+"""Promises of `offbeat compare`: the cases, the figures and the words that follow from them."""
+
+import json
+
+import pytest
+
+from offbeat import comparing
+from offbeat.cli import main
+from offbeat.comparing import Case, Row
+
+
+def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, workers=4):
+    case = Case(strategy=strategy, slow=slow)
+    return Row(case=case, workers=workers, epoch_s=epoch_s, wait_share=wait_share, accuracy=accuracy)
+
+
+def test_each_slow_is_a_case_and_plus_joins_rules():
+    found = comparing.cases(["a", "b"], ["none", "1:5+2:3@burst=20/100"])
+
+    assert [(case.strategy, case.slow) for case in found] == [
+        ("a", ()),
+        ("a", ("1:5", "2:3@burst=20/100")),
+        ("b", ()),
+        ("b", ("1:5", "2:3@burst=20/100")),
+    ]
+
+
+def test_labels_tell_spellings_apart():
+    slows = [("1:5",), ("1:5.5",), ("15:5",), ("1:5", "5:1"), ("1:5@0.0-0.5",), ("1:5@burst=20/100",), ()]
+    labels = [Case(strategy="bsp", slow=slow).label for slow in slows]
+
+    assert labels[0] == "bsp_1_5"
+    assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        ((), "nobody is slowed"),
+        (("1:5",), "worker 1 takes 5x as long"),
+        (("1:2.5@0.0-0.5",), "worker 1 takes 2.5x as long from 0% to 50% of every epoch"),
+        (("1:5@burst=20/100",), "worker 1 takes 5x as long in 20 of every 100 steps"),
+        (("random:3", "0:2"), "a worker drawn every epoch takes 3x as long; worker 0 takes 2x as long"),
+    ],
+)
+def test_slowness_in_words(slow, words):
+    assert comparing.in_words(slow) == words
+
+
+def test_times_slower_are_against_bsp_with_nobody_slowed():
+    rows = [row("other", epoch_s=2.0), row("bsp", epoch_s=4.0), row("bsp", ("1:5",), epoch_s=18.0)]
+    found = comparing.figures(rows)
+
+    assert found["slowdown_bsp_1_5_ratio"] == 4.5
+    assert found["slowdown_other_none_ratio"] == 0.5
+    assert found["epoch_bsp_1_5_s"] == 18.0
+    assert found["wait_bsp_1_5_share"] == 0.1
+    assert found["bsp_1_5_accuracy"] == 0.9
+
+
+def test_without_an_unslowed_case_nothing_is_said_to_be_slower():
+    rows = [row(slow=("1:5",))]
+
+    assert comparing.baseline(rows) is None
+    assert "slowdown_bsp_1_5_ratio" not in comparing.figures(rows)
+    assert comparing.plain_rows(rows)[0]["slowdown_ratio"] is None
+    assert comparing.sentences(rows) == []
+
+
+def test_the_sentence_follows_from_the_figures():
+    rows = [row(epoch_s=2.0), row(slow=("1:5",), epoch_s=9.2, wait_share=0.76)]
+    assert comparing.sentences(rows) == [
+        "In lockstep (bsp), one slow worker of four made everybody 4.6 times slower: "
+        "the others spent 76% of their time waiting."
+    ]
+    rows = [row(epoch_s=2.0), row(slow=("1:5", "2:5"), epoch_s=2.04)]
+    assert comparing.sentences(rows) == [
+        "In lockstep (bsp), two slow workers of four made no difference that can be told from chance "
+        "(1.02 times as long)."
+    ]
+
+
+def test_strategies_are_compared_under_the_same_slowness():
+    rows = [row("bsp", ("1:5",), epoch_s=9.0), row("partial", ("1:5",), epoch_s=3.0)]
+
+    assert comparing.sentences(rows) == [
+        "Where worker 1 takes 5x as long, partial was 3.0 times as fast as bsp."
+    ]
+
+
+def test_a_real_comparison(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    line = "compare --workers 2 --strategy bsp --slow none --slow 1:5 --epochs 2 --json result.json"
+    assert main([*line.split(), "--batch-size", "128", "--run-dir", "runs"]) == 0
+
+    said = capsys.readouterr().out
+    assert "nobody is slowed" in said
+    assert "worker 1 takes 5x as long" in said
+    assert "In lockstep (bsp), one slow worker of two" in said
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["name"], result["kind"], result["seed"]) == ("compare", "real", 0)
+    assert {"machine", "command"} <= set(result)
+    free, slowed = result["rows"]
+    assert (free["slow"], slowed["slow"]) == ("none", "1:5")
+    assert slowed["wait_share"] > free["wait_share"] + 0.2  # worker 0 waits for worker 1
+    assert slowed["accuracy"] == pytest.approx(free["accuracy"], abs=0.02)  # the same steps, only later
+    figures = result["figures"]
+    assert figures["slowdown_bsp_none_ratio"] == 1.0
+    assert figures["slowdown_bsp_1_5_ratio"] == slowed["slowdown_ratio"]
+
+    for case in ("bsp_none", "bsp_1_5"):
+        assert main(["replay", f"runs/{case}"]) == 0
+        assert capsys.readouterr().out.startswith("identical: ")

@@ -1,0 +1,60 @@
+"""The examples run under torchrun, are short, and do what their docstrings say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def run(name, *options, workers=2):
+    done = subprocess.run(
+        [*TORCHRUN, str(workers), str(EXAMPLES / name), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_at_most_80_lines(path):
+    assert len(path.read_text().splitlines()) <= 80
+
+
+def test_mnist_on_digits():
+    said = run("mnist.py", "--data", "digits", "--epochs", "2", "--limit", "400")
+
+    assert re.findall(r"^epoch (\d): test accuracy ", said, re.MULTILINE) == ["1", "2"]
+
+
+def test_mnist_says_what_to_do_where_it_is_not_there(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "mnist.py")],
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("MNIST is not in ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_own_loop_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    checkpoint = str(tmp_path / "checkpoint.pt")
+    whole = run("own_loop.py", "--epochs", "4").splitlines()
+    begun = run("own_loop.py", "--epochs", "2", "--checkpoint", checkpoint).splitlines()
+    resumed = run("own_loop.py", "--epochs", "4", "--checkpoint", checkpoint).splitlines()
+
+    assert len(whole) == 4
+    assert begun + resumed == whole

@@ -1,0 +1,94 @@
+"""Promises of `offbeat run`: torchrun with slowness, a seed and a run log, and torchrun's exit code."""
+
+import subprocess
+import sys
+
+import pytest
+
+from offbeat import record
+from offbeat.events import Left, StepTimed, Stop
+
+OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+SHOW = """
+import os, sys
+names = ("RANK", "WORLD_SIZE", "OFFBEAT_SLOW", "OFFBEAT_SEED", "OFFBEAT_RUN_LOG")
+said = [*(os.environ.get(name, "-") for name in names), *sys.argv[1:]]
+open(f"said-{os.environ['RANK']}", "w").write("|".join(said))
+"""
+TRAIN = """
+import offbeat, torch
+from offbeat.strategies import AllReduce
+from torch.utils.data import TensorDataset
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with offbeat.join(model, optimizer, AllReduce()) as session:
+    for _ in session.epochs(2):
+        for (x,) in session.batches(TensorDataset(torch.randn(8, 4)), 2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+"""
+
+
+def run(folder, *arguments):
+    command = [*OFFBEAT, "run", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path):
+    (tmp_path / "show.py").write_text(SHOW)
+    ours = ["--slow", "1:5", "--slow", "random:2@0.0-0.5", "--seed", "7", "--run-dir", "run"]
+    done = run(
+        tmp_path, *ours, "--standalone", "--nproc-per-node", "2", "show.py", "--seed", "8", "--slow", "x"
+    )
+
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / "run/log.jsonl"
+    for rank in (0, 1):
+        said = (tmp_path / f"said-{rank}").read_text()
+        assert said == f"{rank}|2|1:5;random:2@0.0-0.5|7|{log}|--seed|8|--slow|x"
+
+
+def test_without_options_of_ours_the_environment_stays_as_it_is(tmp_path):
+    (tmp_path / "show.py").write_text(SHOW)
+    done = run(tmp_path, "--nproc-per-node=1", "--standalone", "show.py")
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "said-0").read_text() == "0|1|-|-|-"
+
+
+def test_a_script_that_trains_leaves_a_log_that_can_be_replayed(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = run(tmp_path, "--run-dir", "run", "--standalone", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+
+    log = record.read_log(tmp_path / "run/log.jsonl")
+    assert sum(isinstance(entry, StepTimed) for entry in log.entries) == 2 * 2 * 2
+    assert {entry.worker for entry in log.entries if isinstance(entry, Left)} == {0, 1}
+    assert record.replay(log) is None
+
+
+def test_a_worker_that_fails_ends_the_job_and_its_coordinator(tmp_path):
+    failing = TRAIN + "            if session.worker == 1: raise RuntimeError('out of luck')\n"
+    (tmp_path / "train.py").write_text(failing)
+    done = run(tmp_path, "--run-dir", "run", "--standalone", "--nproc-per-node", "2", "train.py")
+
+    # `run` returns once nobody holds standard error open any more, the coordinator included.
+    assert done.returncode == 1
+    stops = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, Stop)]
+    assert [(stop.worker, stop.step) for stop in stops] == [(1, 1)]
+    assert "out of luck" in stops[0].reason
+
+
+def test_a_script_that_fails_is_named_with_its_rank_and_exit_code_1(tmp_path):
+    (tmp_path / "fail.py").write_text("import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)\n")
+    done = run(tmp_path, "--standalone", "--nproc-per-node", "2", "fail.py")
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("offbeat: rank 1 failed with exit code 3")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--nosuch", "--nproc-per-node"])
+def test_a_bad_torchrun_option_is_torchruns_to_refuse(tmp_path, option):
+    assert run(tmp_path, option).returncode == 2

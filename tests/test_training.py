@@ -1,0 +1,135 @@
+"""Promises of the built-in training: what a worker computes and reports, and how its log becomes figures."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from offbeat import job, record, timesheet
+from offbeat.cli import main
+from offbeat.data import load
+from offbeat.events import Evaluated, Left, StepTimed
+from offbeat.models import build
+from offbeat.timesheet import PARTS, TimeSheet
+from offbeat.training import Settings, accuracy, loss_of
+
+
+def settings(**change):
+    plain = {"model": "mlp", "data": "digits", "strategy": "bsp", "epochs": 2, "batch_size": 32}
+    return Settings(**plain | {"lr": 0.1, "momentum": 0.9, "seed": 0} | change)
+
+
+def step(worker=0, wall_s=1.0, wait_s=0.25, samples=10, number=0):
+    parts_s = {f"{part}_s": 0.0 for part in PARTS} | {"wait_s": wait_s, "compute_s": wall_s - wait_s}
+    return StepTimed(now_s=0.0, worker=worker, step=number, samples=samples, wall_s=wall_s, **parts_s)
+
+
+def ended(worker=0, epoch=0, **metrics):
+    return Evaluated(now_s=0.0, worker=worker, epoch=epoch, metrics=metrics)
+
+
+def sheet_of(*events):
+    sheet = TimeSheet()
+    for event in events:
+        sheet.add(event)
+    return sheet
+
+
+@pytest.mark.parametrize("repeat", [2, 7])
+def test_repeating_samples_leaves_loss_and_gradient_as_they_are(repeat):
+    model = build("mlp", sample_shape=(1, 8, 8), classes=10, seed=0).double()
+    inputs, labels = torch.randn(5, 1, 8, 8, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 5])
+    loss = loss_of(model, inputs, labels)
+    once = torch.autograd.grad(loss, list(model.parameters()))
+    repeated = loss_of(model, inputs, labels, repeat)
+
+    torch.testing.assert_close(repeated, loss)
+    for a, b in zip(torch.autograd.grad(repeated, list(model.parameters())), once, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_accuracy_is_the_part_of_samples_whose_highest_logit_is_their_label():
+    logits = torch.eye(10).repeat(103, 1)  # more than one chunk, and no whole number of them
+    labels = torch.arange(10).repeat(103)
+    labels[:103] = (labels[:103] + 1) % 10
+
+    assert accuracy(torch.nn.Identity(), TensorDataset(logits, labels)) == pytest.approx(0.9)
+
+
+def test_an_epoch_ends_where_its_worker_reports():
+    sheet = sheet_of(
+        step(worker=0), step(worker=1, wall_s=2.0), step(worker=0), ended(worker=0, loss=1.0, accuracy=0.5)
+    )
+    assert sheet.epochs_finished(2) == 0
+    assert sheet.steps_finished == {0: 2, 1: 1}
+    sheet.add(step(worker=0))
+    sheet.add(ended(worker=1, loss=4.0))
+
+    assert sheet.epochs_finished(2) == 1
+    first, second = sheet.epoch(0)
+    assert (first.worker, first.steps, first.samples, first.wall_s) == (0, 2, 20, 2.0)
+    assert (second.worker, second.steps, second.samples, second.wall_s) == (1, 1, 10, 2.0)
+    assert first.share("wait") == 0.25
+    assert timesheet.loss(sheet.epoch(0)) == 2.0  # weighted by samples
+    assert timesheet.accuracy(sheet.epoch(0)) == 0.5
+    assert timesheet.samples_per_s(sheet.epoch(0)) == 15.0
+
+
+def test_totals_may_leave_out_the_first_epochs():
+    sheet = sheet_of(
+        step(wall_s=9.0), ended(epoch=0), step(wall_s=1.0), ended(epoch=1), step(wall_s=3.0), ended(epoch=2)
+    )
+    assert [entry.wall_s for entry in sheet.totals()] == [13.0]
+    assert [(entry.wall_s, entry.steps) for entry in sheet.totals(1)] == [(4.0, 2)]
+
+
+def test_a_diverged_loss_is_no_figure():
+    sheet = sheet_of(step(), ended(loss=math.nan, accuracy=0.1), Left(now_s=0.0, worker=0, step=1))
+
+    assert set(timesheet.figures(sheet)) == {"wall_s", "samples_per_s", "accuracy"}
+    assert timesheet.plain_rows(sheet)[0]["loss"] is None
+    assert sheet.left == {0}
+
+
+def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_than_once():
+    digits = load("digits")
+    assert job.repeat_for(settings(), digits, step_s=1e-9) == 1
+    assert job.repeat_for(settings(), digits, step_s=5e-3) > 1
+
+
+def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "train --workers 2 --epochs 2 --batch-size 64 --json result.json --run-dir run"
+    assert main(line.split()) == 0
+
+    said = capsys.readouterr()
+    assert [text for text in said.err.splitlines() if text.startswith("epoch 2  loss ")]
+    assert all(name in said.out for name in (*PARTS, "wall time", "samples/s", "test accuracy"))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert {"name", "machine", "command", "figures", "rows"} <= set(result)
+    assert result["figures"]["accuracy"] > 0.6
+    rows = result["rows"]
+    assert sorted((row["worker"], row["epoch"]) for row in rows) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sum(row["samples"] for row in rows if row["epoch"] == 1) == 1442  # each once an epoch
+    for row in rows:
+        assert sum(row[f"{part}_s"] for part in PARTS) == pytest.approx(row["wall_s"], abs=1e-6)
+        assert (row["accuracy"] is not None) == (row["worker"] == 0)
+
+    assert main(["replay", "run"]) == 0
+    events = [e for e in record.read_log(tmp_path / "run/log.jsonl").entries if isinstance(e, StepTimed)]
+    assert capsys.readouterr().out.startswith("identical: ")
+    assert len(events) == sum(row["steps"] for row in rows) == 2 * 2 * 12
+
+
+def test_training_with_two_workers_learns_what_one_learns_from_the_large_batch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for workers, batch in ((1, 64), (2, 32)):
+        line = f"train --workers {workers} --epochs 1 --batch-size {batch} --json {workers}.json"
+        assert main([*line.split(), "--run-dir", str(workers)]) == 0
+    alone, together = (json.loads((tmp_path / f"{n}.json").read_text())["figures"] for n in (1, 2))
+
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert together["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
+    capsys.readouterr()
