@@ -7,6 +7,8 @@ import pytest
 from offbeat import comparing
 from offbeat.cli import main
 from offbeat.comparing import Case, Row
+from offbeat.events import Evaluated, StepTimed
+from offbeat.timesheet import PARTS, TimeSheet
 
 
 def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, workers=4):
@@ -45,6 +47,32 @@ def test_labels_tell_spellings_apart():
 )
 def test_slowness_in_words(slow, words):
     assert comparing.in_words(slow) == words
+
+
+def sheet_of_three_epochs(waits):
+    """The first epoch takes 100 s, the others 2 s and 4 s, of which each worker waits its own share."""
+    sheet = TimeSheet()
+    for epoch, wall_s in enumerate((100.0, 2.0, 4.0)):
+        for worker, wait in enumerate(waits):
+            parts_s = {f"{part}_s": 0.0 for part in PARTS}
+            parts_s |= {"wait_s": wait * wall_s, "compute_s": (1 - wait) * wall_s}
+            sheet.add(StepTimed(now_s=0.0, worker=worker, step=epoch, samples=1, wall_s=wall_s, **parts_s))
+            metrics = {"accuracy": 0.5 + epoch / 10} if worker == 0 else {}
+            sheet.add(Evaluated(now_s=0.0, worker=worker, epoch=epoch, metrics=metrics))
+    return sheet
+
+
+@pytest.mark.parametrize(
+    ("slow", "wait_share"),
+    [((), 0.3), (("1:5",), 0.45), (("1:5", "0:2@0.0-0.5"), 0.6), (("2:3", "0:2"), 0.0), (("random:2",), 0.3)],
+)
+def test_a_row_leaves_out_the_first_epoch_and_the_waiting_of_slowed_workers(slow, wait_share):
+    waits = [0.3, 0.0, 0.6]
+    found = comparing.row(Case(strategy="bsp", slow=slow), 3, sheet_of_three_epochs(waits))
+
+    assert found.epoch_s == 3.0
+    assert found.accuracy == 0.7
+    assert found.wait_share == pytest.approx(wait_share)
 
 
 def test_times_slower_are_against_bsp_with_nobody_slowed():

@@ -32,7 +32,7 @@ with offbeat.join(model, optimizer, AllReduce()) as session:
 
 def run(folder, *arguments):
     command = [*OFFBEAT, "run", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
 
 
 def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path):

@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 from offbeat import job, record, timesheet
 from offbeat.cli import main
 from offbeat.data import load
-from offbeat.events import Evaluated, Left, StepTimed
+from offbeat.errors import OffbeatError
+from offbeat.events import Evaluated, Left, StepTimed, Tick
 from offbeat.models import build
 from offbeat.timesheet import PARTS, TimeSheet
 from offbeat.training import Settings, accuracy, loss_of
@@ -91,6 +92,33 @@ def test_a_diverged_loss_is_no_figure():
     assert set(timesheet.figures(sheet)) == {"wall_s", "samples_per_s", "accuracy"}
     assert timesheet.plain_rows(sheet)[0]["loss"] is None
     assert sheet.left == {0}
+
+
+def left(worker):
+    return Left(now_s=0.0, worker=worker, step=1)
+
+
+def test_a_log_is_read_as_it_grows_and_only_whole_lines_of_it(tmp_path):
+    whole = record.LogWriter(tmp_path / "whole", {})
+    for event in (step(), ended(loss=math.inf), Tick(now_s=1.0), left(0), left(1)):
+        whole.event(event)
+    whole.close()
+    data = (tmp_path / "whole").read_bytes()
+    grown, sheet = tmp_path / "log.jsonl", TimeSheet()
+    reader = job.LogReader(grown)
+    reader.read_into(sheet)  # there is no file yet
+
+    for byte in range(0, len(data) + 1, 7):
+        grown.write_bytes(data[:byte])
+        reader.read_into(sheet)
+    assert len(sheet.entries) == 1
+    assert sheet.left == {0}
+    with pytest.raises(OffbeatError, match="worker 1 is missing"):
+        reader.read_to_the_end(sheet, 2, limit_s=0.0)
+    grown.write_bytes(data)
+    reader.read_to_the_end(sheet, 2, limit_s=0.0)
+    assert sheet.left == {0, 1}
+    assert sheet.entries[0].metrics == {"loss": math.inf}
 
 
 def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_than_once():

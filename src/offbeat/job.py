@@ -146,7 +146,7 @@ def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lamb
         WorkerError: a worker failed; names it.
         OffbeatError: the log does not hold the whole run.
     """
-    log = _LogReader(run_dir / LOG_NAME)
+    log = LogReader(run_dir / LOG_NAME)
     sheet = TimeSheet()
     command = [sys.executable, "-m", "offbeat.training", msgspec.json.encode(job.settings).decode()]
     env = {
@@ -165,27 +165,12 @@ def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lamb
         first = min(outcomes, key=lambda o: (o.is_good, o.ended_because is not None, o.ended_s))
         where = os.path.relpath(run_dir / OUTPUT_NAME)
         raise WorkerError(f"{summary(outcomes)} (all that the workers said: {where})", worker=first.rank)
-    _read_to_the_end(log, sheet, job.workers)
+    log.read_to_the_end(sheet, job.workers)
     on_progress(sheet)
     return sheet
 
 
-def _read_to_the_end(log: _LogReader, sheet: TimeSheet, workers: int) -> None:
-    """The coordinator outlives the workers by a moment and writes the end of the log in it."""
-    limit_s = time.monotonic() + _LOG_ENDS_S
-    log.read_into(sheet)
-    while len(sheet.left) < workers:
-        if time.monotonic() > limit_s:
-            missing = sorted(set(range(workers)) - sheet.left)
-            raise OffbeatError(
-                f"{log.path}: expected it to end with every worker leaving, worker {missing[0]} is missing; "
-                "was the coordinator ended?"
-            )
-        time.sleep(_POLL_S / 10)
-        log.read_into(sheet)
-
-
-class _LogReader:
+class LogReader:
     """Reads what was added to a run log since the last time."""
 
     def __init__(self, path: Path) -> None:
@@ -205,6 +190,23 @@ class _LogReader:
         for line in whole.splitlines():
             if line.startswith(_WANTED):
                 sheet.add(from_plain(msgspec.json.decode(line)))
+
+    def read_to_the_end(self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_ENDS_S) -> None:
+        """Read until every worker has left: the coordinator outlives them by a moment, and writes it then.
+
+        Raises:
+            OffbeatError: that is not in the log after `limit_s` seconds.
+        """
+        until_s = time.monotonic() + limit_s
+        self.read_into(sheet)
+        while missing := sorted(set(range(workers)) - sheet.left):
+            if time.monotonic() >= until_s:
+                raise OffbeatError(
+                    f"{self.path}: expected every worker to leave at its end, worker {missing[0]} is missing; "
+                    "was the coordinator ended?"
+                )
+            time.sleep(_POLL_S / 10)
+            self.read_into(sheet)
 
 
 def _line_writer(output: TextIO) -> Callable[[int, str], None]:
