@@ -202,8 +202,8 @@ class LogReader:
         while missing := sorted(set(range(workers)) - sheet.left):
             if time.monotonic() >= until_s:
                 raise OffbeatError(
-                    f"{self.path}: expected every worker to leave at its end, worker {missing[0]} is missing; "
-                    "was the coordinator ended?"
+                    f"{self.path}: expected every worker to leave at the end, "
+                    f"worker {missing[0]} is missing; was the coordinator ended?"
                 )
             time.sleep(_POLL_S / 10)
             self.read_into(sheet)
