@@ -1,4 +1,4 @@
-"""Real worker processes for tests: forked from a server that has imported torch already, so that they start fast.
+"""Real worker processes for tests, forked from a server that has imported torch already: they start fast.
 
 `run(function, workers)` calls `function(rank, *args)` in that many processes with the environment that a
 launcher would set, and returns what each returned or raised. `start` gives the running processes instead, to
@@ -19,7 +19,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "pytest", "hypothesis", "offbeat.runtime.session", "offbeat.strategies"]
+    ["torch.distributed", "torch._dynamo", "pytest", "hypothesis", "offbeat.strategies", "offbeat.models"]
 )
 
 
@@ -126,7 +126,8 @@ def run(
 def values(ended: list[Ended]) -> list[Any]:
     """What the workers returned; an exception in one fails the test with its traceback."""
     for one in ended:
-        assert one.error is None and one.exitcode == 0, f"worker {one.rank} (exit {one.exitcode}): {one.trace}"
+        assert one.exitcode == 0, f"worker {one.rank} ended with {one.exitcode}"
+        assert one.error is None, f"worker {one.rank}: {one.trace}"
     return [one.value for one in ended]
 
 

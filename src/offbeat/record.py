@@ -76,10 +76,10 @@ _ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
 _KINDS: Final = _EVENTS | _ACTIONS
 _EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]
 _ACTION_SHAPES: Final = [_shape(kind) for kind in _ACTIONS.values()]
-_SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])  # type: ignore[arg-type]
+_SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])
 
-_event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_SHAPES)])  # type: ignore[misc,arg-type]
-_action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_SHAPES)])  # type: ignore[misc,arg-type]
+_event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_SHAPES)])  # type: ignore[misc]
+_action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_SHAPES)])  # type: ignore[misc]
 _line_decoder: Final = msgspec.json.Decoder(_SHAPE)
 _json: Final = msgspec.json.Encoder()
 _msgpack: Final = msgspec.msgpack.Encoder()

@@ -96,7 +96,7 @@ class GradientAverager:
 
     Args:
         model: the model; parameters that require no gradient now are left alone.
-        exchange: carries the tensors.
+        exchange: carries the tensors; None in a group of one, where nothing travels.
         membership: who takes part.
         host: the session.
         bucket_bytes: the largest bucket of several parameters.
@@ -107,7 +107,7 @@ class GradientAverager:
     def __init__(
         self,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Exchange | None,
         membership: Membership,
         host: Host,
         *,
@@ -195,7 +195,7 @@ class GradientAverager:
     def _await_end_of_backward(self) -> None:
         self._backward_id = torch._C._current_graph_task_id()
         callback = partial(self._backward_ended, self._backward_id)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _gradient_ready(self, entry: int, parameter: torch.Tensor) -> None:
         if self._host.timer.part != "compute":
@@ -208,7 +208,7 @@ class GradientAverager:
             )
         if self._backward_id is None:
             self._await_end_of_backward()
-        if self._quiet or self._membership.size == 1:
+        if self._quiet or self._exchange is None:
             return
         index = self._index_of[entry]
         if entry in self._ready_entries:
@@ -248,7 +248,7 @@ class GradientAverager:
         compute_s = self._host.timer.total_s("compute") - self._compute_mark_s
         offset_s = began_s - self._round_end_s
         weight = self._fresh_weight * self._membership.weight
-        if self._membership.size == 1:
+        if self._exchange is None:
             self._host.ready(compute_s)
         else:
             epilogue = self._pass(weight, offset_s, compute_s)
@@ -295,6 +295,7 @@ class GradientAverager:
             slot.pending.settle(self._deadline_s)
         with torch.no_grad():
             self._pack(slot, weight)
+        assert self._exchange is not None
         slot.pending = self._exchange.all_reduce(
             slot.flat, exchange_id=self._exchange_id, index=self._launched
         )

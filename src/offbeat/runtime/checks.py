@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import OffbeatError
@@ -43,7 +43,7 @@ def check_trainable(model: nn.Module, optimizer: Optimizer) -> None:
 def _check_tensors(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise OffbeatError(f"{name} is not initialised yet: run one batch through the model before join")
         if tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
             raise OffbeatError(
@@ -111,7 +111,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     lines += [f"buffer {name} {_form(b)}" for name, b in model.named_buffers()]
     lines += [
         f"optimizer {type(optimizer).__name__} group {number}: {len(group['params'])} parameters, "
-        + _settings(group.items())
+        + _settings(group)
         for number, group in enumerate(optimizer.param_groups)
     ]
     return tuple(lines)
@@ -121,10 +121,8 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _settings(items: Sequence[tuple[str, object]] | object) -> str:
+def _settings(group: dict[str, Any]) -> str:
     plain = (bool, int, float, str, tuple, list, type(None))
     return ", ".join(
-        f"{key}={value}"
-        for key, value in items  # type: ignore[attr-defined]
-        if key != "params" and isinstance(value, plain)
+        f"{key}={value}" for key, value in group.items() if key != "params" and isinstance(value, plain)
     )

@@ -30,7 +30,6 @@ class Link:
     greeting: Dialler | Acceptor | None = None  # until the handshake is done
     full: bool = False  # the kernel takes no more for now
     paused: bool = False  # too much came that nobody has asked for
-    finishing: bool = False  # we have said BYE and send no more
     watched: int = 0
     heard: bool = True  # something came, or went, since the last tick
     spoke: bool = True

@@ -285,7 +285,8 @@ class _ScheduleRun:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    return memoryview(flat.view(torch.uint8).numpy())
+    raw: Any = flat.view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 class TorchExchange:

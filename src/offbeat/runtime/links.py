@@ -21,7 +21,6 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -392,8 +391,6 @@ class Endpoint:
             self._schedule(peer)
             if not outbox:
                 self._watch(peer, link)
-                if self._closing:
-                    self._finish(link)
         for item in finished:
             if item.done is not None:
                 item.done()
@@ -502,10 +499,12 @@ class Endpoint:
     # Staying and leaving
 
     def _tick(self) -> None:
-        """Show peers that we live, and see who does not.
+        """Show peers that this node lives, and see who does not.
 
         Silence is counted in ticks, not read from a clock: if this node itself was held up, that is one tick.
         """
+        if self._closing:
+            return
         self._loop.later(self._beat_s, self._tick)
         for peer in list(self._peers.values()):
             link = peer.link
@@ -516,7 +515,7 @@ class Endpoint:
             if link.silent_ticks * self._beat_s >= self._silent_s:
                 self._lose(peer, f"{peer.name} has been silent for {self._silent_s:g} s")
                 continue
-            if not link.spoke and not peer.outbox and not link.finishing:
+            if not link.spoke and not peer.outbox:
                 peer.outbox.add(Outgoing(Kind.BEAT, (0, 0, next(self._order)), _NOTHING))
                 self._schedule(peer)
             link.spoke = False
@@ -560,15 +559,12 @@ class Endpoint:
                 self._opening.abandon(peer)
 
     def _say_goodbye(self, peer: Peer) -> None:
+        """Say that nothing more will come.
+
+        The peer closes the connection when it has read that, so nothing that is still under way is reset.
+        """
         peer.outbox.add(Outgoing(Kind.BYE, (0, 1, next(self._order)), _NOTHING))
         self._schedule(peer)
-
-    def _finish(self, link: Link) -> None:
-        """All is sent, goodbye included; now read until the peer has closed, so that nothing is reset."""
-        assert link.sock is not None
-        link.finishing = True
-        with suppress(OSError):
-            link.sock.shutdown(socket.SHUT_WR)
 
     def _ended(self, error: BaseException | None) -> None:
         """The I/O thread ends."""

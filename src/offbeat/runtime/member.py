@@ -16,6 +16,7 @@ from offbeat.runtime.rendezvous import START_DEADLINE_S, Meeting
 
 _COORDINATOR_SAYS_MORE_S = 1.0
 _ANSWER_MARGIN_S = 5.0
+_GOODBYE_S = 5.0
 
 
 class Member:
@@ -103,7 +104,9 @@ class Member:
         self.check()
 
     def close(self) -> None:
-        """Hands out what is still queued and closes every link in order."""
+        """Hands out what is still queued, unless the job has failed, and closes every link in order."""
+        if self.failure is None:
+            self.endpoint.flush(_GOODBYE_S)
         self.endpoint.close()
 
     def _known(self, round: int) -> Group | None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.coordinator import Configuration
@@ -44,7 +46,7 @@ class Meeting:
     token: str
     host: str
     coordinator: tuple[str, ...]
-    store: dist.Store | None
+    store: Store | None
 
 
 def meet(environment: Environment, configure: Callable[[str, str, str], Configuration]) -> Meeting:
@@ -112,14 +114,14 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     return tuple(answer["addresses"])
 
 
-def _open_store(environment: Environment, limit_s: float) -> dist.Store:
+def _open_store(environment: Environment, limit_s: float) -> Store:
     prefix = f"offbeat/{environment.attempt}/{next(_joins)}"
     if dist.is_initialized():
-        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        return PrefixStore(prefix, _get_default_store())
     where = f"{environment.master_addr}:{environment.master_port}"
     hosts_it = environment.rank == 0 and not environment.agent_hosts_store
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             environment.master_addr,
             environment.master_port,
             is_master=hosts_it,
@@ -138,7 +140,7 @@ def _open_store(environment: Environment, limit_s: float) -> dist.Store:
             f"rank {environment.rank} cannot reach the job's store at {where} within {START_DEADLINE_S:g} s: "
             "is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
         ) from error
-    return dist.PrefixStore(prefix, store)
+    return PrefixStore(prefix, store)
 
 
 def _own_address(master_addr: str) -> str:

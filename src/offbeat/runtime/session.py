@@ -51,7 +51,7 @@ class Strategy(Protocol):
     def averager(
         self,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Exchange | None,
         membership: Membership,
         host: Host,
         *,
@@ -128,8 +128,8 @@ class Session:
         log = str(run_log) if run_log is not None else environment.run_log
         try:
             self._enter(environment, log)
-        except BaseException:
-            self._disband()
+        except BaseException as error:
+            self.leave(error)
             raise
         _joined.add(optimizer)
 
@@ -137,7 +137,6 @@ class Session:
 
     def _enter(self, environment: Environment, log: str | None) -> None:
         membership = Membership(position=0, size=1)
-        exchange: Exchange = _Nobody()
         if self.world > 1 or log is not None:
             meeting = meet(environment, lambda *where: self._configure(*where, log=log))
             self._member = Member(meeting, self.worker, self._abandon)
@@ -151,15 +150,14 @@ class Session:
             membership = _place(group, self.worker)
             names = {peer.worker: peer.name for peer in start.peers}
             if membership.size > 1:
-                exchange = self._open_exchange(
+                self._exchange = self._open_exchange(
                     meeting, [names[worker] for worker in group.members], membership
                 )
-        self._exchange = exchange
         self._membership = membership
         self._next_exchange_id = 0
         self._copy_state()
         self._averager = self._strategy.averager(
-            self._model, exchange, membership, self, first_exchange_id=self._next_exchange_id
+            self._model, self._exchange, membership, self, first_exchange_id=self._next_exchange_id
         )
         self._watch = Watch(self._model, self._optimizer)
         self._averager.attach()
@@ -209,9 +207,8 @@ class Session:
         return TorchExchange(self._group)
 
     def _copy_state(self) -> None:
-        if self._membership.size == 1:
+        if self._exchange is None:
             return
-        assert self._exchange is not None
         copier = StateCopier(
             self._exchange,
             device=next(self._model.parameters()).device,
@@ -442,18 +439,6 @@ class Session:
         self._optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.step = state["epoch"], state["step"]
         self._batches_taken, self._seed = state["batches_taken"], state["seed"]
-
-
-class _Nobody:
-    """The exchange of a world of one: there is nobody to exchange anything with."""
-
-    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Any:
-        raise AssertionError("a world of one exchanges nothing")
-
-    broadcast = all_reduce
-
-    def abandon(self, error: WorkerError) -> None:
-        return
 
 
 def _place(group: Group, worker: int) -> Membership:

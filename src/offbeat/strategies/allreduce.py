@@ -51,7 +51,7 @@ class AllReduce:
     def averager(
         self,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Exchange | None,
         membership: Membership,
         host: Host,
         *,
