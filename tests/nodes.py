@@ -113,9 +113,16 @@ class Arrival:
 class Stranger:
     """The other end of a connection to a node, spoken by hand, read only when asked to."""
 
-    def __init__(self, name: str, to: Node, *, you: str | None = None, **secrets: str) -> None:
-        self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
+    def __init__(
+        self, name: str, to: Node, *, you: str | None = None, unix: bool = False, **secrets: str
+    ) -> None:
+        if unix:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(DEADLINE_S)
+            self.sock.connect(to.links.addresses[0].removeprefix("unix://").partition("?")[0])
+        else:
+            self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)
         self.reader = FrameReader(None)
         claims = {"job": "job", "token": "secret", "me": name, "you": you or to.links.name} | secrets
         self.greeting = Dialler(**claims)

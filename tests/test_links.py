@@ -18,7 +18,7 @@ from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind
 
-pytest_plugins = ("nodes",)
+node, pair = nodes.node, nodes.pair  # the fixtures
 
 
 # Control messages
@@ -280,6 +280,15 @@ def test_after_forget_queued_bytes_are_not_read_any_more_and_the_stream_stays_wh
     assert frame.payload == b"behind"
     assert came < 8 * MIB
     assert not done
+
+
+def test_what_is_put_after_it_was_forgotten_is_not_sent(node: Callable[..., Node]) -> None:
+    a = node("a")
+    b = Stranger("b", a).greet()
+    a.links.forget(5, 10)
+    for tag in (9, 5, 10, 4):
+        a.links.put("b", tag, memoryview(b"x"))
+    assert [b.frame().tag, b.frame().tag] == [10, 4]
 
 
 def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:

@@ -23,7 +23,7 @@ from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
 from offbeat.runtime.handshake import Acceptor
 
-pytest_plugins = ("nodes",)
+node, pair = nodes.node, nodes.pair  # the fixtures
 
 
 # One connection a pair
@@ -441,6 +441,23 @@ def test_what_is_sent_to_a_lost_peer_is_dropped_until_it_is_introduced_again(
     assert b.message() == ("a", b"hello again")
 
 
+def test_what_a_lost_peer_sent_early_and_what_was_expected_of_it_is_dropped(
+    node: Callable[..., Node],
+) -> None:
+    a = node("a")
+    stranger = Stranger("b", a).greet()
+    a.links.expect("b", 2, memoryview(bytearray(1)), print)
+    stranger.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.DATA, 1, 1, 0, 1) + b"x")
+    stranger.sock.close()
+    a.loss()
+    b = node("b")
+    b.links.introduce("a", a.links.addresses)
+    b.links.put("a", 1, memoryview(b"y"))
+    b.links.put("a", 2, memoryview(b"z"))
+    for tag, byte in ((1, b"y"), (2, b"z")):
+        assert Arrival(a, "b", tag, 1).whole() == byte
+
+
 def test_a_lost_peer_that_connects_anew_is_back(node: Callable[..., Node]) -> None:
     a = node("a")
     Stranger("b", a).greet().sock.close()
@@ -478,6 +495,28 @@ def test_data_that_came_before_a_goodbye_is_still_delivered(pair: tuple[Node, No
     a.links.close()
     assert b.left.get(timeout=DEADLINE_S) == "a"
     assert Arrival(b, "a", 1, MIB).whole() == contents(MIB)
+
+
+def test_what_a_peer_said_before_it_left_counts_though_sending_to_it_fails(node: Callable[..., Node]) -> None:
+    a = node("a")
+    b = Stranger("b", a, unix=True).greet()
+    held, release = threading.Event(), threading.Event()
+
+    def put_after_it_has_left() -> None:
+        held.set()
+        release.wait(DEADLINE_S)
+        a.links.put("b", 1, memoryview(bytes(10)))
+
+    a.links.call(put_after_it_has_left)
+    assert held.wait(DEADLINE_S)
+    message = HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 100_000, 0, 0, 0) + bytes(100_000)
+    b.sock.sendall(message * 2 + HEADER.pack(MAGIC, VERSION, Kind.BYE, 0, 0, 0, 0))
+    b.sock.close()
+    release.set()
+    for _ in range(2):
+        assert a.message() == ("b", bytes(100_000))
+    assert a.left.get(timeout=DEADLINE_S) == "b"
+    assert a.lost.empty()
 
 
 def test_both_sides_may_close_at_once_while_bytes_are_in_flight(node: Callable[..., Node]) -> None:
