@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import pytest
 
+import nodes
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind

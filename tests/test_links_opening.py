@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import nodes
 from nodes import DEADLINE_S, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
