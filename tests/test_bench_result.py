@@ -85,7 +85,7 @@ def test_a_figure_is_a_finite_plain_number(value: object) -> None:
 
 @pytest.mark.parametrize("name", ["speed", "step", "s_step", "Step_s", "step_s_p", "step_s_", "_s", "step-s"])
 def test_a_figure_ends_in_its_unit(name: str) -> None:
-    with pytest.raises(ValueError, match="must end in its unit"):
+    with pytest.raises(ValueError, match="must name its unit"):
         _result(figures={name: 1.0})
 
 

@@ -29,7 +29,8 @@ UNITS = (
     *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
 )
-_UNIT_LAST = re.compile(rf"[a-z][a-z0-9_]*_({'|'.join(UNITS)})(_(p\d+|mean|max|min))?|{'|'.join(UNITS)}")
+_NAME = re.compile(r"[a-z][A-Za-z0-9_]*")
+_UNIT = re.compile(rf"(^|_)({'|'.join(UNITS)})(_|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Result:
         kind: `real` computed gradients, `timed` waited for measured times instead, `simulated` ran no
             workers.
         seed: of everything that was drawn.
-        figures: the findings: finite plain numbers, each name ending in its unit (see `UNITS`), which a
-            statistic may follow (`step_s_p99`, `bytes_per_s_max`).
+        figures: the findings: finite plain numbers, each name with its unit (see `UNITS`), which what it is
+            about may follow (`step_s_p99`, `ratio_to_bound_35KB`).
         rows: the measurements behind them, each a flat object of plain values; numbers must be finite.
         machine: where it ran (see `machine`).
 
@@ -61,8 +62,8 @@ class Result:
 
     def __post_init__(self) -> None:
         for name, value in self.figures.items():
-            if not _UNIT_LAST.fullmatch(name):
-                raise ValueError(f"the figure {name!r} must end in its unit, one of {', '.join(UNITS)}")
+            if not (_NAME.fullmatch(name) and _UNIT.search(name)):
+                raise ValueError(f"the figure {name!r} must name its unit, one of {', '.join(UNITS)}")
             if not _is_number(value):
                 raise ValueError(f"the figure {name!r} must be a finite plain number, not {value!r}")
         for at, row in enumerate(self.rows):

@@ -1,0 +1,167 @@
+"""`offbeat bench allreduce`: offbeat's ring over links beside gloo's, between hosts that share a line of known rate.
+
+Four network namespaces on one machine, each shaped to the rate, stand for four hosts; one worker runs in
+each. Blocks of all-reduces, back to back, take turns between the two sides in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.bench.gloo import GlooSide, bound_s
+from offbeat.bench.namespaces import hosts
+from offbeat.bench.result import Result, machine
+from offbeat.bench.workers import answer, run_workers, settings_of
+from offbeat.errors import OffbeatError
+from offbeat.runtime.environment import read_environment
+from offbeat.runtime.exchange import LinkExchange
+from offbeat.runtime.launch import free_port
+from offbeat.runtime.links import Endpoint
+
+SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
+_ROUNDS = {"35KB": 40, "600KB": 20, "5MB": 6, "67MB": 2}
+_DEADLINE_S = 120.0
+
+
+def run(
+    *, command: str, workers: int = 4, rate_bit_per_s: int = 1_000_000_000, blocks: int = 15, seed: int = 0
+) -> Result:
+    """Measures all sizes in namespaces that it makes and removes; needs root.
+
+    Args:
+        command: the command line, for the result.
+        workers: hosts, one worker on each.
+        rate_bit_per_s: of each host's line, each way.
+        blocks: how many blocks a side and size.
+        seed: of the numbers that are summed.
+    """
+    with hosts(workers, rate_bit_per_s=rate_bit_per_s) as made:
+        settings = {
+            "addresses": [host.address for host in made],
+            "interface": made[0].interface,
+            "port": free_port(),
+            "blocks": blocks,
+            "seed": seed,
+        }
+        times_s = run_workers(
+            "offbeat.bench.allreduce",
+            settings,
+            workers,
+            prefix=[host.prefix for host in made],
+            master_addr=made[0].address,
+        )
+        congestion_control = made[0].congestion_control
+    rows, figures = [], {}
+    for size, nbytes in SIZES_BYTES.items():
+        least_s = bound_s(nbytes, workers, rate_bit_per_s)
+        links_s, gloo_s = (median(times_s[size][side]) for side in ("links", "gloo"))
+        figures[f"ratio_to_bound_{size}"] = links_s / least_s
+        figures[f"ratio_to_gloo_{size}"] = links_s / gloo_s
+        for side, all_s in times_s[size].items():
+            rows.append(
+                {
+                    "size": size,
+                    "side": side,
+                    "all_reduce_ms_p50": median(all_s) * 1e3,
+                    "all_reduce_ms_min": min(all_s) * 1e3,
+                    "all_reduce_ms_max": max(all_s) * 1e3,
+                    "bound_ms": least_s * 1e3,
+                    "ratio_to_bound": median(all_s) / least_s,
+                }
+            )
+    return Result(
+        name="allreduce",
+        command=command,
+        kind="real",
+        seed=seed,
+        figures=figures,
+        rows=rows,
+        machine=machine(congestion_control=congestion_control, line_mbit_per_s=rate_bit_per_s / 1e6),
+    )
+
+
+def main() -> None:
+    """One worker: runs both sides in turn; rank 0 answers with seconds an all-reduce, block by block."""
+    settings = settings_of(sys.argv)
+    torch.set_num_threads(1)
+    environment = read_environment()
+    rank, world, addresses = environment.rank, environment.world, settings["addresses"]
+    with GlooSide(
+        rank, world, addresses[0], settings["port"], interface=settings["interface"], limit_s=_DEADLINE_S
+    ) as gloo:
+        endpoint = _open_links(rank, addresses)
+        names = [f"worker-{other}" for other in range(world)]
+        exchange = LinkExchange(endpoint, names, rank)
+        ids = iter(range(2**31))
+
+        def over_links(tensor: torch.Tensor) -> None:
+            pending = exchange.all_reduce(tensor, exchange_id=next(ids))
+            pending.wait(_DEADLINE_S)
+            pending.settle(_DEADLINE_S)
+
+        sides = {"links": over_links, "gloo": gloo.all_reduce}
+        times_s = {size: _measure(sides, size, settings) for size in SIZES_BYTES}
+        if rank == 0:
+            answer(times_s)
+        dist.barrier()
+        endpoint.close()
+
+
+def _open_links(rank: int, addresses: list[str]) -> Endpoint:
+    """This worker's links, every other worker introduced through a store of its own."""
+    endpoint = Endpoint(
+        f"worker-{rank}",
+        job="bench",
+        token="bench",
+        on_message=lambda peer, payload: None,
+        on_lost=lambda error: print(error, file=sys.stderr),
+        host=addresses[rank],
+        unix=len(set(addresses)) == 1,
+    )
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=_DEADLINE_S))
+    store.set(f"links/{rank}", json.dumps(endpoint.addresses))
+    for other in range(len(addresses)):
+        if other != rank:
+            endpoint.introduce(f"worker-{other}", json.loads(store.get(f"links/{other}")))
+    return endpoint
+
+
+def _measure(
+    sides: dict[str, Callable[[torch.Tensor], None]], size: str, settings: dict[str, Any]
+) -> dict[str, list[float]]:
+    """Mean seconds an all-reduce, a block each; the first block of each side warms up and checks the sum."""
+    generator = torch.Generator().manual_seed(settings["seed"] + dist.get_rank())
+    own = torch.randint(-8, 8, (SIZES_BYTES[size] // 4,), generator=generator).float()
+    expected = own.clone()
+    dist.all_reduce(expected)
+    times_s: dict[str, list[float]] = {side: [] for side in sides}
+    for block in range(settings["blocks"] + 1):
+        for side in list(sides)[:: 1 if block % 2 else -1]:
+            tensor = own.clone()
+            dist.barrier()
+            if not block:
+                sides[side](tensor)
+                if not torch.equal(tensor, expected):
+                    raise OffbeatError(f"{side} gave a wrong sum for {size}")
+                continue
+            began_s = time.perf_counter()
+            for _ in range(_ROUNDS[size]):
+                sides[side](tensor)
+            times_s[side].append((time.perf_counter() - began_s) / _ROUNDS[size])
+    if dist.get_rank() == 0:
+        print(f"{size}: done", flush=True)
+    return times_s
+
+
+if __name__ == "__main__":
+    main()

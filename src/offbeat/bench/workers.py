@@ -1,0 +1,67 @@
+"""Runs the workers of a benchmark: a module's `main` in every worker, one answer from rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.launch import launch, summary
+
+_ANSWER = "OFFBEAT_BENCH_ANSWER"
+
+
+def run_workers(
+    module: str,
+    settings: Mapping[str, Any],
+    workers: int,
+    *,
+    prefix: Sequence[Sequence[str]] | None = None,
+    master_addr: str = "127.0.0.1",
+    deadline_s: float = 1800.0,
+) -> Any:
+    """Runs `python -m module SETTINGS` in every worker and returns what rank 0 answered.
+
+    Raises:
+        OffbeatError: a worker failed, or rank 0 did not answer; says which.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answer.json"
+        env = {_ANSWER: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, "-m", module, json.dumps(dict(settings))]
+        with launch(
+            command,
+            workers,
+            env=env,
+            prefix=prefix,
+            master_addr=master_addr,
+            deadline_s=deadline_s,
+            on_output=_show_progress,
+        ) as running:
+            outcomes = running.wait()
+        if not all(outcome.is_good for outcome in outcomes):
+            raise OffbeatError(summary(outcomes))
+        if not path.exists():
+            raise OffbeatError("rank 0 ended without an answer")
+        return json.loads(path.read_text())
+
+
+def settings_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """In a worker: the settings that `run_workers` was given."""
+    settings: dict[str, Any] = json.loads(arguments[1])
+    return settings
+
+
+def answer(result: Any) -> None:
+    """In rank 0: hands the result to `run_workers`."""
+    Path(os.environ[_ANSWER]).write_text(json.dumps(result))
+
+
+def _show_progress(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
