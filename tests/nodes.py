@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import LinkError
+from offbeat.runtime.addresses import parse
 from offbeat.runtime.framing import Frame, FrameReader
 from offbeat.runtime.handshake import Dialler
 from offbeat.runtime.links import Endpoint
@@ -119,7 +120,7 @@ class Stranger:
         if unix:
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(DEADLINE_S)
-            self.sock.connect(to.links.addresses[0].removeprefix("unix://").partition("?")[0])
+            self.sock.connect(parse(to.links.addresses[0]).resolve()[1])
         else:
             self.sock = socket.create_connection(to.tcp(), timeout=DEADLINE_S)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * KIB)

@@ -1,4 +1,8 @@
-"""Where a node listens and how another one dials it: `unix:///path?host=…` and `tcp://host:port`.
+"""Where a node listens and how another one dials it: `unix:///name?host=…` and `tcp://host:port`.
+
+A Unix socket here has a name in the kernel's abstract namespace (Linux) and no file: it is gone with its
+process, however that ends, reaches exactly as far as the network namespace, and needs no folder. A file's
+permissions would keep other users from connecting; but the handshake does that, as it does for TCP.
 
 This module never sends or receives a byte and never blocks, but for looking up the name of a host in
 `resolve` and `listen_tcp`.
@@ -7,25 +11,26 @@ This module never sends or receives a byte and never blocks, but for looking up 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-import tempfile
+import sys
 import uuid
 from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import quote, unquote, urlsplit
 
 BACKLOG = 512
-MAX_UNIX_PATH_BYTES = 100  # the kernel's limit is 108 on Linux, 104 elsewhere
+HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
 
 SocketAddress = str | tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Address:
-    """One way to reach a node: a Unix socket's `path` on the host `place`, or TCP to `host` and `port`."""
+    """One way to reach a node: the Unix socket `name` on the host `place`, or TCP to `host` and `port`."""
 
     text: str
-    path: str = ""
+    name: str = ""
     place: str = ""
     host: str = ""
     port: int = 0
@@ -33,7 +38,7 @@ class Address:
     @property
     def needs_lookup(self) -> bool:
         """Whether the host is a name that must be looked up, which blocks."""
-        if self.path:
+        if self.name:
             return False
         try:
             ip_address(self.host.partition("%")[0])
@@ -43,11 +48,7 @@ class Address:
 
     def why_unusable(self) -> str | None:
         """Say why dialling this from here makes no sense; None if it does."""
-        if not self.path:
-            return None
-        if self.place != this_host():
-            return "a Unix socket of another host"
-        return None if os.path.exists(self.path) else "no such Unix socket"
+        return "a Unix socket of another host" if self.name and self.place != this_host() else None
 
     def resolve(self) -> tuple[socket.AddressFamily, SocketAddress]:
         """Return what to connect to.
@@ -55,8 +56,8 @@ class Address:
         Raises:
             OSError: the host's name is unknown.
         """
-        if self.path:
-            return socket.AF_UNIX, self.path
+        if self.name:
+            return socket.AF_UNIX, f"\0{self.name}"
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
         return family, where  # type: ignore[return-value]
@@ -66,17 +67,18 @@ def parse(text: str) -> Address:
     """Return the address that a text names.
 
     Raises:
-        ValueError: it is neither `unix:///path?host=…` nor `tcp://host:port`.
+        ValueError: it is neither `unix:///name?host=…` nor `tcp://host:port`.
     """
     try:
         url = urlsplit(text)
         if url.scheme == "tcp" and url.hostname and url.port:
             return Address(text, host=url.hostname, port=url.port)
-        if url.scheme == "unix" and url.path and url.query.startswith("host="):
-            return Address(text, path=unquote(url.path), place=unquote(url.query.removeprefix("host=")))
+        if url.scheme == "unix" and url.path[1:] and url.query.startswith("host="):
+            place = unquote(url.query.removeprefix("host="))
+            return Address(text, name=unquote(url.path[1:]), place=place)
     except ValueError:
         pass
-    raise ValueError(f"expected an address as tcp://host:port or unix:///path?host=…, got {text!r}")
+    raise ValueError(f"expected an address as tcp://host:port or unix:///name?host=…, got {text!r}")
 
 
 def this_host() -> str:
@@ -111,14 +113,10 @@ def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
     return sock, f"tcp://{shown}:{sock.getsockname()[1]}"
 
 
-def listen_unix() -> tuple[socket.socket, str, str]:
-    """Listen on a Unix socket in a new private folder; return the socket, its address and the folder."""
-    folder = tempfile.mkdtemp(prefix="offbeat-")
-    if len(os.fsencode(folder)) > MAX_UNIX_PATH_BYTES - len("/link.sock"):
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="offbeat-", dir="/tmp")
-    path = os.path.join(folder, "link.sock")
+def listen_unix() -> tuple[socket.socket, str]:
+    """Listen on a Unix socket of a new name; return the socket and its address."""
+    name = f"offbeat-{secrets.token_hex(8)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(path)
+    sock.bind(f"\0{name}")
     sock.listen(BACKLOG)
-    return sock, f"unix://{quote(path)}?host={quote(this_host())}", folder
+    return sock, f"unix:///{name}?host={quote(this_host())}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import threading
 import weakref
@@ -65,7 +64,7 @@ class Endpoint:
         on_error: an exception that ended the I/O thread.
         host: the address to listen on with TCP, and to tell others; None for no TCP.
         port: to listen on; 0 for any free one.
-        unix: also listen on a Unix socket, for peers on this host.
+        unix: also listen on a Unix socket, for peers on this host (Linux).
         beat_s: how often something is sent at least.
         silent_s: a peer from whom nothing came for so long is lost.
         connect_s: how long reaching a peer may take, retries and handshake included.
@@ -122,7 +121,6 @@ class Endpoint:
         self._flushing: list[threading.Event] = []
         self._closing = False
         self._failure: BaseException | None = None
-        self._remove_folder: Callable[[], object] = int
         self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended)
         self._opening = Opening(
             self._loop,
@@ -274,7 +272,6 @@ class Endpoint:
         self._loop.call(self._close, timeout_s)
         if not self._loop.inside:
             self._loop.join(timeout_s + 1.0)
-            self._remove_folder()
 
     # Handing over
 
@@ -572,7 +569,6 @@ class Endpoint:
         self._closing = True
         for sock in self._opening.sockets:
             sock.close()
-        self._remove_folder()
         for sent in self._flushing:
             sent.set()
         if error is not None:
@@ -587,14 +583,12 @@ class Endpoint:
                 sock, address = places.listen_tcp(host, port)
                 self._opening.listen(sock)
                 found.append(address)
-            if unix:
-                sock, address, folder = places.listen_unix()
-                self._remove_folder = weakref.finalize(self, _remove, folder, os.getpid())
+            if unix and places.HAS_UNIX:
+                sock, address = places.listen_unix()
                 self._opening.listen(sock)
                 found.insert(0, address)
         except BaseException:
             self._opening.shut()
-            self._remove_folder()
             self._loop.abandon()
             raise
         return tuple(found)
@@ -628,11 +622,6 @@ def _abandon_all() -> None:
     for endpoint in list(_endpoints):
         endpoint.abandon()
     _endpoints.clear()
-
-
-def _remove(folder: str, pid: int) -> None:
-    if os.getpid() == pid:  # not in a forked child
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _as_bytes(data: memoryview) -> memoryview:
