@@ -1,4 +1,4 @@
-"""`offbeat bench allreduce`: offbeat's ring over links beside gloo's, between hosts that share a line of known rate.
+"""`offbeat bench allreduce`: offbeat's ring over links beside gloo's, on lines of known rate.
 
 Four network namespaces on one machine, each shaped to the rate, stand for four hosts; one worker runs in
 each. Blocks of all-reduces, back to back, take turns between the two sides in one run.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -49,6 +49,7 @@ def run(
             "addresses": [host.address for host in made],
             "interface": made[0].interface,
             "port": free_port(),
+            "sizes": list(SIZES_BYTES),
             "blocks": blocks,
             "seed": seed,
         }
@@ -109,7 +110,7 @@ def main() -> None:
             pending.settle(_DEADLINE_S)
 
         sides = {"links": over_links, "gloo": gloo.all_reduce}
-        times_s = {size: _measure(sides, size, settings) for size in SIZES_BYTES}
+        times_s = {size: _measure(sides, size, settings) for size in settings["sizes"]}
         if rank == 0:
             answer(times_s)
         dist.barrier()
@@ -137,7 +138,7 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
 
 
 def _measure(
-    sides: dict[str, Callable[[torch.Tensor], None]], size: str, settings: dict[str, Any]
+    sides: Mapping[str, Callable[[torch.Tensor], None]], size: str, settings: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Mean seconds an all-reduce, a block each; the first block of each side warms up and checks the sum."""
     generator = torch.Generator().manual_seed(settings["seed"] + dist.get_rank())

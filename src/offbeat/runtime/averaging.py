@@ -38,7 +38,7 @@ class Host(Protocol):
         """Raises if the job has failed."""
 
     def computed(self, compute_s: float) -> None:
-        """Hears that a backward pass is over; may delay it (injected slowness)."""
+        """Hears how long a forward and backward pass computed; may delay its end (injected slowness)."""
 
     def ready(self, compute_s: float) -> None:
         """Hears that this worker's gradients are on their way, before anybody is waited for."""
@@ -134,7 +134,7 @@ class GradientAverager:
         self._backward_id: int | None = None
         self._quiet = False
         self._fresh_weight = 0.0
-        self._compute_mark_s = 0.0
+        self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
         self._round_end_s = host.timer.switch("other")
         self.batch_weight = 1.0
         self.round = 0
@@ -228,7 +228,9 @@ class GradientAverager:
         self._fresh_weight += self.batch_weight
         timer = self._host.timer
         timer.switch("compute")
-        self._host.computed(timer.total_s("compute") - self._compute_mark_s)
+        self._host.computed(timer.total_s("compute") - self._pass_mark_s)
+        timer.switch("compute")
+        self._pass_mark_s = timer.total_s("compute")
         if self._quiet:
             timer.switch("other")
         else:

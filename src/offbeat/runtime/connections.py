@@ -17,7 +17,9 @@ from offbeat.runtime.outbox import Key, Outbox
 TCP_FRAME_BYTES = 64 * 1024
 UNIX_FRAME_BYTES = 512 * 1024
 UNIX_BUFFER_BYTES = 1024 * 1024
-TCP_SEND_BUFFER_BYTES = 64 * 1024
+# What the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF) limits what
+# is in flight as well: 64 KB brought 640 of 956 Mbit/s on a line busy both ways, where acknowledgements queue.
+TCP_UNSENT_BYTES = 128 * 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +72,5 @@ def prepare(sock: socket.socket) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What sits in the kernel's send buffer cannot be overtaken.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TCP_SEND_BUFFER_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, TCP_UNSENT_BYTES)
     return sock

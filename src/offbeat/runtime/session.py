@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import OffbeatError, WorkerError
+from offbeat.errors import LinkError, OffbeatError, WorkerError
 from offbeat.events import Evaluated, Failed, Group, Left, Ready, StepTimed
 from offbeat.policies.slowness import Slowness, parse
 from offbeat.runtime.averaging import GradientAverager, Host, Membership
@@ -35,6 +35,7 @@ from offbeat.runtime.state import StateCopier
 from offbeat.runtime.timing import PartTimer
 
 _STATE_VERSION = 1
+_ERROR_CHARACTERS_MAX = 2000
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -165,6 +166,7 @@ class Session:
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
+        self.timer.lap()
 
     def _configure(self, job: str, token: str, host: str, *, log: str | None) -> Configuration:
         about = {
@@ -237,12 +239,13 @@ class Session:
         if self._left:
             return
         self._left = True
-        if self._member is not None and self._member.failure is None:
-            if error is None:
-                self._member.tell(Left(now_s=0.0, worker=self.worker, step=self.step))
-            else:
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._member.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
+        if self._member is not None and not self._member.coordinator_knows:
+            with suppress(LinkError):
+                if error is None or (isinstance(error, SystemExit) and not error.code):
+                    self._member.tell(Left(now_s=0.0, worker=self.worker, step=self.step))
+                else:
+                    text = _in_one_line(error)
+                    self._member.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
         self._disband()
 
     def _disband(self) -> None:
@@ -445,6 +448,12 @@ def _place(group: Group, worker: int) -> Membership:
     position = group.members.index(worker)
     size = len(group.members)
     return Membership(position=position, size=size, weight=group.weights[position] * size)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The type of an error and the first line of what it says, for the other workers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])[:_ERROR_CHARACTERS_MAX]
 
 
 def _read_slowness(environment: Environment) -> Slowness | None:
