@@ -18,6 +18,7 @@ import nodes
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind
+from offbeat.runtime.loop import READ
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
@@ -290,6 +291,25 @@ def test_what_is_put_after_it_was_forgotten_is_not_sent(node: Callable[..., Node
     for tag in (9, 5, 10, 4):
         a.links.put("b", tag, memoryview(b"x"))
     assert [b.frame().tag, b.frame().tag] == [10, 4]
+
+
+def test_a_socket_with_nothing_left_to_send_does_not_keep_the_thread_busy(node: Callable[..., Node]) -> None:
+    a = node("a")
+    b = Stranger("b", a).greet()
+    peer = a.links._peers["b"]
+
+    def be_full() -> None:
+        assert peer.link is not None
+        peer.link.full = True  # as after a put whose rest was forgotten, between two frames
+        a.links._watch(peer, peer.link)
+
+    a.in_thread(be_full)
+    a.links.send("b", b"hello")
+    assert b.frame().payload == b"hello"
+    a.in_thread(be_full)
+    for _ in range(3):  # turns of the loop, in which it learns that the socket is writable
+        watched = a.in_thread(lambda: peer.link is not None and peer.link.watched)
+    assert watched == READ
 
 
 def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:

@@ -438,8 +438,11 @@ class Endpoint:
 
     def _ready(self, peer: Peer, link: Link, events: int) -> None:
         if events & WRITE and link.full:
-            link.full = False  # and stays watched, until there is nothing left to send
-            self._schedule(peer)
+            link.full = False
+            if peer.outbox:  # it stays watched, until there is nothing left to send
+                self._schedule(peer)
+            else:  # what was to be sent is forgotten
+                self._watch(peer, link)
         if events & READ and peer.link is link:
             self._read(peer, link)
 
