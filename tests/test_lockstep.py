@@ -38,6 +38,11 @@ def lost(worker: int) -> Lost:
     return Lost(now_s=2.0, worker=worker, cause="the connection was closed")
 
 
+def timed(worker: int, step: int) -> StepTimed:
+    parts = dict.fromkeys(["batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s"], 0.0)
+    return StepTimed(now_s=1.0, worker=worker, step=step, wall_s=0.0, samples=32, **parts)
+
+
 def answers(policy: Lockstep, *events) -> list:
     return [action for event in events for action in policy.handle(event)]
 
@@ -158,8 +163,10 @@ def test_two_workers_in_different_steps_in_one_round_are_stopped():
         # It waits for worker 0, so it is still in the step of its round.
         ([ready(1, 0)], 0, "worker 1 was lost after 0 steps: the connection was closed"),
         ([ready(0, 0), ready(1, 0), ready(1, 1)], 1, "worker 1 was lost after 1 step: the"),
-        # Its last round is complete, so it is in the next step.
-        ([ready(0, 0), ready(1, 0)], 1, "worker 1 was lost after 1 step: the"),
+        # All gradients of the round are on their way; the exchange may not be over.
+        ([ready(0, 0), ready(1, 0)], 0, "worker 1 was lost after 0 steps: the"),
+        ([ready(0, 0), ready(1, 0), timed(1, 0)], 1, "worker 1 was lost after 1 step: the"),
+        ([ready(0, 0), ready(1, 0), timed(1, 0), timed(0, 0), ready(0, 1)], 1, "worker 1 was lost after 1 s"),
         # Worker 0 would not be in round 2 without worker 1's part in round 1.
         (
             [ready(1, 0), ready(1, 1), ready(0, 0), ready(0, 1), ready(0, 2)],

@@ -62,6 +62,7 @@ class Lockstep:
         self._joined: set[int] = set()
         self._rounds = [0] * world  # how many rounds each worker was Ready for
         self._steps: list[int | None] = [None] * world  # the step of each worker's last Ready
+        self._finished = [0] * world  # the steps that each worker says it has finished
         self._left: dict[int, int] = {}  # who left, after how many steps
         # round: first Ready's worker, step and time, Readys so far
         self._open: dict[int, tuple[int, int, float, int]] = {}
@@ -87,7 +88,11 @@ class Lockstep:
                 return self._handle_gone(event)
             case Tick():
                 return self._handle_tick(event.now_s)
-            case StepTimed() | Evaluated():
+            case StepTimed():
+                if 0 <= event.worker < self._world:
+                    self._finished[event.worker] = event.step + 1
+                return []
+            case Evaluated():
                 return []
             case _:
                 assert_never(event)
@@ -98,6 +103,7 @@ class Lockstep:
             "joined": sorted(self._joined),
             "rounds": list(self._rounds),
             "steps": list(self._steps),
+            "finished": list(self._finished),
             "left": [list(one) for one in self._left.items()],
             "open": [[round_, *first] for round_, first in self._open.items()],
             "rounds_complete": self._rounds_complete,
@@ -109,6 +115,7 @@ class Lockstep:
         self._joined = set(state["joined"])
         self._rounds = list(state["rounds"])
         self._steps = list(state["steps"])
+        self._finished = list(state["finished"])
         self._left = dict(state["left"])
         self._open = {
             round_: (worker, step, since_s, count) for round_, worker, step, since_s, count in state["open"]
@@ -220,12 +227,19 @@ class Lockstep:
             )
 
     def _step_of(self, worker: int) -> int | None:
-        """Return the step a worker is in, as far as is known: past its last round, if that is over."""
+        """Return the step a worker is in, as far as is known.
+
+        That all were Ready for its last round does not end that round: the exchange may take long.
+        """
         step = self._steps[worker]
         if step is None:
             return None
-        over = self._rounds_complete >= self._rounds[worker] or max(self._rounds) > self._rounds[worker]
-        return step + 1 if over else step
+        further = [  # who is Ready for a later round holds the mean of this worker's last one
+            later
+            for rounds, later in zip(self._rounds, self._steps, strict=True)
+            if later is not None and rounds > self._rounds[worker]
+        ]
+        return max(step, self._finished[worker], *further)
 
     def _uneven(self, gone: int, gone_steps: int, other: int, other_steps: int) -> list[Action]:
         return self._stop(
