@@ -12,6 +12,7 @@ import queue
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.events import Action, Event, Failed, Joined, Left, Lost, Refuse, Tick
+from offbeat.events import Action, Event, Failed, Joined, Left, Lost, Refuse, Start, Stop, Tick
 from offbeat.policies import decide
 from offbeat.record import LogWriter, build_policy, decode_events, encode_actions
 from offbeat.runtime.links import Endpoint
@@ -40,7 +41,8 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         log_path: where the run log goes, None for no log.
         about: further plain data for the log's header.
         tick_s: how often policies hear that time passed.
-        idle_s: how long to stay without a single worker before giving up.
+        stay_s: how long after its start a coordinator that has not started the job stays for workers who may
+            still come, to tell them why; as long as they are waited for.
     """
 
     job: str
@@ -50,7 +52,10 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str | None = None
     about: dict[str, Any] = {}
     tick_s: float = 0.5
-    idle_s: float = 60.0
+    stay_s: float = 30.0
+
+
+_TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,13 @@ class Coordinator:
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
-        self._inbox: queue.SimpleQueue[_Arrival | LinkError] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrival | BaseException] = queue.SimpleQueue()
         self._worker_of: dict[str, int] = {}
         self._present: set[str] = set()
         self._refused: set[str] = set()
-        self._seen_anybody = False
-        self._ticked_s = time.monotonic()
+        self._expected = 0  # workers, as the one says that expects most
+        self._has_started = False
+        self._opened_s = self._ticked_s = time.monotonic()
         self._log = self._open_log()
         self._endpoint = Endpoint(
             self.NAME,
@@ -85,6 +91,7 @@ class Coordinator:
             on_message=lambda peer, payload: self._inbox.put(_Arrival(peer, payload)),
             on_lost=self._inbox.put,
             on_left=lambda peer: self._inbox.put(LinkError(peer, "it hung up before it left the job")),
+            on_error=self._inbox.put,
             host=configuration.host,
         )
 
@@ -94,24 +101,34 @@ class Coordinator:
         return self._endpoint.addresses
 
     def serve(self) -> None:
-        """Runs until every worker has gone, or none has come for `idle_s` seconds."""
-        idle_since_s = time.monotonic()
+        """Runs until every worker has gone, or, before the start, nobody is to be waited for any more.
+
+        An error of its own ends the job: every worker is told, and then it is raised.
+        """
         try:
-            while True:
+            while self._present or not self._is_over():
                 for event, peer in self._next():
                     self._handle(event, peer)
-                now_s = time.monotonic()
-                if self._present:
-                    idle_since_s = now_s
-                elif self._seen_anybody or now_s - idle_since_s > self._configuration.idle_s:
-                    return
+        except Exception as error:
+            with suppress(LinkError):
+                text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
+                self._tell([Stop(worker=None, step=None, reason=text)])
+            raise
         finally:
+            self._endpoint.close()
             if self._log is not None:
                 self._log.close()
-            self._endpoint.close()
+
+    def _is_over(self) -> bool:
+        everybody_came = 0 < self._expected <= len(self._worker_of)
+        return (
+            self._has_started
+            or everybody_came
+            or time.monotonic() - self._opened_s > self._configuration.stay_s
+        )
 
     def _next(self) -> Iterator[tuple[Event, str]]:
-        """Yields what happened next, with the peer that it came from ("" for nobody)."""
+        """Yields what happened next, with the peer that said it ("" where nobody said it)."""
         due_s = self._ticked_s + self._configuration.tick_s
         try:
             item = self._inbox.get(timeout=max(0.0, due_s - time.monotonic()))
@@ -121,21 +138,22 @@ class Coordinator:
                 self._log.flush()
             yield Tick(now_s=self._ticked_s), ""
             return
-        if isinstance(item, LinkError):
-            if item.peer in self._present:
-                worker = self._worker_of[item.peer]
-                yield Lost(now_s=time.monotonic(), worker=worker, cause=str(item)), item.peer
-        elif item.peer not in self._refused:
-            try:
-                for event in decode_events(item.payload, time.monotonic()):
-                    yield event, item.peer
-            except ProtocolError as error:
-                self._refuse(item.peer, str(error))
+        match item:
+            case _Arrival() if item.peer not in self._refused:
+                try:
+                    for event in decode_events(item.payload, time.monotonic()):
+                        yield event, item.peer
+                except ProtocolError as error:
+                    self._expel(item.peer, str(error))
+            case LinkError() if item.peer in self._present:
+                yield self._lost(item.peer, str(item)), ""
+            case BaseException() if not isinstance(item, LinkError):
+                raise item
 
     def _handle(self, event: Event, peer: str) -> None:
         if isinstance(event, Joined):
             event = replace(event, peer=peer)
-        if peer and not self._may_say(event, peer):
+        if peer and (peer in self._refused or not self._may_say(event, peer)):
             return
         self._note(event, peer)
         actions = decide(self._policies, event)
@@ -148,32 +166,39 @@ class Coordinator:
                 self._log.flush()
 
     def _may_say(self, event: Event, peer: str) -> bool:
-        """A peer joins first, and then speaks for the worker as which it joined."""
-        if isinstance(event, Tick):
-            self._refuse(peer, "a worker must not send a Tick: time is the coordinator's")
-            return False
+        """A peer joins first, once, and then speaks for the worker as which it joined."""
+        wrong = self._wrong(event, peer)
+        if wrong is not None:
+            self._expel(peer, wrong)
+        return wrong is None
+
+    def _wrong(self, event: Event, peer: str) -> str | None:
+        kind = type(event).__name__
+        if isinstance(event, Tick | Lost):
+            return f"a worker must not send {kind}, which the coordinator observes itself"
         joined = self._worker_of.get(peer)
-        if joined is None and not isinstance(event, Joined):
-            self._refuse(peer, f"expected Joined as the first event of {peer}, got {type(event).__name__}")
-            return False
+        if (joined is None) != isinstance(event, Joined):
+            expected = "Joined, once, as its first event"
+            return f"expected {expected}, got {kind} from {peer}"
         if joined is not None and joined != event.worker:
-            self._refuse(
-                peer, f"{peer} joined as worker {joined} and may not speak for worker {event.worker}"
-            )
-            return False
-        return True
+            return f"{peer} joined as worker {joined} and may not speak for worker {event.worker}"
+        longest = max(map(len, _texts(event)), default=0)
+        if longest > _TEXT_MAX:
+            return f"expected texts of at most {_TEXT_MAX} characters, got {longest} in {kind} from {peer}"
+        return None
 
     def _note(self, event: Event, peer: str) -> None:
         match event:
             case Joined():
                 self._worker_of[peer] = event.worker
                 self._present.add(peer)
-                self._seen_anybody = True
-            case Left() | Lost() | Failed():
+                self._expected = max(self._expected, event.world)
+            case Left() | Failed():
                 self._present.discard(peer)
 
     def _tell(self, actions: Sequence[Action]) -> None:
         common = [action for action in actions if not isinstance(action, Refuse)]
+        self._has_started |= any(isinstance(action, Start) for action in actions)
         for action in actions:
             if isinstance(action, Refuse):
                 self._refuse(action.peer, action.reason)
@@ -181,6 +206,17 @@ class Coordinator:
             payload = encode_actions(common)
             for peer in sorted(self._present):
                 self._endpoint.send(peer, payload)
+
+    def _lost(self, peer: str, cause: str) -> Lost:
+        self._present.discard(peer)
+        return Lost(now_s=time.monotonic(), worker=self._worker_of[peer], cause=cause)
+
+    def _expel(self, peer: str, reason: str) -> None:
+        """Turns a peer away that broke the protocol; if it takes part in the job, that has lost a worker."""
+        took_part = peer in self._present
+        self._refuse(peer, reason)
+        if took_part:
+            self._handle(self._lost(peer, f"it broke the protocol: {reason}"), "")
 
     def _refuse(self, peer: str, reason: str) -> None:
         """Turns a peer away; what it still says is not heard."""
@@ -198,6 +234,14 @@ class Coordinator:
             **configuration.about,
         }
         return LogWriter(Path(configuration.log_path), header)
+
+
+def _texts(event: Event) -> Iterator[str]:
+    """Yields every text of an event, which a reason may quote."""
+    for value in vars(event).values():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str):
+                yield text
 
 
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:

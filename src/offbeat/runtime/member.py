@@ -29,11 +29,16 @@ class Member:
         meeting: where the job meets.
         worker: this worker's id.
         on_failure: hears of the first failure.
+
+    Attributes:
+        failure: why the job has failed, None as long as it has not.
+        coordinator_knows: the coordinator is the one who said so, or is gone itself.
     """
 
     def __init__(self, meeting: Meeting, worker: int, on_failure: Callable[[WorkerError], None]) -> None:
         self.worker = worker
         self.failure: WorkerError | None = None
+        self.coordinator_knows = False
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._start: Start | None = None
@@ -46,6 +51,8 @@ class Member:
             token=meeting.token,
             on_message=self._hear,
             on_lost=self._lose,
+            on_left=self._miss,
+            on_error=lambda error: self._fail(WorkerError(f"the links of worker {worker} failed: {error!r}")),
             host=meeting.host,
         )
         self.endpoint.introduce(Coordinator.NAME, meeting.coordinator)
@@ -104,8 +111,8 @@ class Member:
         self.check()
 
     def close(self) -> None:
-        """Hands out what is still queued, unless the job has failed, and closes every link in order."""
-        if self.failure is None:
+        """Hands out what is still queued, unless nobody waits for it, and closes every link in order."""
+        if not self.coordinator_knows:
             self.endpoint.flush(_GOODBYE_S)
         self.endpoint.close()
 
@@ -122,9 +129,7 @@ class Member:
                 self.check()
                 left_s = limit_s - time.monotonic()
                 if left_s <= 0:
-                    raise WorkerError(
-                        f"worker {self.worker} waited {deadline_s:g} s for {what} in vain", worker=self.worker
-                    )
+                    raise WorkerError(f"worker {self.worker} waited {deadline_s:g} s for {what} in vain")
                 self._changed.wait(left_s)
 
     def _hear(self, peer: str, payload: bytes) -> None:
@@ -143,8 +148,10 @@ class Member:
                 case Group():
                     self._groups.append(action)
                 case Stop():
+                    self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
                 case Refuse():
+                    self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=self.worker))
         with self._changed:
             self._changed.notify_all()
@@ -157,13 +164,22 @@ class Member:
 
     def _lose(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
-            self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {error}"))
+            self._lose_coordinator(str(error))
         elif error.peer in self._peers:
             worker = self._peers[error.peer]
             failure = WorkerError(f"worker {worker} was lost: {error}", worker=worker)
             later = threading.Timer(_COORDINATOR_SAYS_MORE_S, self._fail, [failure])
             later.daemon = True
             later.start()
+
+    def _miss(self, peer: str) -> None:
+        """A peer has left in order; the coordinator does so before its workers only if it fails."""
+        if peer == Coordinator.NAME:
+            self._lose_coordinator("it ended before the job did; see what it wrote where rank 0 runs")
+
+    def _lose_coordinator(self, cause: str) -> None:
+        self.coordinator_knows = True
+        self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {cause}"))
 
     def _fail(self, error: WorkerError) -> None:
         with self._changed:
