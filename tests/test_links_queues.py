@@ -20,6 +20,15 @@ def send(outbox: Outbox, n: int) -> tuple[bytes, list[Outgoing]]:
     return taken, outbox.taken(len(taken))
 
 
+def test_an_empty_frame_that_is_taken_in_two_parts_is_done() -> None:
+    outbox = Outbox(FRAME_BYTES)
+    beat = Outgoing(Kind.BEAT, (0, 0, 0), memoryview(b""))
+    outbox.add(beat)
+    assert send(outbox, 5)[1] == []
+    assert send(outbox, HEADER_BYTES - 5)[1] == [beat]
+    assert not outbox
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     messages=st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 5000)), min_size=1, max_size=10),
@@ -35,6 +44,7 @@ def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_who
     stream, finished = b"", []
     turn = 0
     while outbox:
+        assert turn < 1000
         taken, out = send(outbox, [*portions, 2500][turn % (len(portions) + 1)])
         stream += taken
         finished += out

@@ -135,8 +135,9 @@ class Outbox:
             if n > 0:
                 item.sent += length
                 if n < size:
-                    payload = item.data[item.sent - length : item.sent]
-                    self._begun = [memoryview(bytes(self._headers[i])), payload]
+                    self._begun = [memoryview(bytes(self._headers[i]))]
+                    if length:  # an empty view could never be taken, and the frame never be done
+                        self._begun.append(item.data[item.sent - length : item.sent])
                     self._begun_of = item
                     self._take_begun(n)
                 elif item.sent == len(item.data):
