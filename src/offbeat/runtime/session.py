@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import Evaluated, Failed, Group, Left, Ready, StepTimed
+from offbeat.events import Evaluated, Event, Failed, Group, Left, Ready, StepTimed
 from offbeat.policies.slowness import Slowness, parse
 from offbeat.runtime.averaging import GradientAverager, Host, Membership
 from offbeat.runtime.checks import Watch, check_trainable, describe
@@ -121,6 +121,7 @@ class Session:
         self._batches_taken = 0
         self._batches_in_epoch: int | None = None
         self._samples = 0
+        self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
         self._member: Member | None = None
         self._exchange: Exchange | None = None
@@ -242,10 +243,10 @@ class Session:
         if self._member is not None and not self._member.coordinator_knows:
             with suppress(LinkError):
                 if error is None or (isinstance(error, SystemExit) and not error.code):
-                    self._member.tell(Left(now_s=0.0, worker=self.worker, step=self.step))
+                    self._tell(Left(now_s=0.0, worker=self.worker, step=self.step))
                 else:
                     text = _in_one_line(error)
-                    self._member.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
+                    self._tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
         self._disband()
 
     def _disband(self) -> None:
@@ -336,9 +337,13 @@ class Session:
 
     def report(self, **metrics: float) -> None:
         """Puts numbers about the current epoch (accuracy, loss, …) into the run log."""
+        plain = {name: float(value) for name, value in metrics.items()}
+        self._tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+
+    def _tell(self, event: Event) -> None:
         if self._member is not None:
-            plain = {name: float(value) for name, value in metrics.items()}
-            self._member.tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+            self._member.tell(*self._timed, event)
+            self._timed.clear()
 
     # What the averager asks for ------------------------------------------------------------------------
 
@@ -366,17 +371,16 @@ class Session:
 
     def ready(self, compute_s: float) -> None:
         """Tells the coordinator that this worker's gradients are on their way."""
-        if self._member is not None:
-            self._member.tell(
-                Ready(
-                    now_s=0.0,
-                    worker=self.worker,
-                    step=self.step,
-                    round=self._averager.round,
-                    compute_s=compute_s,
-                    samples=self._samples,
-                )
+        self._tell(
+            Ready(
+                now_s=0.0,
+                worker=self.worker,
+                step=self.step,
+                round=self._averager.round,
+                compute_s=compute_s,
+                samples=self._samples,
             )
+        )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
@@ -389,7 +393,7 @@ class Session:
         self.timer.switch("other")
         wall_s, parts_s = self.timer.lap()
         if self._member is not None:
-            self._member.tell(
+            self._timed.append(
                 StepTimed(
                     now_s=0.0,
                     worker=self.worker,
