@@ -1,0 +1,297 @@
+"""The rules of the house that a program can check: who imports whom, what importing does, what must not be.
+
+Sizes are only warned about: a file of more than 500 lines or a function of more than 60 wants a reason, and
+may have one.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "offbeat"
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 60
+PUBLIC_NAMES_MAX = 30
+
+# What a decision must not have within reach: clocks, the world outside, other threads of control, printing.
+NOT_FOR_DECISIONS = {
+    *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "io", "logging", "mmap", "multiprocessing"),
+    *("os", "pathlib", "queue", "sched", "secrets", "select", "selectors", "shutil", "signal", "socket"),
+    *("socketserver", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid"),
+}
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+# Layer: the parts of offbeat that its modules may import. The first that fits a module's path counts.
+LAYERS = {
+    "events.py": (),
+    "errors.py": (),
+    "policies/": ("errors", "events", "policies"),
+    "numerics/": ("errors", "events", "numerics"),
+    "record.py": ("errors", "events", "policies"),
+    "timesheet.py": ("events",),
+    "models.py": (),
+    "data/": ("errors", "data"),
+    "runtime/": ("errors", "events", "policies", "numerics", "record", "runtime"),
+    "strategies/": ("errors", "events", "policies", "numerics", "runtime", "strategies"),
+    "simulator/": ("errors", "events", "policies", "numerics", "record", "simulator"),
+}
+
+# Who may import strategies besides strategies themselves, and why.
+STRATEGIES_FOR = {
+    "__init__.py": "the door",
+    "cli.py": "the command line",
+    "training.py": "what the command line runs as a worker: an ordinary user of the door",
+    "bench/": "the benchmarks compare strategies",
+}
+
+# Test files that may sleep or replace something, and why.
+SLEEPS_FOR: dict[str, str] = {}
+REPLACES_FOR = {"test_launch.py": "says that it runs on another system, of which there is none here"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def files_of_tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports anywhere, dotted; of `from a import b` both a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: write imports in full"
+            assert node.module is not None
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def parts(path: Path) -> set[str]:
+    """The parts of offbeat that a file imports: "runtime" for offbeat.runtime.links."""
+    pieces = [name.split(".") for name in imports(path)]
+    return {piece[1] for piece in pieces if piece[0] == "offbeat" and len(piece) > 1}
+
+
+def outside(path: Path) -> set[str]:
+    """The other packages that a file imports, by their first names."""
+    return {name.split(".")[0] for name in imports(path)} - {"offbeat", "__future__"}
+
+
+# Layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_point_down(path):
+    for layer, allowed in LAYERS.items():
+        if name_of(path).startswith(layer):
+            assert parts(path) <= set(allowed), f"{name_of(path)} may import only {allowed} of offbeat"
+            return
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "policies").glob("*.py")), ids=name_of)
+def test_policies_are_made_of_the_standard_library_without_clocks_and_the_world(path):
+    assert outside(path) <= sys.stdlib_module_names
+    assert not outside(path) & NOT_FOR_DECISIONS
+
+
+@pytest.mark.parametrize("name", ["events.py", "errors.py"])
+def test_events_and_errors_are_made_of_the_standard_library(name):
+    assert outside(PACKAGE / name) <= sys.stdlib_module_names - NOT_FOR_DECISIONS
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*(PACKAGE / "policies").glob("*.py"), *(PACKAGE / "numerics").glob("*.py")]), ids=name_of
+)
+def test_chance_comes_as_an_argument_or_from_a_seed(path):
+    """`random.Random(seed)` is a generator of one's own; every other name of the module is the global one."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
+            assert node.attr == "Random", f"line {node.lineno}: random.{node.attr} is shared by everybody"
+        if isinstance(node, ast.ImportFrom) and node.module == "random":
+            assert {alias.name for alias in node.names} <= {"Random"}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "numerics").glob("*.py")), ids=name_of)
+def test_numerics_compute_and_do_not_communicate(path):
+    assert outside(path) <= (sys.stdlib_module_names - NOT_FOR_DECISIONS) | {"torch"}
+    assert not any(name.startswith(("torch.distributed", "torch.multiprocessing")) for name in imports(path))
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_strategies_are_imported_by_the_door_the_command_line_and_the_benchmarks_only(path):
+    name = name_of(path)
+    if name.startswith(("strategies/", *STRATEGIES_FOR)):
+        return
+    assert "strategies" not in parts(path)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_nothing_that_could_unpickle_is_imported(path):
+    assert not outside(path) & PICKLES
+
+
+# What importing does ------------------------------------------------------------------------------------
+
+
+def in_a_fresh_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_offbeat_loads_no_torch_starts_no_thread_and_sets_up_no_logging():
+    code = (
+        "import logging, sys, threading\n"
+        "import offbeat\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert threading.active_count() == 1\n"
+        "assert not logging.getLogger().handlers and not logging.getLogger('offbeat').handlers\n"
+        "print('quiet')"
+    )
+    assert in_a_fresh_process(code) == "quiet"
+
+
+def test_importing_every_module_starts_no_thread():
+    names = ["offbeat." + name_of(path).removesuffix(".py").replace("/", ".") for path in modules()]
+    names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    code = (
+        "import importlib, threading\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert threading.active_count() == 1, name\n"
+        "print('quiet')"
+    )
+    assert in_a_fresh_process(code) == "quiet"
+
+
+def test_the_coordinator_needs_no_torch():
+    code = (
+        "import sys, offbeat.runtime.coordinator, offbeat.policies.assembly, offbeat.policies.lockstep\n"
+        "print('torch' in sys.modules)"
+    )
+    assert in_a_fresh_process(code) == "False"
+
+
+def test_the_root_exports_few_names_and_all_of_them_are_there():
+    import offbeat
+
+    assert len(offbeat.__all__) <= PUBLIC_NAMES_MAX
+    assert sorted(offbeat.__all__) == offbeat.__all__
+    for name in offbeat.__all__:
+        assert getattr(offbeat, name) is not None
+
+
+# What must not occur ------------------------------------------------------------------------------------
+
+
+def written_by_us() -> list[Path]:
+    return sorted([*modules(), *files_of_tests(), *(ROOT / "examples").glob("*.py")])
+
+
+def from_root(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", written_by_us(), ids=from_root)
+def test_no_bare_except_and_nothing_left_undone(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: say which exception"
+        if isinstance(node, ast.Name):
+            assert node.id != "NotImplementedError", f"line {node.lineno}: finish it or leave it out"
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            words = token.string.upper().replace(":", " ").split()
+            assert not {"TODO", "FIXME", "XXX"} & set(words), f"line {token.start[0]}: {token.string}"
+
+
+def calls(path: Path) -> Iterator[tuple[int, str]]:
+    """Every call of a file, by its line and dotted name."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
+def test_tests_do_not_sleep_until_something_has_happened(path):
+    if path.name in SLEEPS_FOR:
+        return
+    for line, name in calls(path):
+        assert name.split(".")[-1] != "sleep", f"line {line}: wait for the thing itself"
+
+
+@pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
+def test_tests_do_not_mock(path):
+    assert not {"mock", "pytest_mock"} & outside(path)
+    assert "unittest.mock" not in imports(path)
+    if path.name in REPLACES_FOR:
+        return
+    for line, name in calls(path):
+        assert not name.endswith((".setattr", ".patch")), f"line {line}: test the real thing"
+
+
+def test_exceptions_from_the_rules_are_still_needed():
+    names = {path.name for path in files_of_tests()}
+    assert set(SLEEPS_FOR) | set(REPLACES_FOR) <= names
+    for path in files_of_tests():
+        if path.name in REPLACES_FOR:
+            assert any(name.endswith(".setattr") for _, name in calls(path)), f"{path.name} may go"
+
+
+# Docstrings and sizes -----------------------------------------------------------------------------------
+
+
+def public(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Modules, classes, functions and methods that others may use; what is inside a private one is not."""
+    yield name, node
+    for child in getattr(node, "body", []):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if child.name.startswith("_") or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            yield from public(child, f"{name}.{child.name}")
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_what_is_public_has_a_docstring_that_begins_with_a_sentence(path):
+    for name, node in public(tree_of(path)):
+        text = ast.get_docstring(node)  # type: ignore[arg-type]
+        assert text, f"{name or 'the module'} has no docstring"
+        first = text.split("\n\n")[0].rstrip()
+        assert first[-1] in ".:;?", f"{name or 'the module'}: the first paragraph is no sentence: {first!r}"
+
+
+def test_sizes():
+    """Never fails; says what has grown large."""
+    for path in [*modules(), *files_of_tests()]:
+        lines = len(path.read_text().splitlines())
+        if lines > FILE_LINES_MAX:
+            warnings.warn(f"{from_root(path)} has {lines} lines", stacklevel=1)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION_LINES_MAX:
+                    where = f"{from_root(path)}:{node.lineno}"
+                    warnings.warn(f"{where} {node.name} has {length} lines", stacklevel=1)
