@@ -1,0 +1,186 @@
+"""What the documents name is there: links, files, tests, commands, make targets; the README's loop runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from offbeat.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "offbeat"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+PATH = re.compile(r"[\w./-]*\w\.(?:py|md|toml|txt|jsonl|svg)|(?:src|tests|docs|examples|benchmarks)/[\w./-]*")
+TEST = re.compile(r"(?:scenarios/)?test_\w+\.py::test_\w+")
+FENCE = re.compile(r"^```.*?^```$|^(?:    .*\n)+", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+STATES = ("here", "in part", "not there yet")
+
+
+def from_root(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def functions_of(name: str) -> frozenset[str]:
+    """The names of the test functions of a file in tests/."""
+    path = ROOT / "tests" / name
+    assert path.is_file(), f"there is no tests/{name}"
+    return frozenset(
+        node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    )
+
+
+def assert_is_a_test(reference: str) -> None:
+    name, _, function = reference.partition("::")
+    assert function in functions_of(name), f"there is no test {reference}"
+
+
+def invariants() -> list[str]:
+    """The lines of ARCHITECTURE.md that begin `Invariant:`, each with the lines that go on from it."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    return [
+        " ".join(found.split()) for found in re.findall(r"^- (Invariant: .*(?:\n  .*)*)", text, re.MULTILINE)
+    ]
+
+
+def rows(document: str) -> list[list[str]]:
+    """The cells of every table's rows, headings left out."""
+    lines = [line for line in (ROOT / document).read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if not set("".join(row)) <= set("-: ")]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
+def test_relative_links_lead_somewhere(path):
+    for target in LINK.findall(path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{target} is not there"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
+def test_files_that_are_named_exist(path):
+    """In backticks, seen from the root, the package, tests/ or docs/; words in capitals stand for others."""
+    for quoted in CODE.findall(FENCE.sub("", path.read_text())):
+        for name in PATH.findall(quoted.partition("::")[0]):
+            if name != quoted.partition("::")[0] or re.search(r"[A-Z]{4,}(?!\.md|TECTURE|TRIBUTING)", name):
+                continue
+            places = (ROOT, PACKAGE, ROOT / "tests", ROOT / "docs")
+            assert any((place / name).exists() for place in places), f"{name} is not there"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
+def test_tests_that_are_named_exist(path):
+    for reference in TEST.findall(path.read_text()):
+        assert_is_a_test(reference)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
+def test_no_place_of_one_machine_is_named(path):
+    assert not re.search(r"(?<![\w.:/])/(?:home|root|work|tmp|Users)/", path.read_text())
+
+
+def test_every_module_is_on_the_map():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for module in sorted(PACKAGE.rglob("*.py")):
+        name = module.relative_to(PACKAGE).as_posix()
+        if not name.endswith("__init__.py"):
+            assert f"`{name}`" in text, f"ARCHITECTURE.md does not say what {name} holds"
+
+
+@pytest.mark.parametrize("line", invariants(), ids=lambda line: line[11:60])
+def test_every_invariant_names_a_test(line):
+    assert TEST.search(line)
+
+
+def test_there_are_invariants():
+    """Else the test above would look at nothing; every line that says so is one."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(invariants()) == text.count("Invariant:") >= 10
+
+
+def test_every_method_has_a_state_and_what_is_here_has_a_module_and_tests():
+    methods = [row for row in rows("docs/papers.md") if row[0] != "method"]
+    assert len(methods) >= 40
+    for method, _, module, tests, state in methods:
+        assert state.startswith(STATES), f"{method}: {state}"
+        is_there = not state.startswith("not there yet")
+        assert (CODE.search(module) is not None) == is_there, f"{method} is {state} and in {module}"
+        assert (TEST.search(tests) is not None) == is_there, f"{method} is {state}, its tests are {tests}"
+
+
+def test_every_event_and_action_is_in_the_glossary():
+    from typing import get_args
+
+    from offbeat.events import Action, Event
+
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    for kind in get_args(Event) + get_args(Action):
+        assert f"`{kind.__name__}`" in text
+
+
+def test_every_strategy_is_named_in_the_readme():
+    from offbeat.strategies import STRATEGIES
+
+    text = (ROOT / "README.md").read_text()
+    for name, kind in STRATEGIES.items():
+        assert f"`{name}`" in text
+        assert f"`{kind.__name__}`" in text
+
+
+def python_of_the_readme() -> str:
+    (found,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return found
+
+
+def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 4, generator=generator)
+    model = nn.Linear(4, 2)
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
+        "train_set": TensorDataset(x, (x[:, 0] > 0).long()),
+    }
+    exec(compile(python_of_the_readme(), "README.md", "exec"), names)
+    assert names["session"].epoch == 10
+    assert names["session"].step == 30
+    assert (model(x).argmax(1) == (x[:, 0] > 0)).float().mean() > 0.9
+
+
+def test_the_commands_of_the_readme_are_there(capsys):
+    text = (ROOT / "README.md").read_text()
+    told = "\n".join(CODE.findall(text) + FENCE.findall(text))
+    commands = set(re.findall(r"\boffbeat (train|compare|run|replay|bench|simulate|serve)\b", told))
+    assert {"train", "compare", "run", "replay"} <= commands
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for command in commands:
+        assert re.search(rf"^\W*{command}\b", shown, re.MULTILINE), f"offbeat --help does not name {command}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=from_root)
+def test_the_make_targets_that_are_named_are_there(path):
+    text = path.read_text()
+    told = "\n".join(CODE.findall(text) + FENCE.findall(text))
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^\s*make (\w+)", told, re.MULTILINE)) <= targets
+
+
+def test_the_changelog_knows_the_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
