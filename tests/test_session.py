@@ -556,3 +556,21 @@ def test_a_broken_environment_says_what_is_wrong_with_it(monkeypatch, variables,
     model = nn.Linear(2, 2)
     assert text in refusal(model)
     assert os.environ.get("RANK") == variables.get("RANK")
+
+
+def penalised_loop(session, model, optimizer, dataset, batch, steps):
+    """A gradient penalty: autograd.grad runs a backward pass of its own that no parameter may answer to."""
+    for x, y in session.batches(dataset, batch):
+        optimizer.zero_grad()
+        x.requires_grad_(True)
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (F.cross_entropy(output, y) + slope.square().mean()).backward()
+        optimizer.step()
+        if session.step == steps:
+            break
+    assert session._averager.round == steps
+
+
+def test_a_gradient_penalty_costs_no_exchange_of_its_own():
+    compare(loop=penalised_loop, steps=8)

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from offbeat.bench.commands import bench
 from offbeat.errors import OffbeatError, WorkerError
 
 if TYPE_CHECKING:
@@ -294,10 +295,7 @@ def replay(
         print("the run was cut off while it wrote its log: its last, partial line was left out")
 
 
-# One command a benchmark: `@bench.command()`. It is offered as soon as there is one.
-bench = typer.Typer(no_args_is_help=True, help="Run a benchmark by name.")
-if bench.registered_commands:
-    app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

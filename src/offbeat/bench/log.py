@@ -76,7 +76,8 @@ def main() -> None:
     x = torch.randn(BATCH_SIZE, *SHAPE, generator=generator)
     y = torch.randint(0, CLASSES, (BATCH_SIZE,), generator=generator)
     models = [
-        build("cnn2", sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"]) for _ in ("recorded", "plain")
+        build("cnn2", sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
+        for _ in ("recorded", "plain")
     ]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     with (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -22,24 +22,32 @@ from offbeat.runtime.session import join
 from offbeat.strategies import AllReduce
 
 SHAPE, CLASSES = (3, 32, 32), 10
+PLAN = {"cnn2": (30, 20), "resnet18": (10, 2)}  # blocks a side, steps a block
 Sides = dict[str, Callable[[], None]]
 
 
 def run(
-    *, command: str, workers: int = 4, batch_size: int = 32, scale: float = 1.0, seed: int = 0
+    *,
+    command: str,
+    models: Sequence[str] = ("cnn2", "resnet18"),
+    workers: int = 4,
+    batch_size: int = 32,
+    scale: float = 1.0,
+    seed: int = 0,
 ) -> Result:
-    """Measures both models.
+    """Measures the models one after the other.
 
     Args:
         command: the command line, for the result.
+        models: keys of `PLAN`.
         workers: worker processes on this machine.
         batch_size: CIFAR-10-shaped samples a worker and step.
         scale: multiplies how many blocks are measured.
         seed: of weights and data.
     """
     rows, figures = [], {}
-    plan = {"cnn2": (30, 20), "resnet18": (10, 2)}
-    for model, (blocks, steps) in plan.items():
+    for model in models:
+        blocks, steps = PLAN[model]
         settings = {
             "model": model,
             "blocks": max(3, round(blocks * scale)),
@@ -48,7 +56,9 @@ def run(
             "seed": seed,
         }
         times_s = run_workers("offbeat.bench.overhead", settings, workers)
-        ratios = [median(ours) / median(ddp) for ours, ddp in zip(times_s["bsp"], times_s["ddp"], strict=True)]
+        ratios = [
+            median(ours) / median(ddp) for ours, ddp in zip(times_s["bsp"], times_s["ddp"], strict=True)
+        ]
         flat = {side: [t for block in blocks_s for t in block] for side, blocks_s in times_s.items()}
         figures[f"step_ratio_p50_{model}"] = median(flat["bsp"]) / median(flat["ddp"])
         for side, all_s in flat.items():

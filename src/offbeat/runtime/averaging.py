@@ -132,6 +132,7 @@ class GradientAverager:
         self._launched = 0
         self._stale = False
         self._backward_id: int | None = None
+        self._accumulated = False  # the backward pass under way has reached a parameter
         self._quiet = False
         self._fresh_weight = 0.0
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
@@ -208,6 +209,7 @@ class GradientAverager:
             )
         if self._backward_id is None:
             self._await_end_of_backward()
+        self._accumulated = True
         if self._quiet or self._exchange is None:
             return
         index = self._index_of[entry]
@@ -225,6 +227,9 @@ class GradientAverager:
         if backward_id != self._backward_id:
             return
         self._backward_id = None
+        if not self._accumulated:  # torch.autograd.grad, which leaves `param.grad` alone
+            return
+        self._accumulated = False
         self._fresh_weight += self.batch_weight
         timer = self._host.timer
         timer.switch("compute")

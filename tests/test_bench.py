@@ -1,0 +1,41 @@
+"""The benchmarks run, small, and say what they promise to say; what they measure is not judged here."""
+
+import json
+
+import pytest
+
+from offbeat.bench import allreduce, overhead
+from offbeat.bench.namespaces import missing
+from offbeat.cli import main
+
+
+def test_overhead_gives_a_ratio_for_each_model():
+    result = overhead.run(command="test", models=["cnn2"], workers=2, batch_size=2, scale=0.01)
+    assert list(result.figures) == ["step_ratio_p50_cnn2"]
+    assert [(row["side"], row["steps"]) for row in result.rows] == [("ddp", 60), ("bsp", 60)]
+    assert all(row["step_s_p50"] > 0 for row in result.rows)
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_allreduce_gives_both_ratios_for_each_size():
+    result = allreduce.run(command="test", workers=3, rate_bit_per_s=4_000_000_000, blocks=1)
+    sizes = ["35KB", "600KB", "5MB", "67MB"]
+    names = [f"ratio_to_{other}_{size}" for size in sizes for other in ("bound", "gloo")]
+    assert list(result.figures) == names
+    assert result.machine["line_mbit_per_s"] == 4000
+    assert all(row["ratio_to_bound"] > 1 for row in result.rows if row["size"] == "67MB")
+
+
+def test_log_counts_the_processor_time_of_recording(tmp_path):
+    path = tmp_path / "result.json"
+    assert main(["bench", "log", "--workers", "2", "--blocks", "1", "--steps", "3", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["name"] == "log"
+    assert result["figures"]["recording_share_of_step"] >= 0
+    assert result["figures"]["log_bytes_a_step"] > 100
+    assert [row["way"] for row in result["rows"]] == ["recorded", "plain"]
+
+
+def test_an_unwritable_result_is_refused_before_anything_is_measured(capsys):
+    assert main(["bench", "allreduce", "--json", "/proc/no/such"]) == 2
+    assert capsys.readouterr().err.startswith("offbeat: cannot write /proc/no/such")
