@@ -109,7 +109,7 @@ def test_bad_arguments_are_refused(world, deadline_s):
         (
             joined(1, model=("weight float32 (10, 6)", MODEL[1])),
             [
-                "parameter or buffer 0 of the model is 'weight float32 (10, 5)' on worker 0 (host0 process",
+                "line 1 of model and optimizer is 'weight float32 (10, 5)' on worker 0 (host0 process",
                 "but 'weight float32 (10, 6)' on worker 1 (host1 process 101)",
                 "build the same model on every worker",
             ],
@@ -117,14 +117,14 @@ def test_bad_arguments_are_refused(world, deadline_s):
         (
             joined(1, model=MODEL[:1]),
             [
-                "the model has 2 parameters and buffers on worker 0 (host0 process 100) but 1 on worker 1",
+                "model and optimizer have 2 lines on worker 0 (host0 process 100) but 1 on worker 1",
                 "'bias float32 (10,)' is the first that the latter lacks",
             ],
         ),
         (
             joined(1, model=(*MODEL, "scale float32 ()")),
             [
-                "the model has 3 parameters and buffers on worker 1 (host1 process 101) but 2 on worker 0",
+                "model and optimizer have 3 lines on worker 1 (host1 process 101) but 2 on worker 0",
                 "'scale float32 ()' is the first that the latter lacks",
             ],
         ),

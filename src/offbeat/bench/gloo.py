@@ -22,7 +22,7 @@ def bound_s(nbytes: int, workers: int, rate_bit_per_s: float) -> float:
     Each worker must send and receive 2(p-1)/p of the tensor over its line, at the line's rate, headers and
     latency left out. TCP carries 956 of 1000 Mbit/s, so 1.046 is the least ratio to it that can be seen.
 
-    Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
         section 3.
 
     Args:

@@ -210,10 +210,10 @@ def _more(count: int) -> str:
 
 
 def _difference(who: str, model: tuple[str, ...], other: str, other_model: tuple[str, ...]) -> str | None:
-    """Name the first parameter or buffer in which two models differ, if they do."""
+    """Name the first line in which the descriptions of two workers' models and optimizers differ, if any."""
     for index, (one, another) in enumerate(zip(model, other_model, strict=False)):
         if one != another:
-            return f"parameter or buffer {index} of the model is {one!r} on {who} but {another!r} on {other}"
+            return f"line {index + 1} of model and optimizer is {one!r} on {who} but {another!r} on {other}"
     if len(model) == len(other_model):
         return None
     longer, shorter, lines = (
@@ -221,6 +221,6 @@ def _difference(who: str, model: tuple[str, ...], other: str, other_model: tuple
     )
     common = min(len(model), len(other_model))
     return (
-        f"the model has {len(lines)} parameters and buffers on {longer} but {common} on {shorter}: "
+        f"model and optimizer have {len(lines)} lines on {longer} but {common} on {shorter}: "
         f"{lines[common]!r} is the first that the latter lacks"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,12 +18,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from offbeat.errors import WorkerError
+from offbeat.errors import LinkError, WorkerError
 from offbeat.numerics.schedules import Schedule, chain_broadcast, ring, segments, span
 from offbeat.runtime.links import Endpoint
 
 _STEP_BITS = 12
-_INDEX_BITS = 20
+_ID_SHIFT = _STEP_BITS + 20
 _POLL_S = 0.001
 
 
@@ -74,9 +75,9 @@ class LinkExchange:
         self._endpoint = endpoint
         self._names = tuple(names)
         self._position = position
-        self._ring = ring(len(self._names), position)
+        self._first_unused_tag = 0
         self._scratch: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
-        self._plans: dict[tuple[Schedule, int], _Plan] = {}
+        self._plans: dict[tuple[int | None, int], _Plan] = {}
         self._pending: set[_LinkPending] = set()
         self._error: WorkerError | None = None
         self._lock = threading.Lock()
@@ -87,42 +88,52 @@ class LinkExchange:
         scratch = self._scratch.get(key)
         if scratch is None:
             scratch = self._scratch[key] = torch.empty_like(flat)
-        return self._run(flat, scratch, self._ring, exchange_id, index)
+        return self._run(flat, scratch, self._plan(None, flat.numel()), exchange_id, index)
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
         """See `Exchange.broadcast`: pieces hop along a chain that begins at the root."""
-        schedule = chain_broadcast(len(self._names), self._position, root)
-        return self._run(flat, flat, schedule, exchange_id, index)
+        return self._run(flat, flat, self._plan(root, flat.numel()), exchange_id, index)
 
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`."""
         with self._lock:
             self._error = self._error or error
             pending, self._pending = self._pending, set()
+        with suppress(LinkError):  # the links may have ended already
+            self._endpoint.forget(0, self._first_unused_tag)
         for one in pending:
             one.fail(self._error)
+
+    def _plan(self, root: int | None, length: int) -> _Plan:
+        """The plan of a broadcast from `root`, or with None of an all-reduce."""
+        plan = self._plans.get((root, length))
+        if plan is None:
+            members, position = len(self._names), self._position
+            schedule = ring(members, position) if root is None else chain_broadcast(members, position, root)
+            if len(schedule.steps) > 1 << _STEP_BITS:
+                raise ValueError(
+                    f"expected at most {1 << _STEP_BITS} steps, got {len(schedule.steps)}: too many members"
+                )
+            plan = self._plans[root, length] = _Plan(schedule, length)
+        return plan
 
     def _run(
         self,
         flat: torch.Tensor,
         scratch: torch.Tensor,
-        schedule: Schedule,
+        plan: _Plan,
         exchange_id: int,
         index: int,
     ) -> Pending:
-        tag = exchange_id << (_INDEX_BITS + _STEP_BITS) | index << _STEP_BITS
+        tag = exchange_id << _ID_SHIFT | index << _STEP_BITS
         pending = _LinkPending(self._ended)
         with self._lock:
             if self._error is None:
                 self._pending.add(pending)
+                self._first_unused_tag = max(self._first_unused_tag, exchange_id + 1 << _ID_SHIFT)
         if self._error is not None:
             pending.fail(self._error)
-        elif not schedule.steps:
-            pending.finish()
         else:
-            plan = self._plans.get((schedule, flat.numel()))
-            if plan is None:
-                plan = self._plans[schedule, flat.numel()] = _Plan(schedule, flat.numel())
             run = _ScheduleRun(self._endpoint, self._names, plan, flat, scratch, tag, pending)
             self._endpoint.call(run.begin)
         return pending
