@@ -29,7 +29,7 @@ UNITS = (
     *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
 )
-_NAME = re.compile(r"[a-z][A-Za-z0-9_]*")
+_NAME = re.compile(r"[a-z][A-Za-z0-9_]*(?<!_)")
 _UNIT = re.compile(rf"(^|_)({'|'.join(UNITS)})(_|$)")
 
 
