@@ -9,14 +9,18 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import queue
 import secrets
 import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch.distributed as dist
@@ -29,7 +33,13 @@ from offbeat.runtime.environment import Environment
 
 START_DEADLINE_S = 30.0
 _COORDINATOR_START_S = 20.0
+_KEY = "meeting"
+_EVERYBODY = "everybody is here"
 _joins = itertools.count()
+_coordinators: list[
+    subprocess.Popen[bytes]
+] = []  # started here; those that ended are reaped at the next start
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +50,8 @@ class Meeting:
         host: the address at which this worker's host is reached by the others.
         coordinator: the coordinator's addresses, best first.
         store: the job's store, under a prefix of this join's own; None in a world of one.
+        hosts_store: this process has the store, and takes it with it when it ends.
+        limit_s: until when the others may still come, on the monotonic clock.
     """
 
     job: str
@@ -47,6 +59,17 @@ class Meeting:
     host: str
     coordinator: tuple[str, ...]
     store: Store | None
+    hosts_store: bool
+    limit_s: float
+
+    def outlast_the_late(self) -> None:
+        """Waits until every worker has met the coordinator, where the store would go with this process.
+
+        Rank 0 does this before it fails, so that who comes later learns from the coordinator why the job
+        cannot start, instead of finding nobody.
+        """
+        if self.hosts_store and self.store is not None:
+            _wait_for_everybody(self.store, self.limit_s)
 
 
 def meet(environment: Environment, configure: Callable[[str, str, str], Configuration]) -> Meeting:
@@ -61,29 +84,37 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     """
     limit_s = time.monotonic() + START_DEADLINE_S
     host = _own_address(environment.master_addr)
-    store = None if environment.world == 1 else _open_store(environment, limit_s)
+    hosts_store = environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
+    store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
+    found: dict[str, Any]
     if environment.rank == 0:
         job, token = secrets.token_hex(8), secrets.token_hex(32)
-        addresses = start_coordinator(configure(job, token, host))
+        try:
+            addresses = start_coordinator(configure(job, token, host))
+            found = {"job": job, "token": token, "coordinator": addresses}
+        except OffbeatError as error:
+            if store is not None:
+                store.set(_KEY, json.dumps({"error": str(error)}))
+                _count(store, environment)
+                if hosts_store:
+                    _wait_for_everybody(store, limit_s)
+            raise
         if store is not None:
-            store.set("meeting", json.dumps({"job": job, "token": token, "coordinator": addresses}))
-        return Meeting(job=job, token=token, host=host, coordinator=addresses, store=store)
-    assert store is not None
-    try:
-        store.wait(["meeting"], datetime.timedelta(seconds=max(1.0, limit_s - time.monotonic())))
-    except (dist.DistError, RuntimeError) as error:
-        raise OffbeatError(
-            f"rank 0 has not opened the job at {environment.master_addr}:{environment.master_port} within "
-            f"{START_DEADLINE_S:g} s (rank {environment.rank} waits): is rank 0 running, and does it call "
-            "offbeat.join?"
-        ) from error
-    found = json.loads(store.get("meeting"))
+            store.set(_KEY, json.dumps(found))
+            _count(store, environment)
+    else:
+        assert store is not None
+        found = _ask(store, environment, limit_s)
+    if "error" in found:
+        raise OffbeatError(f"rank 0 could not open the job: {found['error']}")
     return Meeting(
         job=found["job"],
         token=found["token"],
         host=host,
         coordinator=tuple(found["coordinator"]),
         store=store,
+        hosts_store=hosts_store,
+        limit_s=limit_s,
     )
 
 
@@ -93,12 +124,14 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     Raises:
         OffbeatError: it did not start.
     """
+    _coordinators[:] = [one for one in _coordinators if one.poll() is None]
     process = subprocess.Popen(
         [sys.executable, "-m", "offbeat.runtime.coordinator"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    _coordinators.append(process)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(msgspec.json.encode(configuration) + b"\n")
@@ -114,22 +147,25 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     return tuple(answer["addresses"])
 
 
-def _open_store(environment: Environment, limit_s: float) -> Store:
+def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
     prefix = f"offbeat/{environment.attempt}/{next(_joins)}"
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
     where = f"{environment.master_addr}:{environment.master_port}"
-    hosts_it = environment.rank == 0 and not environment.agent_hosts_store
-    try:
-        store = TCPStore(
+
+    def open_it() -> Store:
+        return TCPStore(
             environment.master_addr,
             environment.master_port,
             is_master=hosts_it,
-            timeout=datetime.timedelta(seconds=max(1.0, limit_s - time.monotonic())),
+            timeout=datetime.timedelta(seconds=START_DEADLINE_S),
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (dist.DistError, RuntimeError) as error:
+
+    try:
+        return PrefixStore(prefix, _in_time(open_it, limit_s))
+    except (RuntimeError, TimeoutError) as error:
         if hosts_it:
             raise OffbeatError(
                 f"rank 0 cannot listen on port {environment.master_port}: it is taken, or another process "
@@ -140,7 +176,68 @@ def _open_store(environment: Environment, limit_s: float) -> Store:
             f"rank {environment.rank} cannot reach the job's store at {where} within {START_DEADLINE_S:g} s: "
             "is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
         ) from error
-    return PrefixStore(prefix, store)
+
+
+def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, Any]:
+    """What rank 0 has put into the store, waited for."""
+
+    def wait() -> dict[str, Any]:
+        store.wait([_KEY], datetime.timedelta(seconds=START_DEADLINE_S))
+        found: dict[str, Any] = json.loads(store.get(_KEY))
+        _count(store, environment)
+        return found
+
+    where = f"{environment.master_addr}:{environment.master_port}"
+    try:
+        return _in_time(wait, limit_s)
+    except TimeoutError as error:
+        raise OffbeatError(
+            f"rank 0 has not opened the job at {where} within {START_DEADLINE_S:g} s "
+            f"(rank {environment.rank} waits): is rank 0 running, and does it call offbeat.join?"
+        ) from error
+    except RuntimeError as error:
+        raise OffbeatError(
+            f"rank {environment.rank} lost the job's store at {where} before rank 0 opened the job: "
+            "see what rank 0 wrote"
+        ) from error
+
+
+def _count(store: Store, environment: Environment) -> None:
+    """Notes that one more worker knows where to go; the last one says that all do."""
+    if store.add("workers", 1) == environment.world:
+        store.set(_EVERYBODY, "")
+
+
+def _wait_for_everybody(store: Store, limit_s: float) -> None:
+    with suppress(RuntimeError, TimeoutError):
+        _in_time(lambda: store.wait([_EVERYBODY], datetime.timedelta(seconds=START_DEADLINE_S)), limit_s)
+
+
+def _in_time(function: Callable[[], _T], limit_s: float) -> _T:
+    """Runs what blocks deaf to Ctrl-C, and longer than the timeout that it was given.
+
+    A TCPStore that connects to a stranger who says nothing waits for ever (torch 2.13); to nobody, twice its
+    timeout. The thread is left behind then.
+
+    Raises:
+        TimeoutError: it was not done at `limit_s` of the monotonic clock.
+    """
+    results: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((function(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, name="offbeat meets", daemon=True).start()
+    try:
+        result, error = results.get(timeout=max(0.0, limit_s - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(_T, result)
 
 
 def _own_address(master_addr: str) -> str:

@@ -123,6 +123,7 @@ class Session:
         self._samples = 0
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
+        self._meeting: Meeting | None = None
         self._member: Member | None = None
         self._exchange: Exchange | None = None
         self._handles: list[RemovableHandle] = []
@@ -132,7 +133,10 @@ class Session:
             self._enter(environment, log)
         except BaseException as error:
             self.leave(error)
+            if self._meeting is not None and isinstance(error, OffbeatError):
+                self._meeting.outlast_the_late()
             raise
+        self._meeting = None
         _joined.add(optimizer)
 
     # Coming and going ----------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class Session:
     def _enter(self, environment: Environment, log: str | None) -> None:
         membership = Membership(position=0, size=1)
         if self.world > 1 or log is not None:
-            meeting = meet(environment, lambda *where: self._configure(*where, log=log))
+            meeting = self._meeting = meet(environment, lambda *where: self._configure(*where, log=log))
             self._member = Member(meeting, self.worker, self._abandon)
             start = self._member.join(
                 world=self.world,

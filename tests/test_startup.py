@@ -1,0 +1,241 @@
+"""Promises of a job that cannot start: every worker that is there says in one line why, within 30 s."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from jobs import job
+from offbeat.runtime import rendezvous
+from offbeat.strategies import AllReduce
+
+LIMIT_S = 30.0
+MARGIN_S = 5.0  # for starting processes on a busy machine
+
+
+def join(rank, say, change):
+    """Joins; `change` says what is different about this worker."""
+    options = {"width": 3, "lr": 0.1, "strategy": AllReduce(), "log": None}
+    options |= CHANGES[change](rank) or {} if change else {}
+    model = nn.Sequential(nn.Linear(4, options["width"]), nn.BatchNorm1d(options["width"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=options["lr"])
+    with offbeat.join(model, optimizer, options["strategy"], run_log=options["log"]):
+        return "joined"
+
+
+def differ_on(odd_rank, **options):
+    return lambda rank: options if rank == odd_rank else None
+
+
+def environment(odd_rank, **variables):
+    return lambda rank: os.environ.update(variables) if rank == odd_rank else None
+
+
+def end_on(odd_rank):
+    def end(rank):
+        if rank == odd_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return end
+
+
+CHANGES = {
+    "shape": differ_on(1, width=5),
+    "learning rate": differ_on(2, lr=0.2),
+    "strategy": differ_on(1, strategy=AllReduce(bucket_bytes=1000)),
+    "log": differ_on(0, log="/no such folder/run.jsonl"),
+    "rank 1 twice": environment(2, RANK="1"),
+    "rank 0 twice": environment(1, RANK="0"),
+    "world of 4 on rank 1": environment(1, WORLD_SIZE="4"),
+    "world of 2 on rank 0": environment(0, WORLD_SIZE="2"),
+    "world of 2 on rank 2": environment(2, WORLD_SIZE="2"),
+    "2 missing": end_on(2),
+    "0 missing": end_on(0),
+}
+
+
+def start_up(workers, change, master=nullcontext):
+    """Runs a job to its end; returns how each worker ended and after how many seconds."""
+    with master() as port:
+        env = {} if port is None else {"MASTER_PORT": str(port)}
+        began_s = time.monotonic()
+        with job(join, workers, change, env=env) as running:
+            ended = running.ends()
+    took_s = [one.ended_s - began_s for one in ended if one.ended_s is not None]
+    print(f"{change or master.__name__}: {', '.join(f'{s:.1f}' for s in took_s)} s")
+    for one in ended:
+        assert one.value != "joined"
+        if one.error is not None:
+            assert len(one.error.splitlines()) == 1
+            assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
+    assert max(took_s) < LIMIT_S + MARGIN_S
+    return ended
+
+
+# What is seen at once -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "worker", "texts"),
+    [
+        ("shape", None, ["0.weight float32 [3, 4]", "0.weight float32 [5, 4]", "same model on every worker"]),
+        ("learning rate", 2, ["lr=0.1", "lr=0.2", "on worker 2"]),
+        ("strategy", None, ["bucket_bytes=1000", "bucket_bytes=26214400", "the same strategy"]),
+        ("rank 1 twice", None, ["two workers call themselves worker 1", "give every worker a RANK"]),
+        ("world of 2 on rank 0", None, ["expects a world of 3 workers, this job has 2", "WORLD_SIZE"]),
+    ],
+)
+def test_what_does_not_fit_is_named_by_every_worker(change, worker, texts):
+    for one in start_up(3, change):
+        for text in texts:
+            assert text in one.error
+        if worker is not None:
+            assert f"worker {worker} (" in one.error
+        assert one.error_type == "WorkerError"
+
+
+def test_a_coordinator_that_cannot_start_says_why():
+    first, second = start_up(2, "log")
+    assert first.error == "the coordinator did not start: [Errno 2] No such file or directory: " + repr(
+        "/no such folder/run.jsonl"
+    )
+    assert second.error == f"rank 0 could not open the job: {first.error}"
+
+
+def hangs_before_it_opens(rank, say):
+    ask = rendezvous._ask
+
+    def say_that_it_asks(*args):
+        say("asks")
+        return ask(*args)
+
+    def hang(_):
+        say("opens")
+        signal.pause()
+
+    rendezvous._ask, rendezvous.start_coordinator = say_that_it_asks, hang
+    return join(rank, say, None)
+
+
+def test_a_rank_0_that_dies_before_it_opens_the_job_is_named():
+    with job(hangs_before_it_opens, 3) as running:
+        running.said(0, 1, 2)
+        running.signal(0, signal.SIGKILL)
+        for one in running.ends()[1:]:
+            assert f"rank {one.rank} lost the job's store at 127.0.0.1:" in one.error
+            assert "before rank 0 opened the job: see what rank 0 wrote" in one.error
+
+
+# What takes the time that late workers are given ----------------------------------------------------------
+
+
+@contextmanager
+def silent():
+    """A stranger that accepts connections on the port and says nothing."""
+    with foreign(lambda connection: None) as port:
+        yield port
+
+
+@contextmanager
+def web_server():
+    """A stranger that answers whatever is said with a page."""
+    with foreign(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as port:
+        yield port
+
+
+@contextmanager
+def deaf():
+    """A stranger that listens and never accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def foreign(answer):
+    connections = []
+
+    def accept():
+        while True:
+            try:
+                connections.append(listener.accept()[0])
+            except OSError:
+                return
+            answer(connections[-1])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
+
+
+SLOW_CASES = {
+    "silent": (2, None, silent),
+    "web_server": (2, None, web_server),
+    "deaf": (2, None, deaf),
+    "2 missing": (3, "2 missing", nullcontext),
+    "0 missing": (2, "0 missing", nullcontext),
+    "world of 4 on rank 1": (3, "world of 4 on rank 1", nullcontext),
+    "rank 0 twice": (2, "rank 0 twice", nullcontext),
+    "world of 2 on rank 2": (3, "world of 2 on rank 2", nullcontext),
+}
+
+
+@pytest.fixture(scope="module")
+def slow_cases():
+    """All of them at once: they mostly wait."""
+    with ThreadPoolExecutor(len(SLOW_CASES)) as pool:
+        yield {name: pool.submit(start_up, *case) for name, case in SLOW_CASES.items()}
+
+
+@pytest.mark.parametrize("stranger", ["silent", "web_server", "deaf"])
+def test_a_port_that_a_stranger_holds_is_named(slow_cases, stranger):
+    first, second = slow_cases[stranger].result()
+    assert "rank 0 cannot listen on port" in first.error
+    assert "choose another MASTER_PORT" in first.error
+    assert "rank 1 cannot reach the job's store at 127.0.0.1:" in second.error
+
+
+def test_a_missing_worker_is_named(slow_cases):
+    ended = slow_cases["2 missing"].result()
+    for one in ended[:2]:
+        assert one.error.startswith("worker 2 did not come within 30 s, 2 of 3 are here (worker 0 (")
+
+
+def test_a_missing_rank_0_is_named(slow_cases):
+    assert "rank 1 cannot reach the job's store" in slow_cases["0 missing"].result()[1].error
+    assert "is rank 0 running" in slow_cases["0 missing"].result()[1].error
+
+
+def test_a_world_that_only_one_worker_believes_in_is_named(slow_cases):
+    """Rank 0 may wait 30 s for the fourth before it fails; nobody would know the reason without it."""
+    for one in slow_cases["world of 4 on rank 1"].result():
+        assert "worker 1 (" in one.error
+        assert "expects a world of 4 workers, this job has 3: start every worker with the same" in one.error
+
+
+def test_two_workers_with_rank_0_are_told(slow_cases):
+    errors = sorted(one.error for one in slow_cases["rank 0 twice"].result())
+    assert "rank 0 cannot listen on port" in errors[0]
+    assert "another process has rank 0 too" in errors[0]
+    assert errors[1].startswith("worker 1 did not come within 30 s, 1 of 2 are here (worker 0 (")
+
+
+def test_a_rank_outside_its_world_is_told_at_once_and_the_others_miss_it(slow_cases):
+    first, second, third = slow_cases["world of 2 on rank 2"].result()
+    assert third.error == "expected 0 <= RANK < WORLD_SIZE, got RANK=2 and WORLD_SIZE=2"
+    for one in first, second:
+        assert one.error.startswith("worker 2 did not come within 30 s, 2 of 3 are here")
