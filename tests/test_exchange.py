@@ -1,0 +1,307 @@
+"""Promises of the two exchanges: over links, between threads of one process; over torch.distributed, between
+real processes."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster import run, start, values
+from offbeat.errors import WorkerError
+from offbeat.runtime.exchange import LinkExchange, TorchExchange
+from offbeat.runtime.links import Endpoint
+
+DEADLINE_S = 20.0
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16, torch.uint8]
+
+
+def vector(rank, length, dtype=torch.float64):
+    """Small whole numbers, whose sums every dtype holds exactly, and other ones on every member."""
+    return ((torch.arange(length) * 7 + rank * 3) % 11).to(dtype)
+
+
+def total(members, length, dtype=torch.float64):
+    return sum(vector(rank, length).long() for rank in range(members)).to(dtype)
+
+
+class Group:
+    """Members in one process, each with links of its own."""
+
+    def __init__(self, size, *, unix=True):
+        self.lost = []
+        self.endpoints = [
+            Endpoint(
+                f"m{rank}",
+                job="job",
+                token="secret",
+                on_message=print,
+                on_lost=self.lost.append,
+                on_error=self.lost.append,
+                unix=unix,
+            )
+            for rank in range(size)
+        ]
+        for one in self.endpoints:
+            for other in self.endpoints:
+                if one is not other:
+                    one.introduce(other.name, other.addresses)
+        names = [one.name for one in self.endpoints]
+        self.members = [LinkExchange(one, names, rank) for rank, one in enumerate(self.endpoints)]
+        self._next_id = 0
+
+    def new_id(self):
+        self._next_id += 1
+        return self._next_id
+
+    def all_reduce(self, flats, exchange_id=None, index=0):
+        exchange_id = self.new_id() if exchange_id is None else exchange_id
+        return [
+            member.all_reduce(flat, exchange_id=exchange_id, index=index)
+            for member, flat in zip(self.members, flats, strict=True)
+        ]
+
+
+@contextmanager
+def group(size, **options):
+    made = Group(size, **options)
+    try:
+        yield made
+        assert not made.lost
+    finally:
+        for one in made.endpoints:
+            one.close()
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """One of each size, kept for all tests that leave it whole."""
+    made = {size: Group(size) for size in range(1, 6)}
+    yield made
+    for one in made.values():
+        for endpoint in one.endpoints:
+            endpoint.close()
+        assert not one.lost
+
+
+def wait(pending):
+    for one in pending:
+        one.wait(DEADLINE_S)
+    for one in pending:
+        one.settle(DEADLINE_S)
+
+
+# Over links -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
+    for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
+        flats = [vector(rank, length, dtype) for rank in range(size)]
+        wait(groups[size].all_reduce(flats))
+        for flat in flats:
+            assert torch.equal(flat, total(size, length, dtype)), (length, flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    flats = [torch.randn(10_007, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+    expected = sum(flat.double() for flat in flats)
+    wait(groups[size].all_reduce(flats))
+    for flat in flats:
+        assert torch.equal(flat.view(torch.uint8), flats[0].view(torch.uint8))
+        assert torch.allclose(flat.double(), expected, rtol=0, atol=40 * torch.finfo(dtype).eps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 5), lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=6), seed=st.integers()
+)
+def test_exchanges_in_flight_at_once_do_not_meet(groups, size, lengths, seed):
+    """The members begin and await them in orders of their own."""
+    chosen = groups[size]
+    exchange_id = chosen.new_id()
+    flats = [[vector(rank + i, length) for i, length in enumerate(lengths)] for rank in range(size)]
+    generator = torch.Generator().manual_seed(seed % 2**63)
+
+    def member(rank):
+        pending = [
+            chosen.members[rank].all_reduce(flats[rank][i], exchange_id=exchange_id, index=i)
+            for i in orders[rank]
+        ]
+        wait(pending)
+
+    orders = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(member, range(size)))
+    for i, length in enumerate(lengths):
+        expected = sum(vector(rank + i, length) for rank in range(size))
+        for rank in range(size):
+            assert torch.equal(flats[rank][i], expected)
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
+def test_a_long_vector_travels_in_many_frames(unix):
+    with group(3, unix=unix) as three:
+        flats = [vector(rank, 3_000_001, torch.float32) for rank in range(3)]
+        wait(three.all_reduce(flats))
+        for flat in flats:
+            assert torch.equal(flat, total(3, 3_000_001, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_broadcast_copies_the_bits_of_any_root(groups, size, dtype):
+    for root in range(size):
+        for length in [0, 1, 15, 16, 17, 20_001]:
+            content = vector(root, length, dtype)
+            flats = [content.clone() if rank == root else torch.zeros_like(content) for rank in range(size)]
+            exchange_id = groups[size].new_id()
+            wait(
+                [
+                    member.broadcast(flat, root=root, exchange_id=exchange_id)
+                    for member, flat in zip(groups[size].members, flats, strict=True)
+                ]
+            )
+            for flat in flats:
+                assert torch.equal(flat, content)
+
+
+def test_only_after_settle_may_the_memory_be_written_again():
+    """The root waits for nobody, but its bytes lie in its own memory until the kernel has taken them."""
+    with group(2) as two:
+        root, other = torch.arange(2**22), torch.zeros(2**22, dtype=torch.int64)
+        release = threading.Event()
+        two.endpoints[1].call(lambda: release.wait(DEADLINE_S))  # does not read as long as that takes
+        sent = two.members[0].broadcast(root, root=0, exchange_id=1)
+        sent.wait(DEADLINE_S)
+        with pytest.raises(WorkerError):
+            sent.settle(0.01)
+        release.set()
+        received = two.members[1].broadcast(other, root=0, exchange_id=1)
+        sent.settle(DEADLINE_S)
+        root.zero_()
+        received.wait(DEADLINE_S)
+        assert torch.equal(other, torch.arange(2**22))
+
+
+def test_abandoning_ends_what_is_pending_and_what_comes_later():
+    with group(3) as three:
+        flats = [torch.ones(1000), torch.ones(1000)]
+        pending = [three.members[0].all_reduce(flats[0], exchange_id=1, index=i) for i in range(2)]
+        error = WorkerError("worker 1 was lost", worker=1, step=5)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(pending[0].wait, DEADLINE_S)
+            three.members[0].abandon(error)
+            assert waiting.exception(DEADLINE_S) is error
+        three.members[0].abandon(WorkerError("something later"))
+        for one in [
+            *pending,
+            three.members[0].all_reduce(flats[1], exchange_id=2),
+            three.members[0].broadcast(flats[1], root=0, exchange_id=3),
+        ]:
+            for await_ in (one.wait, one.settle):
+                with pytest.raises(WorkerError) as caught:
+                    await_(DEADLINE_S)
+                assert caught.value is error
+
+
+def test_what_was_done_before_it_was_abandoned_stays_done():
+    with group(2) as two:
+        flats = [vector(rank, 10) for rank in range(2)]
+        pending = two.all_reduce(flats)
+        wait(pending)
+        two.members[0].abandon(WorkerError("worker 1 was lost"))
+        wait(pending)
+        assert torch.equal(flats[0], total(2, 10))
+
+
+def test_a_deadline_that_passes_is_an_error_that_says_so():
+    with group(2) as two:
+        pending = two.members[0].all_reduce(torch.ones(10), exchange_id=1)
+        with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
+            pending.wait(0.01)
+
+
+# Over torch.distributed -----------------------------------------------------------------------------------
+
+
+def torch_sums(rank, say):
+    dist.init_process_group("gloo")
+    exchange = TorchExchange(dist.group.WORLD)
+    size = dist.get_world_size()
+    for number, dtype in enumerate([torch.float32, torch.float64, torch.int64, torch.bfloat16]):
+        lengths = [0, 1, size - 1, size, 10_007]
+        flats = [vector(rank, length, dtype) for length in lengths]
+        pending = [exchange.all_reduce(flat, exchange_id=number, index=i) for i, flat in enumerate(flats)]
+        wait(pending)
+        for length, flat in zip(lengths, flats, strict=True):
+            assert torch.equal(flat, total(size, length, dtype)), (dtype, length)
+    for root in range(size):
+        flat = vector(rank, 1000)
+        wait([exchange.broadcast(flat, root=root, exchange_id=100 + root)])
+        assert torch.equal(flat, vector(root, 1000))
+    if size == 3:  # members are named by their places in the group
+        part = dist.new_group([1, 2])
+        if rank:
+            flat = vector(rank, 10)
+            wait([TorchExchange(part).broadcast(flat, root=1, exchange_id=0)])
+            assert torch.equal(flat, vector(2, 10))
+    generator = torch.Generator().manual_seed(rank)
+    flat = torch.randn(10_007, generator=generator)
+    wait([exchange.all_reduce(flat, exchange_id=200)])
+    dist.destroy_process_group()
+    return flat.sum().item()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_torch_sums_and_broadcasts_are_the_same(size):
+    assert len(set(values(run(torch_sums, size)))) == 1
+
+
+def torch_abandons(rank, say):
+    dist.init_process_group("gloo")
+    exchange = TorchExchange(dist.group.WORLD)
+    if rank == 1:
+        say("here")
+        threading.Event().wait()
+    flat = torch.ones(10)
+    pending = exchange.all_reduce(flat, exchange_id=1)
+    with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
+        pending.wait(0.01)
+    error = WorkerError("worker 1 is stuck", worker=1)
+    threading.Timer(0.1, exchange.abandon, [error]).start()
+    for one in pending, exchange.all_reduce(flat, exchange_id=2):
+        with pytest.raises(WorkerError) as caught:
+            one.wait(DEADLINE_S)
+        assert caught.value is error
+    say("done")
+    os._exit(0)  # gloo would wait for the other
+
+
+def test_torch_exchanges_end_when_they_are_abandoned():
+    with start(torch_abandons, 2) as running:
+        assert running.said(1) == "here"
+        assert running.said(0) == "done"
+
+
+def torch_loses_a_peer(rank, say):
+    dist.init_process_group("gloo")
+    exchange = TorchExchange(dist.group.WORLD)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(WorkerError, match=r"a torch\.distributed exchange failed: .*[Cc]onnection"):
+        exchange.all_reduce(torch.ones(10), exchange_id=1).wait(DEADLINE_S)
+    return "done"
+
+
+def test_a_torch_exchange_that_fails_is_a_worker_error():
+    assert run(torch_loses_a_peer, 2)[0].value == "done"
