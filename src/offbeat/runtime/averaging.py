@@ -8,7 +8,7 @@ module never decides who takes part, and never touches the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,6 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.buckets import Bucket, plan_buckets
 from offbeat.runtime.exchange import Exchange, Pending
 from offbeat.runtime.timing import PartTimer
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Host(Protocol):
@@ -59,27 +57,43 @@ class Membership:
     weight: float = 1.0
 
 
-class _Slot:
-    """A bucket with its memory: first gradients, then buffers, then the epilogue."""
+class _Bank:
+    """A bucket's memory: first gradients, then buffers, then the epilogue."""
 
-    def __init__(
-        self, bucket: Bucket, shapes: list[torch.Size], gradients: int, device: torch.device
-    ) -> None:
+    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], device: torch.device) -> None:
         self.flat = torch.zeros(bucket.elements, dtype=bucket.dtype, device=device)
-        self.entries = bucket.entries
         self.views = [
             self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
             for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
         ]
-        ends = [
-            offset + shapes[entry].numel()
-            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
-            if entry < gradients
-        ]
-        self.gradient_elements = ends[-1] if ends else 0
-        self.parameters = len(ends)
+
+
+class _Slot:
+    """A bucket with two banks of memory, used in turn.
+
+    The means of a round stay where they were summed and become the gradients, so that nothing is copied
+    out. The next round sums in the other bank, so that those gradients stay untouched until it is over.
+    """
+
+    def __init__(
+        self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, device: torch.device
+    ) -> None:
+        self.entries = bucket.entries
+        self.parameters = sum(entry < parameters for entry in bucket.entries)
+        self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
         self.missing = self.parameters
         self.pending: Pending | None = None
+        self._banks = (_Bank(bucket, shapes, device), _Bank(bucket, shapes, device))
+
+    @property
+    def bank(self) -> _Bank:
+        """The memory of the round under way."""
+        return self._banks[0]
+
+    def end_round(self) -> None:
+        """Leaves the bank to the gradients that lie in it and turns to the other."""
+        self._banks = self._banks[::-1]
+        self.missing = self.parameters
 
 
 class GradientAverager:
@@ -124,7 +138,6 @@ class GradientAverager:
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         self._buffers = [b for b in model.buffers() if b.numel()]
         self._slots = self._make_slots(bucket_bytes)
-        self._slot_of = {entry: slot for slot in self._slots for entry in slot.entries}
         self._index_of = {entry: index for index, slot in enumerate(self._slots) for entry in slot.entries}
         self._launch_limit = len(self._slots) - 1
         self._handles: list[RemovableHandle] = []
@@ -282,7 +295,7 @@ class GradientAverager:
 
     @property
     def _epilogue(self) -> torch.Tensor:
-        return self._slots[-1].views[-1]
+        return self._slots[-1].bank.views[-1]
 
     def _fill_epilogue(self, weight: float, offset_s: float) -> None:
         values = [0.0] * self._epilogue.numel()
@@ -291,68 +304,58 @@ class GradientAverager:
         values[2 + self._membership.position] = offset_s
         for entry, parameter in enumerate(self._parameters, 2 + self._membership.size):
             values[entry] = float(parameter.grad is not None)
-        last = self._slots[-1]
-        if last.pending is not None:
-            last.pending.settle(self._deadline_s)
         self._epilogue.copy_(torch.tensor(values))
 
     def _launch_next(self, weight: float) -> None:
         slot = self._slots[self._launched]
-        if slot.pending is not None:
-            slot.pending.settle(self._deadline_s)
         with torch.no_grad():
             self._pack(slot, weight)
         assert self._exchange is not None
         slot.pending = self._exchange.all_reduce(
-            slot.flat, exchange_id=self._exchange_id, index=self._launched
+            slot.bank.flat, exchange_id=self._exchange_id, index=self._launched
         )
         self._launched += 1
 
     def _pack(self, slot: _Slot, weight: float) -> None:
-        targets, sources = [], []
-        for entry, view in zip(slot.entries, slot.views, strict=True):
-            source = self._contribution(entry, weight)
-            if source is not None:
-                targets.append(view)
-                sources.append(source)
-            elif entry < len(self._parameters) + len(self._buffers):
-                view.zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        scale = weight / self._membership.size if slot.flat.dtype in _HALF else weight
-        if slot.gradient_elements and weight and scale != 1.0:
-            slot.flat[: slot.gradient_elements].mul_(scale)
+        """Writes this worker's share of the mean: gradients by weight, buffers if it is the first member.
 
-    def _contribution(self, entry: int, weight: float) -> torch.Tensor | None:
-        """What this worker adds at an entry, None for zeros (or, at the epilogue, for what stands there)."""
-        if entry < len(self._parameters):
-            return self._parameters[entry].grad if weight else None
-        buffer = entry - len(self._parameters)
-        if buffer < len(self._buffers) and self._membership.position == 0:
-            return self._buffers[buffer]
-        return None
+        Dividing by the group's size before the sum keeps half precision from overflowing on the way.
+        """
+        share = weight / self._membership.size
+        for entry, view in zip(slot.entries, slot.bank.views, strict=True):
+            if entry < len(self._parameters):
+                gradient = self._parameters[entry].grad
+                if gradient is None or not weight:
+                    view.zero_()
+                else:
+                    torch.mul(gradient, share, out=view)
+            elif entry < len(self._parameters) + len(self._buffers):
+                if self._membership.position == 0:
+                    view.copy_(self._buffers[entry - len(self._parameters)])
+                else:
+                    view.zero_()
 
     @torch.no_grad()
     def _take_over(self, epilogue: list[float]) -> None:
-        """Writes the means into the gradients and the first member's buffers into the buffers."""
-        total = epilogue[0]
+        """Makes the means the gradients, and the first member's buffers the buffers."""
+        mean_weight = epilogue[0] / self._membership.size
         used = epilogue[2 + self._membership.size :]
         for slot in self._slots:
-            divisor = total / self._membership.size if slot.flat.dtype in _HALF else total
-            for entry, view in zip(slot.entries[: slot.parameters], slot.views, strict=False):
-                if not used[entry] or not total:
-                    continue
-                parameter = self._parameters[entry]
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                torch.div(view, divisor, out=parameter.grad)
-        first = len(self._parameters)
-        views = [self._slot_of[first + i].views[self._place(first + i)] for i in range(len(self._buffers))]
-        if views:
-            torch._foreach_copy_(self._buffers, views)
+            if mean_weight not in (0.0, 1.0) and slot.gradient_elements:
+                slot.bank.flat[: slot.gradient_elements].div_(mean_weight)
+            for entry, view in zip(slot.entries, slot.bank.views, strict=True):
+                if entry < len(self._parameters):
+                    if used[entry] and mean_weight:
+                        self._set_gradient(self._parameters[entry], view)
+                elif entry < len(self._parameters) + len(self._buffers):
+                    self._buffers[entry - len(self._parameters)].copy_(view)
 
-    def _place(self, entry: int) -> int:
-        return entry - self._slot_of[entry].entries[0]
+    @staticmethod
+    def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor) -> None:
+        if parameter.stride() == mean.stride():
+            parameter.grad = mean
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(mean)
 
     def _end_round(self, offset_s: float, offsets_s: list[float]) -> None:
         timer = self._host.timer
@@ -364,7 +367,7 @@ class GradientAverager:
         self._launched, self._stale = 0, False
         self._ready_entries.clear()
         for slot in self._slots:
-            slot.missing = slot.parameters
+            slot.end_round()
         self.round += 1
         self.rounds_since_step += 1
 

@@ -32,14 +32,11 @@ class Pending(Protocol):
     """One exchange under way."""
 
     def wait(self, deadline_s: float) -> None:
-        """Blocks until the result is in the tensor.
+        """Blocks until the result is in the tensor and its memory may be written again.
 
         Raises:
             WorkerError: the exchange was abandoned, or it was not done within `deadline_s` seconds.
         """
-
-    def settle(self, deadline_s: float) -> None:
-        """Blocks until the tensor's memory may be written again: nothing of it waits to be sent."""
 
 
 class Exchange(Protocol):
@@ -145,22 +142,15 @@ class LinkExchange:
 
 
 class _LinkPending:
-    """Done once all was received, settled once all was also handed to the kernel."""
+    """Done once all was received and all that has to be sent was handed to the kernel."""
 
     def __init__(self, on_end: Callable[[_LinkPending], None]) -> None:
         self._on_end = on_end
         self._done = threading.Event()
-        self._settled = threading.Event()
         self._error: WorkerError | None = None
 
     def wait(self, deadline_s: float) -> None:
-        self._await(self._done, deadline_s)
-
-    def settle(self, deadline_s: float) -> None:
-        self._await(self._settled, deadline_s)
-
-    def _await(self, event: threading.Event, deadline_s: float) -> None:
-        if not event.wait(deadline_s):
+        if not self._done.wait(deadline_s):
             raise WorkerError(
                 f"an exchange was not finished within {deadline_s:g} s although no worker was reported "
                 "lost; look for a worker that is stuck"
@@ -168,13 +158,9 @@ class _LinkPending:
         if self._error is not None:
             raise self._error
 
-    def received(self) -> None:
-        self._done.set()
-
     def finish(self) -> None:
         self._on_end(self)
         self._done.set()
-        self._settled.set()
 
     def fail(self, error: WorkerError) -> None:
         self._error = error
@@ -289,11 +275,8 @@ class _ScheduleRun:
         self._see_whether_done()
 
     def _see_whether_done(self) -> None:
-        if not self._to_receive:
-            if self._to_send:
-                self._pending.received()
-            else:
-                self._pending.finish()
+        if not self._to_receive and not self._to_send:
+            self._pending.finish()
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
@@ -376,9 +359,6 @@ class _TorchPending:
             raise self._error from error
         if self._exchange.error is not None:
             raise self._exchange.error
-
-    def settle(self, deadline_s: float) -> None:
-        self.wait(deadline_s)
 
     def _poll(self, deadline_s: float) -> None:
         limit_s = time.monotonic() + deadline_s

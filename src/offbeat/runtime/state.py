@@ -118,7 +118,6 @@ class StateCopier:
     def _send(self, flat: torch.Tensor, exchange_id: int, index: int) -> None:
         pending = self._exchange.broadcast(flat, root=self._root, exchange_id=exchange_id, index=index)
         pending.wait(self._deadline_s)
-        pending.settle(self._deadline_s)
 
 
 def _describe(state: dict[int, dict[str, Any]]) -> tuple[_Described, list[torch.Tensor]]:
