@@ -1,0 +1,425 @@
+"""Promises of the coordinator, kept by a real one: it hears those who may speak, and ends with its job."""
+
+import json
+import queue
+import random
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import LinkError
+from offbeat.events import Failed, Joined, Left, Lost, Ready, Refuse, Start, Stop, Tick
+from offbeat.record import decode_actions, encode, read_log, replay
+from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
+from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
+from offbeat.runtime.handshake import Dialler
+from offbeat.runtime.links import Endpoint
+
+DEADLINE_S = 20.0
+MIB = 2**20
+
+
+class Process:
+    """A coordinator in a process of its own."""
+
+    def __init__(self, world, log, *, prelude="", **options):
+        names = ["assembly:Assembly", "lockstep:Lockstep"]
+        arguments = {"world": world}
+        policies = tuple(PolicySpec(path=f"offbeat.policies.{n}", arguments=arguments) for n in names)
+        configuration = Configuration(
+            job="job",
+            token="secret",
+            host="127.0.0.1",
+            policies=policies,
+            log_path=None if log is None else str(log),
+            **options,
+        )
+        code = f"{prelude}\nimport sys\nfrom offbeat.runtime.coordinator import main\nsys.exit(main())"
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self.process.stdin.write(msgspec.json.encode(configuration) + b"\n")
+        self.process.stdin.close()
+        self.answer = json.loads(self.process.stdout.readline())
+
+    @property
+    def addresses(self):
+        return self.answer["addresses"]
+
+    def ended(self):
+        """Waits for its end; returns the exit code and what it wrote to standard error."""
+        code = self.process.wait(DEADLINE_S)
+        return code, self.process.stderr.read().decode()
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@contextmanager
+def coordinator(world, log=None, **options):
+    process = Process(world, log, **options)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+class Peer:
+    """Somebody who knows the job's token."""
+
+    def __init__(self, name, process, *, worker=None, token="secret", job="job"):
+        self.name = name
+        self.heard = queue.SimpleQueue()
+        self.worker = worker
+        self.links = Endpoint(
+            name,
+            job=job,
+            token=token,
+            on_message=lambda _, payload: [self.heard.put(action) for action in decode_actions(payload)],
+            on_lost=self.heard.put,
+            on_left=lambda peer: self.heard.put(f"{peer} left"),
+            on_error=self.heard.put,
+        )
+        self.links.introduce(Coordinator.NAME, process.addresses)
+
+    def say(self, *events):
+        self.links.send(Coordinator.NAME, encode(events))
+
+    def say_bytes(self, data):
+        self.links.send(Coordinator.NAME, data)
+
+    def hear(self):
+        return self.heard.get(timeout=DEADLINE_S)
+
+    def hear_until(self, kind):
+        while not isinstance(said := self.hear(), kind):
+            pass
+        return said
+
+    def join(self, world, worker=None):
+        self.say(joined(self, world, self.worker if worker is None else worker))
+        return self
+
+    def leave(self, step=0):
+        self.say(Left(now_s=0.0, worker=self.worker, step=step))
+        self.links.flush(DEADLINE_S)
+        self.links.close()
+
+
+def joined(peer, world, worker):
+    return Joined(
+        now_s=0.0,
+        worker=worker,
+        world=world,
+        peer=peer.name,
+        place="here",
+        addresses=peer.links.addresses,
+        model=("weight",),
+        strategy="bsp",
+    )
+
+
+def ready(worker, round_=0):
+    return Ready(now_s=0.0, worker=worker, step=round_, round=round_, compute_s=0.1, samples=1)
+
+
+@contextmanager
+def running_job(world, log=None, **options):
+    """A coordinator and its workers, all joined."""
+    with coordinator(world, log, **options) as process:
+        peers = [Peer(f"w{worker}", process, worker=worker).join(world) for worker in range(world)]
+        try:
+            for peer in peers:
+                peer.hear_until(Start)
+            yield process, peers
+        finally:
+            for peer in peers:
+                peer.links.close()
+
+
+def goes_on(peers, process):
+    """The job is as it was: nobody was told to stop, and all leave in order."""
+    for peer in peers:
+        peer.say(ready(peer.worker))
+    for peer in peers:
+        peer.leave(1)
+    code, errors = process.ended()
+    assert (code, errors) == (0, "")
+    for peer in peers:
+        while not peer.heard.empty():
+            assert not isinstance(peer.heard.get(), Stop | Refuse | LinkError)
+
+
+# Who may speak --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secrets", [{"token": "wrong"}, {"job": "another"}])
+def test_it_speaks_only_to_those_who_know_job_and_token(secrets, tmp_path):
+    with running_job(2, tmp_path / "log") as (process, peers):
+        stranger = Peer("w2", process, worker=1, **secrets)
+        stranger.say(Left(now_s=0.0, worker=1, step=0))
+        assert isinstance(stranger.hear(), LinkError)
+        stranger.links.close()
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+        events = read_log(tmp_path / "log").entries
+        assert sum(isinstance(event, Left) for event in events) == 2
+
+
+def test_a_name_that_is_taken_does_not_take_over():
+    with running_job(2) as (process, peers):
+        twin = Peer("w1", process, worker=1)
+        twin.say(Left(now_s=0.0, worker=1, step=0))
+        assert isinstance(twin.hear(), LinkError)  # once the coordinator has let it wait for 5 s
+        twin.links.close()
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+
+
+def test_bytes_that_are_no_handshake_change_nothing():
+    with running_job(2) as (process, peers):
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        for data in [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(10_000), random.Random(1).randbytes(10_000)]:
+            with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+                sock.sendall(data)
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+
+
+# Nonsense from those who may ------------------------------------------------------------------------------
+
+NONSENSE = {
+    "random bytes": lambda peer: random.Random(0).randbytes(1000),
+    "nothing": lambda peer: b"",
+    "no list": lambda peer: msgspec.msgpack.encode({"type": "Left"}),
+    "unknown event": lambda peer: msgspec.msgpack.encode([{"type": "Explode", "worker": 0}]),
+    "a field too many": lambda peer: msgspec.msgpack.encode(
+        [{"type": "Left", "worker": 1, "step": 0, "now_s": 1e9}]
+    ),
+    "a number out of range": lambda peer: msgspec.msgpack.encode([{"type": "Left", "worker": -1, "step": 0}]),
+    "deep": lambda peer: b"\x91" * 100_000 + b"\xc0",
+    "a megabyte": lambda peer: bytes(MIB),
+    "a tick": lambda peer: encode([Tick(now_s=0.0)]),
+    "another's event": lambda peer: encode([Left(now_s=0.0, worker=0, step=0)]),
+    "a loss": lambda peer: encode([Lost(now_s=0.0, worker=peer.worker, cause="bored")]),
+    "a loss of another": lambda peer: encode([Lost(now_s=0.0, worker=0, cause="envy")]),
+    "a long text": lambda peer: encode(
+        [Failed(now_s=0.0, worker=peer.worker, step=0, error="x" * (MIB - 1000))]
+    ),
+    "joined again": lambda peer: encode([joined(peer, 2, peer.worker)]),
+    "joined as another": lambda peer: encode([joined(peer, 2, 0)]),
+}
+MISTAKES = {  # what only a policy can judge
+    "a round ahead": lambda peer: encode([ready(peer.worker, 7)]),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_of_a_worker_costs_the_job_that_worker_and_never_reaches_a_policy(what, tmp_path):
+    with running_job(2, tmp_path / "log") as (process, (good, bad)):
+        bad.say_bytes(NONSENSE[what](bad))
+        assert good.hear_until(Stop).worker == 1
+        assert isinstance(bad.hear_until(Refuse), Refuse)
+        bad.say(Failed(now_s=0.0, worker=1, step=0, error="not heard any more"))
+        bad.links.flush(DEADLINE_S)
+        bad.links.close()
+        good.leave()
+        assert process.ended() == (0, "")
+    log = read_log(tmp_path / "log")
+    assert replay(log) is None
+    events = [event for event in log.entries if isinstance(event, Left | Lost | Failed | Tick)]
+    told = [event for event in events if not isinstance(event, Tick)]
+    assert [(type(event), event.worker) for event in told] == [(Lost, 1), (Left, 0)]
+    assert told[0].cause.startswith("it broke the protocol: ")
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
+    with running_job(2) as (process, peers):
+        peers[1].say_bytes(MISTAKES[what](peers[1]))
+        for peer in peers:
+            assert peer.hear_until(Stop).worker == 1
+            peer.links.close()
+        assert process.ended() == (0, "")
+
+
+@pytest.mark.parametrize("what", [*NONSENSE, "an event before joining"])
+def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
+    nonsense = NONSENSE | {
+        "an event before joining": lambda peer: encode([Failed(now_s=0.0, worker=1, step=0, error="no")]),
+        "joined again": lambda peer: encode([joined(peer, 2, 1)] * 2),
+        "joined as another": lambda peer: encode([joined(peer, 2, 0), Left(now_s=0.0, worker=0, step=0)]),
+        "another's event": lambda peer: encode(
+            [joined(peer, 2, 1), Failed(now_s=0.0, worker=1, step=0, error="no")]
+        ),
+    }
+    with running_job(2, tmp_path / "log") as (process, peers):
+        bad = Peer("stranger", process, worker=1)
+        bad.say_bytes(nonsense[what](bad))
+        assert isinstance(bad.hear(), Refuse)
+        bad.say(Left(now_s=0.0, worker=1, step=0))
+        bad.links.flush(DEADLINE_S)
+        bad.links.close()
+        goes_on(peers, process)
+    log = read_log(tmp_path / "log")
+    assert replay(log) is None
+    assert not any(isinstance(entry, Lost | Failed | Stop) for entry in log.entries)
+    assert sum(isinstance(entry, Left) for entry in log.entries) == 2
+
+
+def test_a_message_longer_than_links_carry_costs_the_connection():
+    with running_job(2) as (process, peers):
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+            greeting = Dialler(job="job", token="secret", me="stranger", you=Coordinator.NAME)
+            sock.sendall(greeting.hello())
+            sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 2**31 - 1, 0, 0, 0))
+            while sock.recv(4096):
+                pass
+        for peer in peers:
+            peer.say(ready(peer.worker))
+            peer.leave(1)
+        assert process.ended()[0] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(messages=st.lists(st.binary(max_size=200), max_size=5))
+def test_no_bytes_whatever_end_it(whole_job, messages):
+    process, peers = whole_job
+    stranger = Peer(f"s{random.randrange(2**60)}", process, worker=0)
+    for data in messages:
+        stranger.say_bytes(data)
+    stranger.links.flush(DEADLINE_S)
+    stranger.links.close()
+    assert process.process.poll() is None
+    for peer in peers:
+        assert peer.heard.empty() or not isinstance(peer.heard.get(), Stop | LinkError)
+
+
+@pytest.fixture(scope="module")
+def whole_job():
+    with running_job(2) as (process, peers):
+        yield process, peers
+        goes_on(peers, process)
+
+
+# Late comers ----------------------------------------------------------------------------------------------
+
+
+def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):
+    with running_job(2, tmp_path / "log") as (process, peers):
+        for claim in (0, 1, 2, 77):
+            late = Peer(f"late{claim}", process, worker=claim).join(2)
+            refusal = late.hear()
+            assert refusal.peer == late.name
+            assert "the job has started without it" in refusal.reason
+            late.say(Failed(now_s=0.0, worker=claim, step=0, error="then nobody shall train"))
+            late.links.flush(DEADLINE_S)
+            late.links.close()
+        goes_on(peers, process)
+    assert replay(read_log(tmp_path / "log")) is None
+
+
+# Coming and going -----------------------------------------------------------------------------------------
+
+
+def test_it_never_imports_torch(tmp_path):
+    """What its process has imported when it ends."""
+    out = tmp_path / "modules"
+    prelude = (
+        f"import atexit, sys\natexit.register(lambda: open({str(out)!r}, 'w').write(' '.join(sys.modules)))"
+    )
+    with running_job(2, prelude=prelude) as (process, peers):
+        goes_on(peers, process)
+    modules = out.read_text().split()
+    assert "offbeat.policies.lockstep" in modules
+    assert not {"torch", "numpy", "pickle"} & set(modules)
+
+
+def test_it_ends_when_all_have_left():
+    with running_job(3) as (process, peers):
+        for peer in peers[:2]:
+            peer.leave()
+        assert process.process.poll() is None
+        peers[2].leave()
+        assert process.ended() == (0, "")
+
+
+def test_it_ends_when_all_are_lost():
+    with running_job(2) as (process, peers):
+        for peer in peers:
+            peer.links.call(lambda: 1 / 0)  # the links die without a goodbye
+        assert process.ended()[0] == 0
+
+
+def test_it_ends_when_nobody_ever_comes():
+    with coordinator(2, stay_s=0.2) as process:
+        assert process.ended() == (0, "")
+
+
+def test_it_does_not_wait_longer_for_those_who_are_missing_when_the_others_have_gone():
+    with coordinator(2, stay_s=0.2) as process:
+        peer = Peer("w0", process, worker=0).join(2)
+        peer.leave()
+        assert process.ended() == (0, "")
+
+
+def test_who_comes_after_the_job_ended_before_its_start_is_told_why():
+    with coordinator(3) as process:
+        first = Peer("w0", process, worker=0).join(3)
+        odd = Peer("w1", process, worker=1).join(5)
+        for peer in (first, odd):
+            assert "expects a world of 5 workers" in peer.hear_until(Stop | Refuse).reason
+            peer.links.close()
+        for worker in (2, 3, 4):  # all five that the odd one expects
+            late = Peer(f"w{worker}", process, worker=worker).join(3)
+            assert "expects a world of 5 workers" in late.hear_until(Refuse).reason
+            late.links.close()
+        assert process.ended() == (0, "")
+
+
+def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
+    prelude = (
+        "from offbeat.policies.lockstep import Lockstep\n"
+        "def fail(self, event): raise KeyError('no such worker')\n"
+        "Lockstep._handle_left = fail"
+    )
+    with running_job(2, tmp_path / "log", prelude=prelude) as (process, peers):
+        peers[0].say(Left(now_s=0.0, worker=0, step=0))
+        assert "the coordinator failed: KeyError: 'no such worker'" in peers[1].hear_until(Stop).reason
+        assert peers[1].hear() == "coordinator left"
+        code, errors = process.ended()
+        assert code != 0
+        assert "KeyError" in errors
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"log": "/no such folder/log"}, "No such file or directory"),
+        ({"world": 0}, "expected a world of at least 1 worker, got 0"),
+    ],
+)
+def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
+    with coordinator(**({"world": 2} | change)) as process:
+        assert text in process.answer["error"]
+        assert process.ended() == (1, "")
