@@ -129,9 +129,11 @@ class Coordinator:
 
     def _next(self) -> Iterator[tuple[Event, str]]:
         """Yields what happened next, with the peer that said it ("" where nobody said it)."""
-        due_s = self._ticked_s + self._configuration.tick_s
+        wait_s = self._ticked_s + self._configuration.tick_s - time.monotonic()
         try:
-            item = self._inbox.get(timeout=max(0.0, due_s - time.monotonic()))
+            if wait_s <= 0:  # time passes also where there is always something to hear
+                raise queue.Empty
+            item = self._inbox.get(timeout=wait_s)
         except queue.Empty:
             self._ticked_s = time.monotonic()
             if self._log is not None:
