@@ -1,9 +1,12 @@
 """Promises of `offbeat.numerics.buckets`."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from offbeat.numerics.buckets import plan_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.float16]
@@ -30,7 +33,7 @@ def test_only_a_single_larger_entry_passes_the_limit_and_buckets_are_as_full_as_
     plan = plan_buckets(sizes, dtypes, bucket_bytes=limit)
     for bucket in plan:
         assert len(bucket.entries) == 1 or bucket.elements * bucket.dtype.itemsize <= limit
-    for bucket, after in zip(plan, plan[1:], strict=False):
+    for bucket, after in pairwise(plan):
         joined = (bucket.elements + sizes[after.entries[0]]) * bucket.dtype.itemsize
         assert bucket.dtype != after.dtype or joined > limit
 

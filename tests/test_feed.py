@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
 from offbeat.errors import OffbeatError
 from offbeat.runtime.feed import EqualShards, load_batches
-from torch.utils.data import Dataset, TensorDataset
 
 
 def shards(samples, workers, batch_size, **more):

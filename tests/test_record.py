@@ -440,7 +440,7 @@ def test_replay_reports_the_first_changed_action_in_words():
     assert f"entry {place} (line {place + 1}): to " in text
     assert '{"type":"Lost","now_s":9.0,"worker":1,"cause":"closed"}' in text
     assert 'the log has the answer {"type":"Stop","worker":0,"step":3,"reason":"r"}' in text
-    assert 'the policies now give  {"type":"Stop","worker":1,"step":3,' in text
+    assert 'the policies now give  {"type":"Stop","worker":1,"step":2,' in text
 
 
 def test_replay_sees_every_action_that_is_missing_added_or_moved():

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
+from offbeat.runtime.checks import describe
 from offbeat.runtime.feed import EqualShards
 from offbeat.strategies import AllReduce
 
@@ -574,3 +575,24 @@ def penalised_loop(session, model, optimizer, dataset, batch, steps):
 
 def test_a_gradient_penalty_costs_no_exchange_of_its_own():
     compare(loop=penalised_loop, steps=8)
+
+
+def test_a_model_of_very_many_parameters_is_described_by_a_digest_of_the_rest():
+    small = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(20))
+    assert len(describe(small, sgd(small))) == 21
+    large = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(15_000))
+    lines = describe(large, sgd(large))
+    assert sum(map(len, lines)) < 300_000
+    assert "more lines with the digest" in lines[-1]
+    changed = nn.ParameterList([*list(large)[:-1], nn.Parameter(torch.zeros(2))])
+    other = describe(changed, sgd(changed))
+    assert other[:-1] == lines[:-1]
+    assert other[-1] != lines[-1]
+
+
+def test_a_part_of_an_epoch_needs_the_sessions_own_batches(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_SLOW", "0:2@0.0-0.5")
+    model = nn.Linear(2, 2)
+    with offbeat.join(model, sgd(model), AllReduce()):
+        with pytest.raises(OffbeatError, match=r"session\.batches knows it"):
+            model(torch.ones(1, 2)).sum().backward()

@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from offbeat.runtime.timing import PARTS, PartTimer
 
 

@@ -25,7 +25,7 @@ from offbeat.events import Action, Evaluated, Event
 from offbeat.policies import Policy, decide
 
 LOG_VERSION: Final = 1
-MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024  # a Joined that describes 100,000 parameters stays below it
+MESSAGE_BYTES_MAX: Final = 1024 * 1024  # as much as a link carries in one control message
 _BUFFER_BYTES_MAX: Final = 64 * 1024
 _VERSION_KEY: Final = "offbeat_log"
 _POLICY_PATH: Final = re.compile(r"(offbeat\.policies(?:\.[a-z][a-z0-9_]*)+):([A-Z][A-Za-z0-9]*)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import OffbeatError
+
+_DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
 def check_trainable(model: nn.Module, optimizer: Optimizer) -> None:
@@ -103,7 +107,11 @@ class Watch:
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    """One line a parameter, buffer and optimizer group: what all workers must have in common."""
+    """One line a parameter, buffer and optimizer group: what all workers must have in common.
+
+    Of a model that takes more than 256 KiB to describe, the lines that are too many become one, with their
+    digest.
+    """
     lines = [
         f"parameter {name} {_form(p)}" + ("" if p.requires_grad else " frozen")
         for name, p in model.named_parameters()
@@ -114,6 +122,11 @@ def describe(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
         + _settings(group)
         for number, group in enumerate(optimizer.param_groups)
     ]
+    sizes = accumulate(len(line) for line in lines)
+    kept = sum(size <= _DESCRIPTION_CHARACTERS_MAX for size in sizes)
+    if kept < len(lines):
+        digest = hashlib.blake2b("\n".join(lines[kept:]).encode(), digest_size=16).hexdigest()
+        lines[kept:] = [f"{len(lines) - kept} more lines with the digest {digest}"]
     return tuple(lines)
 
 

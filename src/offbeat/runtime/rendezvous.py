@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -34,6 +35,7 @@ from offbeat.runtime.environment import Environment
 START_DEADLINE_S = 30.0
 _COORDINATOR_START_S = 20.0
 _KEY = "meeting"
+_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
 _EVERYBODY = "everybody is here"
 _joins = itertools.count()
 _coordinators: list[
@@ -241,13 +243,32 @@ def _in_time(function: Callable[[], _T], limit_s: float) -> _T:
 
 
 def _own_address(master_addr: str) -> str:
-    """The address of the interface that leads to the master; connecting a UDP socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master_addr, 1))
-        except OSError as error:
-            raise OffbeatError(
-                f"MASTER_ADDR {master_addr!r} leads nowhere from this host: {error}"
-            ) from error
+    """The address at which the other hosts reach this one.
+
+    It is that of the interface that leads to the master. On the master itself, many systems' /etc/hosts say
+    that its own name is 127.0.1.1, where nobody else finds it: then, that of the default route.
+    """
+    try:
+        address = _source(master_addr)
+    except OSError as error:
+        raise OffbeatError(f"MASTER_ADDR {master_addr!r} leads nowhere from this host: {error}") from error
+    if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
+        with suppress(OSError):
+            return _source(_SOMEWHERE)
+    return address
+
+
+def _source(target: str) -> str:
+    """The address from which this host would speak to another; connecting a UDP socket sends nothing."""
+    family, _, _, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
         address: str = probe.getsockname()[0]
         return address
+
+
+def _is_address(text: str) -> bool:
+    with suppress(ValueError):
+        ip_address(text)
+        return True
+    return False

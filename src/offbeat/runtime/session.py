@@ -365,9 +365,12 @@ class Session:
         if self._slowness is None:
             return
         step_in_epoch = max(0, self._batches_taken - 1)
-        factor = self._slowness.factor(
-            self.worker, self.epoch, step_in_epoch, self._batches_in_epoch, self.step
-        )
+        try:
+            factor = self._slowness.factor(
+                self.worker, self.epoch, step_in_epoch, self._batches_in_epoch, self.step
+            )
+        except ValueError as error:
+            raise OffbeatError(f"{error}; session.batches knows it, your own loader does not") from error
         if factor > 1 and self._member is not None:
             self._member.pause((factor - 1) * compute_s)
         elif factor > 1:
