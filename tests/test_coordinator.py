@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.errors import LinkError
+from offbeat.errors import LinkError, WorkerError
 from offbeat.events import Failed, Joined, Left, Lost, Ready, Refuse, Start, Stop, Tick
 from offbeat.record import decode_actions, encode, read_log, replay
 from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
 from offbeat.runtime.handshake import Dialler
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.member import Member
+from offbeat.runtime.rendezvous import Meeting
 
 DEADLINE_S = 20.0
 MIB = 2**20
@@ -423,3 +425,27 @@ def test_a_bad_configuration_is_one_line_of_an_answer(change, text):
     with coordinator(**({"world": 2} | change)) as process:
         assert text in process.answer["error"]
         assert process.ended() == (1, "")
+
+
+def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
+    heard = queue.SimpleQueue()
+    links = Endpoint(Coordinator.NAME, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
+    meeting = Meeting(
+        job="job",
+        token="secret",
+        host="127.0.0.1",
+        coordinator=links.addresses,
+        store=None,
+        hosts_store=False,
+        limit_s=0.0,
+    )
+    member = Member(meeting, 1, heard.put)
+    try:
+        member.tell(ready(1))
+        assert member.endpoint.flush(DEADLINE_S)
+        links.close()
+        assert "worker 1 lost the coordinator: it ended before the job" in str(heard.get(timeout=DEADLINE_S))
+        with pytest.raises(WorkerError, match="lost the coordinator"):
+            member.check()
+    finally:
+        member.close()

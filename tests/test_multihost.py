@@ -62,18 +62,19 @@ try:
                     with open(os.path.join(folder, "computes"), "w") as pipe:
                         pipe.write("now")
                     signal.pause()
+                if session.step == 3:  # everybody is here, and has spoken to its neighbours
+                    links = session._member.endpoint
+                    families = {
+                        name.partition(".")[0]: peer.link.sock.family.name
+                        for name, peer in links._peers.items()
+                        if peer.link is not None
+                    }
+                    addresses = list(links.addresses)
                 loss.backward()
                 losses.append(loss.item())
                 optimizer.step()
             if session.step >= steps:
                 break
-        links = session._member.endpoint
-        families = {
-            name.partition(".")[0]: peer.link.sock.family.name
-            for name, peer in links._peers.items()
-            if peer.link is not None
-        }
-        addresses = list(links.addresses)
 except offbeat.WorkerError as error:
     report(worker=error.worker, step=error.step, text=str(error), ended_s=time.monotonic())
     raise
@@ -87,7 +88,7 @@ report(
 class Launch:
     """torchrun on every host; each worker reports into a folder."""
 
-    def __init__(self, places, folder, mark, *, steps, victim=-1):
+    def __init__(self, places, folder, mark, *, steps, victim=-1, master=None, prepare=lambda node: ":"):
         script = folder / "script.py"
         script.write_text(SCRIPT)
         self.folder, self.mark = folder, mark
@@ -95,11 +96,19 @@ class Launch:
         for node, place in enumerate(places):
             line = [
                 *place.prefix,
+                *("sh", "-c", f'{prepare(node)}; exec "$@"', "sh"),
                 sys.executable,
                 "-m",
                 "torch.distributed.run",
                 *("--nnodes", str(len(places)), "--nproc-per-node", "2", "--node-rank", str(node)),
-                *("--master-addr", places[0].address, "--master-port", "29517", "--monitor-interval", "0.1"),
+                *(
+                    "--master-addr",
+                    master or places[0].address,
+                    "--master-port",
+                    "29517",
+                    "--monitor-interval",
+                    "0.1",
+                ),
                 *(str(script), str(folder), str(steps), str(victim)),
             ]
             env = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
@@ -163,6 +172,22 @@ def test_torchrun_on_two_hosts_trains_to_the_end_with_equal_replicas(tmp_path):
             assert family == expected, f"worker {rank} to {peer}"
     # In the ring 0-1-2-3, worker 0 speaks to 1 on its host and to 3 on the other.
     assert {"coordinator", "worker-1", "worker-3"} <= set(reports[0]["families"])
+
+
+def test_a_master_whose_name_is_a_loopback_address_on_itself_is_found(tmp_path):
+    """As on Debian, where /etc/hosts gives a host's own name the address 127.0.1.1."""
+
+    def prepare(node):  # what is mounted here is seen by this command only
+        names = tmp_path / f"hosts{node}"
+        names.write_text(f"127.0.0.1 localhost\n{'127.0.1.1' if node == 0 else '10.90.0.1'} head\n")
+        no_name_server = "mount --bind /dev/null /etc/resolv.conf"
+        return f"mount --bind {names} /etc/hosts; {no_name_server}; ip route add default dev eth0"
+
+    with launch(tmp_path, steps=10, master="head", prepare=prepare) as launched:
+        assert launched.codes() == [0, 0], launched.output()
+    reports = launched.reports()
+    assert len({said["digest"] for said in reports.values()}) == 1
+    assert reports[0]["addresses"][1].startswith("tcp://10.90.0.1:")
 
 
 @pytest.mark.parametrize("victim", [0, 3])
