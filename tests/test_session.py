@@ -318,6 +318,41 @@ def test_batch_norm_buffers_follow_the_first_worker_and_keep_their_types():
         assert final == results[0][2]
 
 
+class Counting(nn.Module):
+    """Puts a new tensor in its buffer's place in every forward pass."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.layer = nn.Linear(12, 3).double()
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("flag", torch.tensor(False))
+
+    def forward(self, x):
+        self.seen = self.seen + x.shape[0]
+        self.flag = ~self.flag
+        return self.layer(x)
+
+
+def counted(rank, say):
+    model = Counting()
+    optimizer = sgd(model)
+    with offbeat.join(model, optimizer, AllReduce()):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(rank + 1, 12, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+    return model.seen.tolist(), model.flag.item()
+
+
+def test_buffers_may_be_replaced_but_not_change_their_form():
+    assert values(run(counted, 3)) == [([3.0, 3.0], True)] * 3
+    model = Counting()
+    with offbeat.join(model, sgd(model), AllReduce()) as session:
+        model.seen = torch.zeros(3)
+        with pytest.raises(OffbeatError, match="buffer 'seen' was torch.float32"):
+            session._averager._buffers.tensors()
+
+
 def mixed_precision(rank, say):
     model = Net(seed=rank).float()
     optimizer = sgd(model)
@@ -533,7 +568,7 @@ def test_unfreezing_or_adding_parameters_in_a_session_is_an_error():
             optimizer.step()
         model.frozen.requires_grad_(False)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-        with pytest.raises(OffbeatError, match="held 13 parameters"):
+        with pytest.raises(OffbeatError, match="held 13 parameters at join and holds 14"):
             optimizer.step()
 
 

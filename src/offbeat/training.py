@@ -93,7 +93,6 @@ def train(settings: Settings) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     with offbeat.join(model, optimizer, parse_strategy(settings.strategy)) as session:
         torch.manual_seed(settings.seed + session.worker)  # what dropout draws differs between workers
-        session.timer.lap()  # the first step's time begins here, not with the wait for the last to come
         for epoch in session.epochs(settings.epochs):
             model.train()
             loss_sum, samples = torch.zeros(()), 0

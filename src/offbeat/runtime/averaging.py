@@ -57,6 +57,37 @@ class Membership:
     weight: float = 1.0
 
 
+class _BufferList:
+    """The buffers of a model by the places where they are: layers may put new tensors there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.numel() and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self._places.append((module._buffers, name, torch.empty_like(buffer, device="meta")))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers as they are now.
+
+        Raises:
+            OffbeatError: one has changed its form since join.
+        """
+        found = []
+        for buffers, name, form in self._places:
+            buffer = buffers.get(name)
+            if buffer is None or buffer.shape != form.shape or buffer.dtype != form.dtype:
+                now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+                raise OffbeatError(
+                    f"the buffer {name!r} was {form.dtype} {list(form.shape)} at join and is {now}: "
+                    "leave the session and join again"
+                )
+            found.append(buffer)
+        return found
+
+
 class _Bank:
     """A bucket's memory: first gradients, then buffers, then the epilogue."""
 
@@ -136,7 +167,7 @@ class GradientAverager:
         self._deadline_s = deadline_s
         self._exchange_id = first_exchange_id
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._buffers = _BufferList(model)
         self._slots = self._make_slots(bucket_bytes)
         self._index_of = {entry: index for index, slot in enumerate(self._slots) for entry in slot.entries}
         self._launch_limit = len(self._slots) - 1
@@ -156,8 +187,9 @@ class GradientAverager:
 
     def _make_slots(self, bucket_bytes: int) -> list[_Slot]:
         epilogue = torch.Size([2 + self._membership.size + len(self._parameters)])
-        shapes = [t.shape for t in self._parameters + self._buffers] + [epilogue]
-        dtypes = [t.dtype for t in self._parameters + self._buffers] + [torch.float32]
+        tensors = self._parameters + self._buffers.tensors()
+        shapes = [t.shape for t in tensors] + [epilogue]
+        dtypes = [t.dtype for t in tensors] + [torch.float32]
         plan = plan_buckets([shape.numel() for shape in shapes], dtypes, bucket_bytes=bucket_bytes)
         device = self._parameters[0].device
         return [_Slot(bucket, shapes, len(self._parameters), device) for bucket in plan]
@@ -322,6 +354,7 @@ class GradientAverager:
         Dividing by the group's size before the sum keeps half precision from overflowing on the way.
         """
         share = weight / self._membership.size
+        buffers = self._buffers.tensors() if len(slot.entries) > slot.parameters else []
         for entry, view in zip(slot.entries, slot.bank.views, strict=True):
             if entry < len(self._parameters):
                 gradient = self._parameters[entry].grad
@@ -329,9 +362,9 @@ class GradientAverager:
                     view.zero_()
                 else:
                     torch.mul(gradient, share, out=view)
-            elif entry < len(self._parameters) + len(self._buffers):
+            elif entry < len(self._parameters) + len(buffers):
                 if self._membership.position == 0:
-                    view.copy_(self._buffers[entry - len(self._parameters)])
+                    view.copy_(buffers[entry - len(self._parameters)])
                 else:
                     view.zero_()
 
@@ -340,6 +373,7 @@ class GradientAverager:
         """Makes the means the gradients, and the first member's buffers the buffers."""
         mean_weight = epilogue[0] / self._membership.size
         used = epilogue[2 + self._membership.size :]
+        buffers = self._buffers.tensors()
         for slot in self._slots:
             if mean_weight not in (0.0, 1.0) and slot.gradient_elements:
                 slot.bank.flat[: slot.gradient_elements].div_(mean_weight)
@@ -347,8 +381,8 @@ class GradientAverager:
                 if entry < len(self._parameters):
                     if used[entry] and mean_weight:
                         self._set_gradient(self._parameters[entry], view)
-                elif entry < len(self._parameters) + len(self._buffers):
-                    self._buffers[entry - len(self._parameters)].copy_(view)
+                elif entry < len(self._parameters) + len(buffers):
+                    buffers[entry - len(self._parameters)].copy_(view)
 
     @staticmethod
     def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._optimizer = optimizer
-        self._held = self._count()
+        self._held = self._ids()
 
     def check(self) -> None:
         """Raises OffbeatError if parameters were unfrozen, or given to the optimizer, since join."""
@@ -96,14 +96,15 @@ class Watch:
                 raise OffbeatError(
                     f"{name} was frozen at join and requires a gradient now: leave the session and join again"
                 )
-        if self._count() != self._held:
+        held = self._ids()
+        if held != self._held:
             raise OffbeatError(
-                f"the optimizer held {self._held} parameters at join and holds {self._count()} now: "
-                "leave the session and join again"
+                f"the optimizer held {len(self._held)} parameters at join and holds {len(held)}, or others, "
+                "now: leave the session and join again"
             )
 
-    def _count(self) -> int:
-        return sum(len(group["params"]) for group in self._optimizer.param_groups)
+    def _ids(self) -> list[int]:
+        return [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
