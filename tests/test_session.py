@@ -349,7 +349,7 @@ def test_buffers_may_be_replaced_but_not_change_their_form():
     model = Counting()
     with offbeat.join(model, sgd(model), AllReduce()) as session:
         model.seen = torch.zeros(3)
-        with pytest.raises(OffbeatError, match="buffer 'seen' was torch.float32"):
+        with pytest.raises(OffbeatError, match=r"buffer 'seen' was torch\.float32"):
             session._averager._buffers.tensors()
 
 
