@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import msgspec
@@ -449,3 +450,12 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
             member.check()
     finally:
         member.close()
+
+
+def test_the_log_shows_within_a_tick_what_was_heard_though_nothing_followed_from_it(tmp_path):
+    log = tmp_path / "log"
+    with running_job(2, log, tick_s=0.05) as (_, peers):
+        peers[0].say(ready(0))
+        limit_s = time.monotonic() + DEADLINE_S
+        while b'"Ready"' not in log.read_bytes():
+            assert time.monotonic() < limit_s
