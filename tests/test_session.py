@@ -1,5 +1,7 @@
 """Promises of `offbeat.join` with `AllReduce`: real workers beside one process with the large batch."""
 
+import copy
+import io
 import os
 
 import pytest
@@ -351,6 +353,32 @@ def test_buffers_may_be_replaced_but_not_change_their_form():
         model.seen = torch.zeros(3)
         with pytest.raises(OffbeatError, match=r"buffer 'seen' was torch\.float32"):
             session._averager._buffers.tensors()
+
+
+def copied(rank, say):
+    """A copy, a pickle and an averaged copy of a model in a session are models of their own."""
+    model = Net(seed=rank)
+    optimizer = sgd(model)
+    with offbeat.join(model, optimizer, AllReduce()) as session:
+        plain_loop(session, model, optimizer, data(), 8, 2)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        for other in (copy.deepcopy(model), loaded, averaged.module):
+            assert torch.equal(flat(other), flat(model))
+            rounds = session._averager.round
+            if rank == 0:  # nobody is waited for
+                other(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
+            assert session._averager.round == rounds
+        plain_loop(session, model, optimizer, data(), 8, 4)
+    return flat(model).tolist()
+
+
+def test_a_model_in_a_session_can_be_copied_saved_and_averaged():
+    first, second = values(run(copied, 2))
+    assert first == second
 
 
 def mixed_precision(rank, say):

@@ -8,7 +8,7 @@ module never decides who takes part, and never touches the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,23 @@ class Membership:
     position: int
     size: int
     weight: float = 1.0
+
+
+class _Hook:
+    """A session's hook on somebody's model; copies and pickles of the model get one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    return
 
 
 class _BufferList:
@@ -197,10 +214,10 @@ class GradientAverager:
     def attach(self) -> None:
         """Puts the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
-            hook = partial(self._gradient_ready, entry)
+            hook = _Hook(partial(self._gradient_ready, entry))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
-        self._handles.append(self._model.register_forward_hook(self._after_forward))
+        self._handles.append(self._model.register_forward_pre_hook(_Hook(self._before_forward)))
+        self._handles.append(self._model.register_forward_hook(_Hook(self._after_forward)))
 
     def detach(self) -> None:
         """Takes every hook off the model again."""

@@ -235,6 +235,8 @@ class _ScheduleRun:
 
     def begin(self) -> None:
         size = self._itemsize
+        for forward in self._plan.first:
+            self._send(forward, forward.start, forward.stop)
         for number, step in enumerate(self._plan.steps):
             start, stop = self._plan.spans[number]
             if step.recv_from is not None and start < stop:
@@ -242,8 +244,6 @@ class _ScheduleRun:
                 arrived = partial(self._arrived, number, step.op == "add", start)
                 peer = self._names[step.recv_from]
                 self._endpoint.expect(peer, self._tag + number, memory[start * size : stop * size], arrived)
-        for forward in self._plan.first:
-            self._send(forward, forward.start, forward.stop)
         self._see_whether_done()
 
     def _arrived(self, number: int, add: bool, base: int, offset: int, length: int) -> None:
