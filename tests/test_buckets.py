@@ -14,11 +14,12 @@ ENTRIES = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_s
 
 
 @given(ENTRIES, st.integers(1, 200))
-def test_every_entry_is_in_exactly_one_bucket_in_order_without_gaps(entries, bucket_bytes):
+def test_every_entry_is_in_exactly_one_bucket_of_its_dtype_without_gaps(entries, bucket_bytes):
     sizes, dtypes = [size for size, _ in entries], [dtype for _, dtype in entries]
     plan = plan_buckets(sizes, dtypes, bucket_bytes=bucket_bytes)
-    assert [entry for bucket in plan for entry in bucket.entries] == list(range(len(entries)))
+    assert sorted(entry for bucket in plan for entry in bucket.entries) == list(range(len(entries)))
     for bucket in plan:
+        assert list(bucket.entries) == sorted(bucket.entries)
         assert all(dtypes[entry] == bucket.dtype for entry in bucket.entries)
         filled = 0
         for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
@@ -28,14 +29,30 @@ def test_every_entry_is_in_exactly_one_bucket_in_order_without_gaps(entries, buc
 
 
 @given(ENTRIES, st.integers(1, 200))
+def test_buckets_come_in_the_order_in_which_they_fill(entries, bucket_bytes):
+    sizes, dtypes = [size for size, _ in entries], [dtype for _, dtype in entries]
+    last = [bucket.entries[-1] for bucket in plan_buckets(sizes, dtypes, bucket_bytes=bucket_bytes)]
+    assert last == sorted(last)
+
+
+@given(ENTRIES, st.integers(1, 200))
 def test_only_a_single_larger_entry_passes_the_limit_and_buckets_are_as_full_as_it_allows(entries, limit):
     sizes, dtypes = [size for size, _ in entries], [dtype for _, dtype in entries]
     plan = plan_buckets(sizes, dtypes, bucket_bytes=limit)
     for bucket in plan:
         assert len(bucket.entries) == 1 or bucket.elements * bucket.dtype.itemsize <= limit
-    for bucket, after in pairwise(plan):
-        joined = (bucket.elements + sizes[after.entries[0]]) * bucket.dtype.itemsize
-        assert bucket.dtype != after.dtype or joined > limit
+    for dtype in DTYPES:
+        of_dtype = [bucket for bucket in plan if bucket.dtype == dtype]
+        for bucket, after in pairwise(of_dtype):
+            assert (bucket.elements + sizes[after.entries[0]]) * dtype.itemsize > limit
+
+
+def test_alternating_dtypes_make_two_buckets():
+    dtypes = [torch.float32, torch.int64] * 50
+    assert [bucket.entries for bucket in plan_buckets([3] * 100, dtypes, bucket_bytes=10**6)] == [
+        tuple(range(0, 100, 2)),
+        tuple(range(1, 100, 2)),
+    ]
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])

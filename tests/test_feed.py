@@ -76,15 +76,15 @@ class Squares(Dataset):
 
 def test_any_data_set_is_loaded_through_a_data_loader_without_touching_the_global_generator():
     state = torch.get_rng_state()
-    loaded = list(load_batches(Squares(), [[1, 2], [5]], seed=0, loader_options={"num_workers": 0}))
+    loaded = list(load_batches(Squares(), [[1, 2], [5]], seed=(0,), loader_options={"num_workers": 0}))
     assert [[part.tolist() for part in batch] for batch in loaded] == [[[1, 2], [1, 4]], [[5], [25]]]
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_tensor_data_set_gives_the_same_batches_either_way():
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
-    direct = list(load_batches(data, [[3, 1], [7]], seed=0, loader_options={}))
-    loaded = list(load_batches(data, [[3, 1], [7]], seed=0, loader_options={"num_workers": 0}))
+    direct = list(load_batches(data, [[3, 1], [7]], seed=(0,), loader_options={}))
+    loaded = list(load_batches(data, [[3, 1], [7]], seed=(0,), loader_options={"num_workers": 0}))
     for left, right in zip(direct, loaded, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
@@ -92,4 +92,4 @@ def test_a_tensor_data_set_gives_the_same_batches_either_way():
 @pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_size", "drop_last"])
 def test_an_option_that_the_session_decides_is_refused(option):
     with pytest.raises(OffbeatError, match=option):
-        list(load_batches(Squares(), [[1]], seed=0, loader_options={option: 1}))
+        list(load_batches(Squares(), [[1]], seed=(0,), loader_options={option: 1}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -27,10 +28,11 @@ class Bucket:
 def plan_buckets(
     sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Packs entries, in their order, into buckets of one dtype and at most `bucket_bytes` each.
+    """Packs entries into buckets of one dtype and at most `bucket_bytes` each, in their order within a dtype.
 
     The plan depends on nothing but its arguments, so that every worker with the same model has the same
-    buckets in the same order whatever order its gradients appear in. An entry larger than `bucket_bytes`
+    buckets in the same order whatever order its gradients appear in. Buckets come in the order of their
+    last entries: in which they fill if entries become ready in order. An entry larger than `bucket_bytes`
     has a bucket of its own.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2.3 (gradient bucketing; the 25 MiB default).
@@ -45,23 +47,19 @@ def plan_buckets(
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be at least 1 byte, got {bucket_bytes}")
-    buckets: list[Bucket] = []
-    entries: list[int] = []
-    offsets: list[int] = []
-    filled = 0
-    for index, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-        if entries and (dtype != dtypes[entries[0]] or (filled + size) * dtype.itemsize > bucket_bytes):
-            buckets.append(_bucket(dtypes, entries, offsets, filled))
-            entries, offsets, filled = [], [], 0
-        entries.append(index)
-        offsets.append(filled)
-        filled += size
-    if entries:
-        buckets.append(_bucket(dtypes, entries, offsets, filled))
-    return tuple(buckets)
+    packed: list[list[int]] = []
+    open_by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
+    for entry, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
+        entries, filled = open_by_dtype.get(dtype, ([], 0))
+        if not entries or (filled + size) * dtype.itemsize > bucket_bytes:
+            entries, filled = [], 0
+            packed.append(entries)
+        entries.append(entry)
+        open_by_dtype[dtype] = entries, filled + size
+    packed.sort(key=lambda entries: entries[-1])
+    return tuple(_bucket(entries, sizes, dtypes[entries[0]]) for entries in packed)
 
 
-def _bucket(
-    dtypes: Sequence[torch.dtype], entries: Sequence[int], offsets: Sequence[int], elements: int
-) -> Bucket:
-    return Bucket(dtype=dtypes[entries[0]], entries=tuple(entries), offsets=tuple(offsets), elements=elements)
+def _bucket(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:
+    ends = list(accumulate((sizes[entry] for entry in entries), initial=0))
+    return Bucket(dtype=dtype, entries=tuple(entries), offsets=tuple(ends[:-1]), elements=ends[-1])

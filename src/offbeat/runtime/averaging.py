@@ -8,7 +8,9 @@ module never decides who takes part, and never touches the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +22,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.buckets import Bucket, plan_buckets
-from offbeat.runtime.exchange import Exchange, Pending
+from offbeat.numerics.buckets import plan_buckets
+from offbeat.runtime.exchange import Exchange
+from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.timing import PartTimer
+
+_WORD_S = 5.0
 
 
 class Host(Protocol):
@@ -74,76 +79,6 @@ def _do_nothing(*_: Any) -> None:
     return
 
 
-class _BufferList:
-    """The buffers of a model by the places where they are: layers may put new tensors there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        seen: set[int] = set()
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.numel() and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    self._places.append((module._buffers, name, torch.empty_like(buffer, device="meta")))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The buffers as they are now.
-
-        Raises:
-            OffbeatError: one has changed its form since join.
-        """
-        found = []
-        for buffers, name, form in self._places:
-            buffer = buffers.get(name)
-            if buffer is None or buffer.shape != form.shape or buffer.dtype != form.dtype:
-                now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
-                raise OffbeatError(
-                    f"the buffer {name!r} was {form.dtype} {list(form.shape)} at join and is {now}: "
-                    "leave the session and join again"
-                )
-            found.append(buffer)
-        return found
-
-
-class _Bank:
-    """A bucket's memory: first gradients, then buffers, then the epilogue."""
-
-    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], device: torch.device) -> None:
-        self.flat = torch.zeros(bucket.elements, dtype=bucket.dtype, device=device)
-        self.views = [
-            self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
-            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
-        ]
-
-
-class _Slot:
-    """A bucket with two banks of memory, used in turn.
-
-    The means of a round stay where they were summed and become the gradients, so that nothing is copied
-    out. The next round sums in the other bank, so that those gradients stay untouched until it is over.
-    """
-
-    def __init__(
-        self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, device: torch.device
-    ) -> None:
-        self.entries = bucket.entries
-        self.parameters = sum(entry < parameters for entry in bucket.entries)
-        self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
-        self.missing = self.parameters
-        self.pending: Pending | None = None
-        self._banks = (_Bank(bucket, shapes, device), _Bank(bucket, shapes, device))
-
-    @property
-    def bank(self) -> _Bank:
-        """The memory of the round under way."""
-        return self._banks[0]
-
-    def end_round(self) -> None:
-        """Leaves the bank to the gradients that lie in it and turns to the other."""
-        self._banks = self._banks[::-1]
-        self.missing = self.parameters
-
-
 class GradientAverager:
     """Keeps the gradients and buffers of `model` equal on all members of a group.
 
@@ -184,32 +119,41 @@ class GradientAverager:
         self._deadline_s = deadline_s
         self._exchange_id = first_exchange_id
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        self._buffers = _BufferList(model)
-        self._slots = self._make_slots(bucket_bytes)
+        self._buffers = BufferList(model)
+        self._slots = [] if exchange is None else self._make_slots(bucket_bytes)
         self._index_of = {entry: index for index, slot in enumerate(self._slots) for entry in slot.entries}
-        self._launch_limit = len(self._slots) - 1
+        # Buckets from here on are launched only when the backward pass is over: those that hold more than
+        # gradients, and once a gradient was found to come twice in one pass, all from its bucket on.
+        self._launch_limit = sum(len(slot.entries) == slot.parameters for slot in self._slots)
         self._handles: list[RemovableHandle] = []
         self._ready_entries: set[int] = set()
         self._launched = 0
+        self._launched_weight = 0.0
         self._stale = False
         self._backward_id: int | None = None
+        self._backward_end: Callable[[], object] = _do_nothing  # a weak reference: gone with the pass
         self._accumulated = False  # the backward pass under way has reached a parameter
         self._quiet = False
         self._fresh_weight = 0.0
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
         self._round_end_s = host.timer.switch("other")
+        # The gradients of the last round, by identity and version: others were set by hand.
+        self._handed_out: list[tuple[Callable[[], torch.Tensor | None], int]] = [
+            (_do_nothing, 0) for _ in self._parameters
+        ]
         self.batch_weight = 1.0
         self.round = 0
         self.rounds_since_step = 0
 
-    def _make_slots(self, bucket_bytes: int) -> list[_Slot]:
+    def _make_slots(self, bucket_bytes: int) -> list[Slot]:
         epilogue = torch.Size([2 + self._membership.size + len(self._parameters)])
         tensors = self._parameters + self._buffers.tensors()
         shapes = [t.shape for t in tensors] + [epilogue]
-        dtypes = [t.dtype for t in tensors] + [torch.float32]
+        precise = any(t.dtype == torch.float64 for t in self._parameters)
+        dtypes = [t.dtype for t in tensors] + [torch.float64 if precise else torch.float32]
         plan = plan_buckets([shape.numel() for shape in shapes], dtypes, bucket_bytes=bucket_bytes)
         device = self._parameters[0].device
-        return [_Slot(bucket, shapes, len(self._parameters), device) for bucket in plan]
+        return [Slot(bucket, shapes, len(self._parameters), device) for bucket in plan]
 
     def attach(self) -> None:
         """Puts the hooks on the model."""
@@ -248,10 +192,11 @@ class GradientAverager:
         to reach a parameter.
         """
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._backward_begins)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
+        self._forget_failed_pass()
         if self._backward_id != torch._C._current_graph_task_id():
             self._await_end_of_backward()
 
@@ -259,6 +204,18 @@ class GradientAverager:
         self._backward_id = torch._C._current_graph_task_id()
         callback = partial(self._backward_ended, self._backward_id)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._backward_end = weakref.ref(callback)
+
+    def _forget_failed_pass(self) -> None:
+        """A backward pass that raised never ends: what it sent already is sent again."""
+        if self._backward_id is None or self._backward_end() is not None:
+            return
+        self._backward_id = None
+        self._accumulated = False
+        self._ready_entries.clear()
+        self._stale = self._launched > 0
+        for slot in self._slots:
+            slot.missing = slot.parameters
 
     def _gradient_ready(self, entry: int, parameter: torch.Tensor) -> None:
         if self._host.timer.part != "compute":
@@ -269,6 +226,7 @@ class GradientAverager:
                 "a parameter has a sparse gradient, which cannot be averaged: "
                 "build its layer with sparse=False"
             )
+        self._forget_failed_pass()
         if self._backward_id is None:
             self._await_end_of_backward()
         self._accumulated = True
@@ -283,7 +241,7 @@ class GradientAverager:
         self._ready_entries.add(entry)
         self._slots[index].missing -= 1
         while self._launched < self._launch_limit and not self._slots[self._launched].missing:
-            self._launch_next(self._fresh_weight + self.batch_weight)
+            self._launch_next(self._weight_of(self._fresh_weight + self.batch_weight))
 
     def _backward_ended(self, backward_id: int) -> None:
         if backward_id != self._backward_id:
@@ -308,25 +266,44 @@ class GradientAverager:
     def exchange(self) -> None:
         """Averages what has been computed since the last round; every member has to call it.
 
-        A member without a backward pass since then takes part with weight zero.
+        Gradients that were set by hand count as one batch. A member without new gradients takes part with
+        weight zero.
 
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
         """
+        self._forget_failed_pass()
+        if not self._fresh_weight and self._were_set_by_hand():
+            self._fresh_weight = self.batch_weight
         began_s = self._host.timer.switch("communicate")
         compute_s = self._host.timer.total_s("compute") - self._compute_mark_s
         offset_s = began_s - self._round_end_s
-        weight = self._fresh_weight * self._membership.weight
+        offsets_s: list[float] = []
         if self._exchange is None:
             self._host.ready(compute_s)
         else:
+            weight = self._weight_of(self._fresh_weight)
+            if self._launched and weight != self._launched_weight:
+                self._stale = True
             epilogue = self._pass(weight, offset_s, compute_s)
             while epilogue[1]:
                 self._launched, self._stale = 0, False
                 epilogue = self._pass(weight, offset_s, None)
             self._take_over(epilogue)
-        self._end_round(
-            offset_s, epilogue[2 : 2 + self._membership.size] if self._membership.size > 1 else []
+            offsets_s = epilogue[2 : 2 + self._membership.size]
+        self._end_round(offset_s, offsets_s)
+
+    def _weight_of(self, batches: float) -> float:
+        """This worker's weight in the mean, as the epilogue's type holds it."""
+        exact = torch.tensor(batches * self._membership.weight, dtype=self._slots[-1].bank.flat.dtype)
+        return float(exact)
+
+    def _were_set_by_hand(self) -> bool:
+        return any(
+            gradient is not None and (handed() is not gradient or version != gradient._version)
+            for gradient, (handed, version) in zip(
+                (parameter.grad for parameter in self._parameters), self._handed_out, strict=True
+            )
         )
 
     def _pass(self, weight: float, offset_s: float, compute_s: float | None) -> list[float]:
@@ -337,9 +314,11 @@ class GradientAverager:
         self._exchange_id += 1
         if compute_s is not None:
             self._host.ready(compute_s)
+        # The coordinator has the same deadline and knows who is late, so it has the first word.
+        limit_s = time.monotonic() + self._deadline_s + _WORD_S
         for slot in self._slots:
             assert slot.pending is not None
-            slot.pending.wait(self._deadline_s)
+            slot.pending.wait(max(0.0, limit_s - time.monotonic()))
         return self._epilogue.tolist()
 
     @property
@@ -353,7 +332,7 @@ class GradientAverager:
         values[2 + self._membership.position] = offset_s
         for entry, parameter in enumerate(self._parameters, 2 + self._membership.size):
             values[entry] = float(parameter.grad is not None)
-        self._epilogue.copy_(torch.tensor(values))
+        self._epilogue.copy_(torch.tensor(values, dtype=self._epilogue.dtype))
 
     def _launch_next(self, weight: float) -> None:
         slot = self._slots[self._launched]
@@ -364,8 +343,9 @@ class GradientAverager:
             slot.bank.flat, exchange_id=self._exchange_id, index=self._launched
         )
         self._launched += 1
+        self._launched_weight = weight
 
-    def _pack(self, slot: _Slot, weight: float) -> None:
+    def _pack(self, slot: Slot, weight: float) -> None:
         """Writes this worker's share of the mean: gradients by weight, buffers if it is the first member.
 
         Dividing by the group's size before the sum keeps half precision from overflowing on the way.
@@ -397,16 +377,20 @@ class GradientAverager:
             for entry, view in zip(slot.entries, slot.bank.views, strict=True):
                 if entry < len(self._parameters):
                     if used[entry] and mean_weight:
-                        self._set_gradient(self._parameters[entry], view)
-                elif entry < len(self._parameters) + len(buffers):
-                    buffers[entry - len(self._parameters)].copy_(view)
+                        self._set_gradient(entry, view)
+                elif entry < len(self._parameters) + len(buffers) and self._membership.position:
+                    # Like the layers that write them, this does not count as a change to autograd.
+                    buffers[entry - len(self._parameters)].data.copy_(view)
+            if mean_weight:
+                slot.hand_out()
 
-    @staticmethod
-    def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor) -> None:
+    def _set_gradient(self, entry: int, mean: torch.Tensor) -> None:
+        parameter = self._parameters[entry]
         if parameter.stride() == mean.stride():
             parameter.grad = mean
         else:
             parameter.grad = torch.empty_like(parameter).copy_(mean)
+        self._handed_out[entry] = (weakref.ref(parameter.grad), parameter.grad._version)
 
     def _end_round(self, offset_s: float, offsets_s: list[float]) -> None:
         timer = self._host.timer
@@ -418,7 +402,7 @@ class GradientAverager:
         self._launched, self._stale = 0, False
         self._ready_entries.clear()
         for slot in self._slots:
-            slot.end_round()
+            slot.missing = slot.parameters
         self.round += 1
         self.rounds_since_step += 1
 

@@ -53,6 +53,10 @@ def _check_tensors(model: nn.Module) -> None:
             raise OffbeatError(
                 f"{name} is not a plain dense tensor ({type(tensor).__name__}): join needs those"
             )
+        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise OffbeatError(f"{name} is expanded, several elements share memory: clone it before join")
+        if not _can_add(tensor.dtype):
+            raise OffbeatError(f"{name} is of type {tensor.dtype}, which torch cannot add: use another one")
     devices = {tensor.device for _, tensor in named}
     if len(devices) > 1:
         raise OffbeatError(
@@ -63,6 +67,14 @@ def _check_tensors(model: nn.Module) -> None:
         raise OffbeatError("the model lies on the meta device and has no values: materialise it before join")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise OffbeatError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def _can_add(dtype: torch.dtype) -> bool:
+    try:
+        torch.zeros(1, dtype=dtype).add_(torch.zeros(1, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -54,7 +54,7 @@ class EqualShards:
         """The sample indices of each of the worker's batches, in order."""
         order = torch.arange(self.samples)
         if self.shuffle:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch))
             order = torch.randperm(self.samples, generator=generator)
         stride = self.workers * self.batch_size
         dealt = []
@@ -66,13 +66,21 @@ class EqualShards:
         return dealt
 
 
+def _mixed(*numbers: int) -> int:
+    """One seed of several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number) % 2**63
+    return mixed
+
+
 def load_batches(
-    dataset: Dataset[Any], batches: list[list[int]], *, seed: int, loader_options: dict[str, Any]
+    dataset: Dataset[Any], batches: list[list[int]], *, seed: tuple[int, ...], loader_options: dict[str, Any]
 ) -> Iterator[Any]:
     """Yields the batches of `dataset` at the given indices.
 
     A TensorDataset is indexed directly; anything else goes through a torch DataLoader, with options passed
-    on (`num_workers`, `collate_fn`, `pin_memory`, …).
+    on (`num_workers`, `collate_fn`, `pin_memory`, …), whose workers draw from `seed`.
 
     Raises:
         OffbeatError: an option contradicts what the session decides itself.
@@ -86,5 +94,5 @@ def load_batches(
         for batch in batches:
             yield dataset[batch]
         return
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_mixed(*seed))
     yield from DataLoader(dataset, batch_sampler=batches, generator=generator, **loader_options)

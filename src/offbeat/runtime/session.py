@@ -117,6 +117,7 @@ class Session:
         self.timer = PartTimer(time.perf_counter)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._seed = environment.seed
+        self._is_dealing = False
         self._slowness = _read_slowness(environment)
         self._batches_taken = 0
         self._batches_in_epoch: int | None = None
@@ -219,7 +220,6 @@ class Session:
         copier = StateCopier(
             self._exchange,
             device=next(self._model.parameters()).device,
-            root=0,
             position=self._membership.position,
             deadline_s=self._strategy.deadline_s,
             exchange_id=self._next_exchange_id,
@@ -260,10 +260,12 @@ class Session:
         if hasattr(self, "_averager"):
             self._averager.detach()
         _joined.discard(self._optimizer)
-        if self._group is not None and self._group is not dist.group.WORLD:
-            dist.destroy_process_group(self._group)
-        if self._member is not None:
-            self._member.close()
+        try:
+            if self._group is not None:  # made here, whether it is the world's or not
+                dist.destroy_process_group(self._group)
+        finally:
+            if self._member is not None:
+                self._member.close()
 
     def _abandon(self, error: WorkerError) -> None:
         if self._exchange is not None:
@@ -290,7 +292,8 @@ class Session:
         """Yields this worker's batches of the current epoch; over all workers each sample comes once.
 
         Every worker gets the same number of batches. Which samples they hold depends on the seed and the
-        epoch alone. A batch that is smaller than others counts for less in the mean.
+        epoch alone. A batch that is smaller than others counts for less in the mean; which one a backward
+        pass belongs to is taken to be the last one that was taken, so do not take batches ahead.
 
         Args:
             dataset: map-style, the same on every worker.
@@ -300,12 +303,19 @@ class Session:
 
         Raises:
             ValueError: fewer samples than workers, or a batch size below 1.
-            OffbeatError: the data set has no length, or an option is the session's own to decide.
+            OffbeatError: the data set has no length, an option is the session's own to decide, or the epoch's
+                batches are being dealt already or are used up.
         """
         if not hasattr(dataset, "__len__"):
             raise OffbeatError(
                 "session.batches needs a data set with a length; for an iterable one use your own loader, "
                 "with the same number of batches on every worker"
+            )
+        if self._is_dealing:
+            raise OffbeatError("session.batches is being iterated already: finish that one first")
+        if self._batches_taken == self._batches_in_epoch:
+            raise OffbeatError(
+                f"the samples of epoch {self.epoch} are used up: begin the next one with session.epochs"
             )
         shards = EqualShards(
             samples=len(dataset),
@@ -317,7 +327,9 @@ class Session:
         )
         self._batches_in_epoch = shards.steps
         indices = shards.batches(self.worker)[self._batches_taken :]
-        loaded = load_batches(dataset, indices, seed=self._seed, loader_options=loader_options)
+        seed = (self._seed, self.epoch, self.worker)
+        loaded = load_batches(dataset, indices, seed=seed, loader_options=loader_options)
+        self._is_dealing = True
         try:
             for taken in indices:
                 self.timer.switch("batch")
@@ -329,6 +341,7 @@ class Session:
                 self.timer.switch("compute")
                 yield batch
         finally:
+            self._is_dealing = False
             self._averager.batch_weight = 1.0
             self.timer.switch("other")
 
@@ -392,7 +405,8 @@ class Session:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
-        if self._averager.exchange_is_due:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._averager.exchange_is_due and closure is None:  # a closure has its own backward pass
             self._averager.exchange()
         self.timer.switch("apply")
 

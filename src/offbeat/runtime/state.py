@@ -32,8 +32,7 @@ class StateCopier:
     Args:
         exchange: over the members.
         device: where tensors have to lie to travel: the model's device.
-        root: the member, by position, whose state everybody takes.
-        position: this worker's position.
+        position: this worker's position; everybody takes the state of the member at 0.
         deadline_s: how long one transfer may take at most.
         exchange_id: the id to use; the following 3 are used as well.
     """
@@ -45,15 +44,13 @@ class StateCopier:
         exchange: Exchange,
         *,
         device: torch.device,
-        root: int,
         position: int,
         deadline_s: float,
         exchange_id: int,
     ) -> None:
         self._exchange = exchange
         self._device = device
-        self._root = root
-        self._is_root = position == root
+        self._is_root = position == 0
         self._deadline_s = deadline_s
         self._exchange_id = exchange_id
 
@@ -101,10 +98,10 @@ class StateCopier:
             for mark in described.marks
         ]
         self._tensors(tensors, self._exchange_id + 3)
-        if described.state or optimizer.state:
-            own = optimizer.state_dict()
-            own["state"] = _restore(described, tensors)
-            optimizer.load_state_dict(own)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.state.clear()
+        for number, row in _restore(described, tensors).items():
+            optimizer.state[parameters[number]] = row
 
     def _plain(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -116,7 +113,7 @@ class StateCopier:
         return bytes(content.cpu().numpy())
 
     def _send(self, flat: torch.Tensor, exchange_id: int, index: int) -> None:
-        pending = self._exchange.broadcast(flat, root=self._root, exchange_id=exchange_id, index=index)
+        pending = self._exchange.broadcast(flat, root=0, exchange_id=exchange_id, index=index)
         pending.wait(self._deadline_s)
 
 

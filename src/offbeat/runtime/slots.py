@@ -1,0 +1,91 @@
+"""Where gradients and buffers lie while they are exchanged, and afterwards; nothing is sent from here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.buckets import Bucket
+from offbeat.runtime.exchange import Pending
+
+
+class BufferList:
+    """The buffers of a model by the places where they are: layers may put new tensors there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        seen: set[int] = set()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.numel() and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self._places.append((module._buffers, name, torch.empty_like(buffer, device="meta")))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers as they are now.
+
+        Raises:
+            OffbeatError: one has changed its form since join.
+        """
+        found = []
+        for buffers, name, form in self._places:
+            buffer = buffers.get(name)
+            if buffer is None or buffer.shape != form.shape or buffer.dtype != form.dtype:
+                now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+                raise OffbeatError(
+                    f"the buffer {name!r} was {form.dtype} {list(form.shape)} at join and is {now}: "
+                    "leave the session and join again"
+                )
+            found.append(buffer)
+        return found
+
+
+class Bank:
+    """A bucket's memory: first gradients, then buffers, then the epilogue."""
+
+    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], device: torch.device) -> None:
+        self.flat = torch.zeros(bucket.elements, dtype=bucket.dtype, device=device)
+        self.views = [
+            self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
+            for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
+        ]
+        self._own_references = self._references()
+
+    def is_kept(self) -> bool:
+        """Whether somebody outside still holds a view, or a view of one."""
+        return self._references() != self._own_references
+
+    def _references(self) -> list[int]:
+        counts = [sys.getrefcount(view) for view in self.views]
+        counts.append(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        return counts
+
+
+class Slot:
+    """A bucket with two banks of memory, used in turn.
+
+    The means of a round stay where they were summed and become the gradients, so that nothing is copied
+    out. The next round sums in the other bank, so that those gradients stay untouched until it is over; a
+    bank of which somebody still keeps a gradient is left to him and replaced.
+    """
+
+    def __init__(
+        self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, device: torch.device
+    ) -> None:
+        self.entries = bucket.entries
+        self.parameters = sum(entry < parameters for entry in bucket.entries)
+        self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
+        self.missing = self.parameters
+        self.pending: Pending | None = None
+        self._plan = bucket, shapes, device
+        self.bank, self._other = Bank(*self._plan), Bank(*self._plan)
+
+    def hand_out(self) -> None:
+        """Leaves the bank to the gradients that lie in it now and turns to the other."""
+        self.bank, self._other = self._other, self.bank
+        if self.bank.is_kept():
+            self.bank = Bank(*self._plan)
