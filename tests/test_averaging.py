@@ -25,7 +25,8 @@ class Small(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
     def loss(self, x):
-        return self(x).square().mean()
+        """Past the module's own hooks, as models with a method of their own are called."""
+        return self.forward(x).square().mean()
 
 
 def inputs(rank, step=0):

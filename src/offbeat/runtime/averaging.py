@@ -128,7 +128,6 @@ class GradientAverager:
         self._handles: list[RemovableHandle] = []
         self._ready_entries: set[int] = set()
         self._launched = 0
-        self._launched_weight = 0.0
         self._stale = False
         self._backward_id: int | None = None
         self._backward_end: Callable[[], object] = _do_nothing  # a weak reference: gone with the pass
@@ -283,8 +282,6 @@ class GradientAverager:
             self._host.ready(compute_s)
         else:
             weight = self._weight_of(self._fresh_weight)
-            if self._launched and weight != self._launched_weight:
-                self._stale = True
             epilogue = self._pass(weight, offset_s, compute_s)
             while epilogue[1]:
                 self._launched, self._stale = 0, False
@@ -343,7 +340,6 @@ class GradientAverager:
             slot.bank.flat, exchange_id=self._exchange_id, index=self._launched
         )
         self._launched += 1
-        self._launched_weight = weight
 
     def _pack(self, slot: Slot, weight: float) -> None:
         """Writes this worker's share of the mean: gradients by weight, buffers if it is the first member.
