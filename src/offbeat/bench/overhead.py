@@ -22,7 +22,7 @@ from offbeat.runtime.session import join
 from offbeat.strategies import AllReduce
 
 SHAPE, CLASSES = (3, 32, 32), 10
-PLAN = {"cnn2": (30, 20), "resnet18": (10, 2)}  # blocks a side, steps a block
+PLAN = {"cnn2": (30, 20), "resnet18": (16, 2)}  # blocks a side, steps a block
 Sides = dict[str, Callable[[], None]]
 
 
