@@ -39,14 +39,3 @@ def parse_strategy(text: str) -> Strategy:
     except msgspec.ValidationError as error:
         raise ValueError(f"strategy {text!r}: {error}") from None
     return strategy
-
-
-def spell(strategy: Any) -> str:
-    """Writes a strategy as `parse_strategy` reads it, defaults left out."""
-    values = {
-        field.name: getattr(strategy, field.name)
-        for field in fields(strategy)
-        if getattr(strategy, field.name) != field.default
-    }
-    listed = ",".join(f"{key}={value}" for key, value in values.items())
-    return f"{strategy.name}:{listed}" if listed else str(strategy.name)
