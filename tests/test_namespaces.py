@@ -182,7 +182,9 @@ def test_everything_is_removed_also_after_an_exception_and_what_runs_in_it_is_ki
 
     def fail(hs: list[Host]) -> None:
         left.append(
-            subprocess.Popen([*hs[1].prefix, *python(f"print(flush=True)\n{FOR_EVER}")], stdout=subprocess.PIPE)
+            subprocess.Popen(
+                [*hs[1].prefix, *python(f"print(flush=True)\n{FOR_EVER}")], stdout=subprocess.PIPE
+            )
         )
         assert left[0].stdout is not None
         left[0].stdout.readline()
