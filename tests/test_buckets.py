@@ -44,7 +44,13 @@ def test_only_a_single_larger_entry_passes_the_limit_and_buckets_are_as_full_as_
     for dtype in DTYPES:
         of_dtype = [bucket for bucket in plan if bucket.dtype == dtype]
         for bucket, after in pairwise(of_dtype):
-            assert (bucket.elements + sizes[after.entries[0]]) * dtype.itemsize > limit
+            assert (after.elements + sizes[bucket.entries[-1]]) * dtype.itemsize > limit
+
+
+def test_buckets_double_from_the_end_so_that_little_is_left_to_exchange_after_the_backward_pass():
+    mebibyte = (1 << 20) // 4
+    plan = plan_buckets([mebibyte // 2] * 40, [torch.float32] * 40, bucket_bytes=6 << 20)
+    assert [bucket.elements / mebibyte for bucket in plan] == [1, 6, 6, 4, 2, 1]
 
 
 def test_alternating_dtypes_make_two_buckets():

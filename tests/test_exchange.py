@@ -59,12 +59,20 @@ class Group:
         self._next_id += 1
         return self._next_id
 
-    def all_reduce(self, flats, exchange_id=None, index=0):
-        exchange_id = self.new_id() if exchange_id is None else exchange_id
-        return [
-            member.all_reduce(flat, exchange_id=exchange_id, index=index)
-            for member, flat in zip(self.members, flats, strict=True)
+    def all_reduce(self, flats):
+        """Begins on every member; the sums will be in the tensors that are returned."""
+        exchange_id = self.new_id()
+        sums = [torch.empty_like(flat) for flat in flats]
+        pending = [
+            member.all_reduce(flat, into, exchange_id=exchange_id)
+            for member, flat, into in zip(self.members, flats, sums, strict=True)
         ]
+        return pending, sums
+
+    def sum(self, flats):
+        pending, sums = self.all_reduce(flats)
+        wait(pending)
+        return sums
 
 
 @contextmanager
@@ -102,9 +110,10 @@ def wait(pending):
 def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
     for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
         flats = [vector(rank, length, dtype) for rank in range(size)]
-        wait(groups[size].all_reduce(flats))
-        for flat in flats:
+        for flat in groups[size].sum(flats):
             assert torch.equal(flat, total(size, length, dtype)), (length, flat)
+        for rank, flat in enumerate(flats):
+            assert torch.equal(flat, vector(rank, length, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -113,9 +122,9 @@ def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, 
     generator = torch.Generator().manual_seed(size)
     flats = [torch.randn(10_007, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
     expected = sum(flat.double() for flat in flats)
-    wait(groups[size].all_reduce(flats))
-    for flat in flats:
-        assert torch.equal(flat.view(torch.uint8), flats[0].view(torch.uint8))
+    sums = groups[size].sum(flats)
+    for flat in sums:
+        assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8))
         assert torch.allclose(flat.double(), expected, rtol=0, atol=40 * torch.finfo(dtype).eps)
 
 
@@ -128,30 +137,33 @@ def test_exchanges_in_flight_at_once_do_not_meet(groups, size, lengths, seed):
     chosen = groups[size]
     exchange_id = chosen.new_id()
     flats = [[vector(rank + i, length) for i, length in enumerate(lengths)] for rank in range(size)]
+    sums = [[torch.empty_like(flat) for flat in own] for own in flats]
     generator = torch.Generator().manual_seed(seed % 2**63)
+    orders = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
+    prepared = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
 
     def member(rank):
+        for i in prepared[rank][: len(lengths) // 2]:
+            chosen.members[rank].prepare(sums[rank][i], exchange_id=exchange_id, index=i)
         pending = [
-            chosen.members[rank].all_reduce(flats[rank][i], exchange_id=exchange_id, index=i)
+            chosen.members[rank].all_reduce(flats[rank][i], sums[rank][i], exchange_id=exchange_id, index=i)
             for i in orders[rank]
         ]
         wait(pending)
 
-    orders = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(member, range(size)))
     for i, length in enumerate(lengths):
         expected = sum(vector(rank + i, length) for rank in range(size))
         for rank in range(size):
-            assert torch.equal(flats[rank][i], expected)
+            assert torch.equal(sums[rank][i], expected)
 
 
 @pytest.mark.parametrize("unix", [True, False], ids=["unix", "tcp"])
 def test_a_long_vector_travels_in_many_frames(unix):
     with group(3, unix=unix) as three:
         flats = [vector(rank, 3_000_001, torch.float32) for rank in range(3)]
-        wait(three.all_reduce(flats))
-        for flat in flats:
+        for flat in three.sum(flats):
             assert torch.equal(flat, total(3, 3_000_001, torch.float32))
 
 
@@ -193,7 +205,9 @@ def test_a_wait_is_over_only_when_the_memory_may_be_written_again():
 def test_abandoning_ends_what_is_pending_and_what_comes_later():
     with group(3) as three:
         flats = [torch.ones(1000), torch.ones(1000)]
-        pending = [three.members[0].all_reduce(flats[0], exchange_id=1, index=i) for i in range(2)]
+        pending = [
+            three.members[0].all_reduce(flats[0], torch.empty(1000), exchange_id=1, index=i) for i in range(2)
+        ]
         error = WorkerError("worker 1 was lost", worker=1, step=5)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(pending[0].wait, DEADLINE_S)
@@ -202,7 +216,7 @@ def test_abandoning_ends_what_is_pending_and_what_comes_later():
         three.members[0].abandon(WorkerError("something later"))
         for one in [
             *pending,
-            three.members[0].all_reduce(flats[1], exchange_id=2),
+            three.members[0].all_reduce(flats[1], torch.empty(1000), exchange_id=2),
             three.members[0].broadcast(flats[1], root=0, exchange_id=3),
         ]:
             with pytest.raises(WorkerError) as caught:
@@ -213,16 +227,16 @@ def test_abandoning_ends_what_is_pending_and_what_comes_later():
 def test_what_was_done_before_it_was_abandoned_stays_done():
     with group(2) as two:
         flats = [vector(rank, 10) for rank in range(2)]
-        pending = two.all_reduce(flats)
+        pending, sums = two.all_reduce(flats)
         wait(pending)
         two.members[0].abandon(WorkerError("worker 1 was lost"))
         wait(pending)
-        assert torch.equal(flats[0], total(2, 10))
+        assert torch.equal(sums[0], total(2, 10))
 
 
 def test_a_deadline_that_passes_is_an_error_that_says_so():
     with group(2) as two:
-        pending = two.members[0].all_reduce(torch.ones(10), exchange_id=1)
+        pending = two.members[0].all_reduce(torch.ones(10), torch.empty(10), exchange_id=1)
         with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
             pending.wait(0.01)
 
@@ -237,9 +251,13 @@ def torch_sums(rank, say):
     for number, dtype in enumerate([torch.float32, torch.float64, torch.int64, torch.bfloat16]):
         lengths = [0, 1, size - 1, size, 10_007]
         flats = [vector(rank, length, dtype) for length in lengths]
-        pending = [exchange.all_reduce(flat, exchange_id=number, index=i) for i, flat in enumerate(flats)]
+        sums = [torch.empty_like(flat) for flat in flats]
+        pending = [
+            exchange.all_reduce(flat, into, exchange_id=number, index=i)
+            for i, (flat, into) in enumerate(zip(flats, sums, strict=True))
+        ]
         wait(pending)
-        for length, flat in zip(lengths, flats, strict=True):
+        for length, flat in zip(lengths, sums, strict=True):
             assert torch.equal(flat, total(size, length, dtype)), (dtype, length)
     for root in range(size):
         flat = vector(rank, 1000)
@@ -253,9 +271,10 @@ def torch_sums(rank, say):
             assert torch.equal(flat, vector(2, 10))
     generator = torch.Generator().manual_seed(rank)
     flat = torch.randn(10_007, generator=generator)
-    wait([exchange.all_reduce(flat, exchange_id=200)])
+    into = torch.empty_like(flat)
+    wait([exchange.all_reduce(flat, into, exchange_id=200)])
     dist.destroy_process_group()
-    return flat.sum().item()
+    return into.sum().item()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -270,12 +289,13 @@ def torch_abandons(rank, say):
         say("here")
         threading.Event().wait()
     flat = torch.ones(10)
-    pending = exchange.all_reduce(flat, exchange_id=1)
+    into = torch.empty(10)
+    pending = exchange.all_reduce(flat, into, exchange_id=1)
     with pytest.raises(WorkerError, match=r"not finished within 0\.01 s"):
         pending.wait(0.01)
     error = WorkerError("worker 1 is stuck", worker=1)
     threading.Timer(0.1, exchange.abandon, [error]).start()
-    for one in pending, exchange.all_reduce(flat, exchange_id=2):
+    for one in pending, exchange.all_reduce(flat, into, exchange_id=2):
         with pytest.raises(WorkerError) as caught:
             one.wait(DEADLINE_S)
         assert caught.value is error
@@ -295,7 +315,7 @@ def torch_loses_a_peer(rank, say):
     if rank == 1:
         os._exit(1)
     with pytest.raises(WorkerError, match=r"a torch\.distributed exchange failed: .*[Cc]onnection"):
-        exchange.all_reduce(torch.ones(10), exchange_id=1).wait(DEADLINE_S)
+        exchange.all_reduce(torch.ones(10), torch.empty(10), exchange_id=1).wait(DEADLINE_S)
     return "done"
 
 

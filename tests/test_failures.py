@@ -217,10 +217,11 @@ def dies_in_the_exchange(rank, say, victim, width):
     if rank == victim:
         arrived = exchange._ScheduleRun._arrived
 
-        def die_halfway(self, number, add, base, offset, length):
-            if self._plan.received - self._to_receive > width * width // 2 and not add:
+        def die_halfway(self, number, first, last):
+            is_copy = self._plan.steps[number].op == "copy"
+            if self._plan.received - self._to_receive > width * width // 2 and is_copy:
                 os.kill(os.getpid(), signal.SIGKILL)
-            arrived(self, number, add, base, offset, length)
+            arrived(self, number, first, last)
 
         def misdeed(session, model):
             if session.step == 2:

@@ -8,6 +8,8 @@ from itertools import accumulate
 
 import torch
 
+_LAST_BUCKET_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
@@ -32,10 +34,13 @@ def plan_buckets(
 
     The plan depends on nothing but its arguments, so that every worker with the same model has the same
     buckets in the same order whatever order its gradients appear in. Buckets come in the order of their
-    last entries: in which they fill if entries become ready in order. An entry larger than `bucket_bytes`
-    has a bucket of its own.
+    last entries: in which they fill if entries become ready in order. The last bucket of a dtype holds
+    1 MiB at most and each one before it twice as much, up to `bucket_bytes`: what fills last is what
+    nothing is left to hide. An entry larger than its bucket's limit has a bucket of its own.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2.3 (gradient bucketing; the 25 MiB default).
+    There all buckets but the first are alike; growing from the end instead shortens the exchange that
+    follows the backward pass.
 
     Args:
         sizes: elements of each entry.
@@ -48,16 +53,16 @@ def plan_buckets(
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be at least 1 byte, got {bucket_bytes}")
     packed: list[list[int]] = []
-    open_by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
-    for entry, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-        entries, filled = open_by_dtype.get(dtype, ([], 0))
-        if not entries or (filled + size) * dtype.itemsize > bucket_bytes:
-            entries, filled = [], 0
+    open_by_dtype: dict[torch.dtype, tuple[list[int], int, int]] = {}
+    for entry, (size, dtype) in reversed([*enumerate(zip(sizes, dtypes, strict=True))]):
+        entries, filled, limit = open_by_dtype.get(dtype, ([], 0, _LAST_BUCKET_BYTES // 2))
+        if not entries or (filled + size) * dtype.itemsize > min(limit, bucket_bytes):
+            entries, filled, limit = [], 0, limit * 2
             packed.append(entries)
         entries.append(entry)
-        open_by_dtype[dtype] = entries, filled + size
-    packed.sort(key=lambda entries: entries[-1])
-    return tuple(_bucket(entries, sizes, dtypes[entries[0]]) for entries in packed)
+        open_by_dtype[dtype] = entries, filled + size, limit
+    packed.sort(key=lambda entries: entries[0])
+    return tuple(_bucket(entries[::-1], sizes, dtypes[entries[0]]) for entries in packed)
 
 
 def _bucket(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:

@@ -2,7 +2,7 @@
 
 When `backward()` returns, every `param.grad` holds the mean over the group's workers, so that whatever a
 training loop does with gradients afterwards (clipping, unscaling, accumulation) sees what a single process
-with the large batch would see. The local gradients stay untouched until an exchange has succeeded. This
+with the large batch would see. This worker's own part stays untouched until an exchange has succeeded. This
 module never decides who takes part, and never touches the optimizer.
 """
 
@@ -121,7 +121,11 @@ class GradientAverager:
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         self._buffers = BufferList(model)
         self._slots = [] if exchange is None else self._make_slots(bucket_bytes)
-        self._index_of = {entry: index for index, slot in enumerate(self._slots) for entry in slot.entries}
+        self._place_of = {
+            entry: (index, place)
+            for index, slot in enumerate(self._slots)
+            for place, entry in enumerate(slot.entries)
+        }
         # Buckets from here on are launched only when the backward pass is over: those that hold more than
         # gradients, and once a gradient was found to come twice in one pass, all from its bucket on.
         self._launch_limit = sum(len(slot.entries) == slot.parameters for slot in self._slots)
@@ -231,8 +235,13 @@ class GradientAverager:
         self._accumulated = True
         if self._quiet or self._exchange is None:
             return
-        index = self._index_of[entry]
-        if entry in self._ready_entries:
+        weight = self._weight_of(self._fresh_weight + self.batch_weight)
+        index, _ = self._place_of[entry]
+        is_first = entry not in self._ready_entries
+        with torch.no_grad():
+            self._pack_gradient(entry, parameter, weight, add=not is_first)
+        parameter.grad = None  # its memory serves the next layer's gradient
+        if not is_first:
             if index < self._launched:
                 self._stale = True
             self._launch_limit = min(self._launch_limit, index)
@@ -240,7 +249,7 @@ class GradientAverager:
         self._ready_entries.add(entry)
         self._slots[index].missing -= 1
         while self._launched < self._launch_limit and not self._slots[self._launched].missing:
-            self._launch_next(self._weight_of(self._fresh_weight + self.batch_weight))
+            self._launch_next(weight)
 
     def _backward_ended(self, backward_id: int) -> None:
         if backward_id != self._backward_id:
@@ -316,20 +325,19 @@ class GradientAverager:
         for slot in self._slots:
             assert slot.pending is not None
             slot.pending.wait(max(0.0, limit_s - time.monotonic()))
-        return self._epilogue.tolist()
-
-    @property
-    def _epilogue(self) -> torch.Tensor:
-        return self._slots[-1].bank.views[-1]
+        return self._slots[-1].bank.views[-1].tolist()
 
     def _fill_epilogue(self, weight: float, offset_s: float) -> None:
-        values = [0.0] * self._epilogue.numel()
+        epilogue = self._slots[-1].own.views[-1]
+        values = [0.0] * epilogue.numel()
         values[0] = weight
         values[1] = float(self._stale)
         values[2 + self._membership.position] = offset_s
         for entry, parameter in enumerate(self._parameters, 2 + self._membership.size):
             values[entry] = float(parameter.grad is not None)
-        self._epilogue.copy_(torch.tensor(values, dtype=self._epilogue.dtype))
+        for number in self._ready_entries:
+            values[2 + self._membership.size + number] = 1.0
+        epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
 
     def _launch_next(self, weight: float) -> None:
         slot = self._slots[self._launched]
@@ -337,29 +345,39 @@ class GradientAverager:
             self._pack(slot, weight)
         assert self._exchange is not None
         slot.pending = self._exchange.all_reduce(
-            slot.bank.flat, exchange_id=self._exchange_id, index=self._launched
+            slot.own.flat, slot.bank.flat, exchange_id=self._exchange_id, index=self._launched
         )
         self._launched += 1
 
     def _pack(self, slot: Slot, weight: float) -> None:
-        """Writes this worker's share of the mean: gradients by weight, buffers if it is the first member.
-
-        Dividing by the group's size before the sum keeps half precision from overflowing on the way.
-        """
-        share = weight / self._membership.size
+        """Completes this worker's part: gradients that no hook has packed, buffers if it is the first."""
         buffers = self._buffers.tensors() if len(slot.entries) > slot.parameters else []
-        for entry, view in zip(slot.entries, slot.bank.views, strict=True):
+        for entry, view in zip(slot.entries, slot.own.views, strict=True):
             if entry < len(self._parameters):
-                gradient = self._parameters[entry].grad
-                if gradient is None or not weight:
-                    view.zero_()
-                else:
-                    torch.mul(gradient, share, out=view)
+                if entry not in self._ready_entries:
+                    self._pack_gradient(entry, self._parameters[entry], weight)
             elif entry < len(self._parameters) + len(buffers):
                 if self._membership.position == 0:
                     view.copy_(buffers[entry - len(self._parameters)])
                 else:
                     view.zero_()
+
+    def _pack_gradient(
+        self, entry: int, parameter: torch.Tensor, weight: float, *, add: bool = False
+    ) -> None:
+        """Writes or adds a gradient's share of the mean.
+
+        Dividing by the group's size before the sum keeps half precision from overflowing on the way.
+        """
+        index, place = self._place_of[entry]
+        view = self._slots[index].own.views[place]
+        share = weight / self._membership.size
+        if add and parameter.grad is not None and weight:
+            view.add_(parameter.grad, alpha=share)
+        elif parameter.grad is None or not weight:
+            view.zero_()
+        else:
+            torch.mul(parameter.grad, share, out=view)
 
     @torch.no_grad()
     def _take_over(self, epilogue: list[float]) -> None:
@@ -401,6 +419,13 @@ class GradientAverager:
             slot.missing = slot.parameters
         self.round += 1
         self.rounds_since_step += 1
+        self._prepare_round()
+
+    def _prepare_round(self) -> None:
+        """Lets the others begin the next round before this worker does."""
+        for index, slot in enumerate(self._slots):
+            assert self._exchange is not None
+            self._exchange.prepare(slot.bank.flat, exchange_id=self._exchange_id, index=index)
 
     @property
     def exchange_is_due(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import LinkError, WorkerError
-from offbeat.numerics.schedules import Schedule, chain_broadcast, ring, segments, span
+from offbeat.numerics.schedules import Operation, Schedule, chain_broadcast, ring, segments, span
 from offbeat.runtime.links import Endpoint
 
 _STEP_BITS = 12
@@ -42,12 +42,22 @@ class Pending(Protocol):
 class Exchange(Protocol):
     """Collectives over a fixed group; all members make the same calls with the same ids."""
 
-    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Pending:
-        """Sums the 1-D tensor `flat` over the members in place.
+    def all_reduce(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> Pending:
+        """Sums the 1-D tensor `flat` over the members, into another one like it.
+
+        `flat` is only read, so that the same values can be summed again should this not succeed.
 
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: tells apart the tensors of one exchange id, less than 2**20.
+        """
+
+    def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
+        """Says that an `all_reduce` into this tensor will come with this id and index.
+
+        What faster members send for it then has a place to go to; without, it is kept and copied later.
         """
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
@@ -74,23 +84,28 @@ class LinkExchange:
         self._names = tuple(names)
         self._position = position
         self._first_unused_tag = 0
-        self._scratch: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
         self._plans: dict[tuple[int | None, int], _Plan] = {}
+        self._prepared: dict[int, _ScheduleRun] = {}
         self._pending: set[_LinkPending] = set()
         self._error: WorkerError | None = None
         self._lock = threading.Lock()
 
-    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Pending:
+    def all_reduce(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> Pending:
         """See `Exchange.all_reduce`: a ring reduce-scatter and all-gather."""
-        key = (index, flat.dtype, flat.numel())
-        scratch = self._scratch.get(key)
-        if scratch is None:
-            scratch = self._scratch[key] = torch.empty_like(flat)
-        return self._run(flat, scratch, self._plan(None, flat.numel()), exchange_id, index)
+        run = self._prepared.pop(_tag(exchange_id, index), None)
+        return self._begin(run or self._run(into, None, exchange_id, index), flat)
+
+    def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
+        """See `Exchange.prepare`."""
+        if self._error is None:
+            run = self._prepared[_tag(exchange_id, index)] = self._run(into, None, exchange_id, index)
+            self._endpoint.call(run.prepare)
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
         """See `Exchange.broadcast`: pieces hop along a chain that begins at the root."""
-        return self._run(flat, flat, self._plan(root, flat.numel()), exchange_id, index)
+        return self._begin(self._run(flat, root, exchange_id, index), flat)
 
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`."""
@@ -115,25 +130,20 @@ class LinkExchange:
             plan = self._plans[root, length] = _Plan(schedule, length)
         return plan
 
-    def _run(
-        self,
-        flat: torch.Tensor,
-        scratch: torch.Tensor,
-        plan: _Plan,
-        exchange_id: int,
-        index: int,
-    ) -> Pending:
-        tag = exchange_id << _ID_SHIFT | index << _STEP_BITS
+    def _run(self, into: torch.Tensor, root: int | None, exchange_id: int, index: int) -> _ScheduleRun:
+        self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
+        plan = self._plan(root, into.numel())
+        return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
+
+    def _begin(self, run: _ScheduleRun, flat: torch.Tensor) -> Pending:
         pending = _LinkPending(self._ended)
         with self._lock:
             if self._error is None:
                 self._pending.add(pending)
-                self._first_unused_tag = max(self._first_unused_tag, exchange_id + 1 << _ID_SHIFT)
         if self._error is not None:
             pending.fail(self._error)
         else:
-            run = _ScheduleRun(self._endpoint, self._names, plan, flat, scratch, tag, pending)
-            self._endpoint.call(run.begin)
+            self._endpoint.call(partial(run.begin, flat, pending))
         return pending
 
     def _ended(self, pending: _LinkPending) -> None:
@@ -204,67 +214,94 @@ class _Plan:
                         source.append(_Forward(number, start, stop, start - sent[number][0]))
             if step.recv_segment is not None:
                 received = range(step.recv_segment, step.recv_segment + step.recv_count)
+                if step.op == "add" and writer.keys() & received:
+                    raise ValueError(f"step {number} adds to a segment that a step before has received")
                 writer |= dict.fromkeys(received, number)
 
 
+def _tag(exchange_id: int, index: int) -> int:
+    return exchange_id << _ID_SHIFT | index << _STEP_BITS
+
+
 class _ScheduleRun:
-    """One schedule being executed; every method runs in the links' thread."""
+    """One schedule being executed; every method runs in the links' thread.
+
+    All that comes goes to its place in `into`, where this worker's own part is added to what is to be
+    summed. So it may come before that part is there.
+    """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        names: tuple[str, ...],
-        plan: _Plan,
-        flat: torch.Tensor,
-        scratch: torch.Tensor,
-        tag: int,
-        pending: _LinkPending,
+        self, endpoint: Endpoint, names: tuple[str, ...], plan: _Plan, into: torch.Tensor, tag: int
     ) -> None:
         self._endpoint = endpoint
         self._names = names
         self._plan = plan
-        self._flat = flat
-        self._scratch = scratch
-        self._itemsize = flat.element_size()
-        self._flat_bytes = _bytes_of(flat)
-        self._scratch_bytes = _bytes_of(scratch)
+        self._into = into
+        self._into_bytes = _bytes_of(into)
+        self._itemsize = into.element_size()
         self._tag = tag
-        self._pending = pending
         self._to_receive = plan.received
         self._to_send = plan.sent
+        self._is_prepared = False
+        self._backlog: list[tuple[int, int, int]] | None = []  # what came before the beginning
+        self._flat: torch.Tensor
+        self._pending: _LinkPending
 
-    def begin(self) -> None:
-        size = self._itemsize
+    def prepare(self) -> None:
+        """Lets come what this worker's own part will be added to."""
+        self._is_prepared = True
+        self._expect("add")
+
+    def begin(self, flat: torch.Tensor, pending: _LinkPending) -> None:
+        """Adds and sends this worker's own part, `flat`; `pending` hears when all is over."""
+        self._flat, self._pending = flat, pending
+        own = _bytes_of(flat)
+        if not self._plan.steps:
+            self._into.copy_(flat)
         for forward in self._plan.first:
-            self._send(forward, forward.start, forward.stop)
-        for number, step in enumerate(self._plan.steps):
-            start, stop = self._plan.spans[number]
-            if step.recv_from is not None and start < stop:
-                memory = self._scratch_bytes if step.op == "add" else self._flat_bytes
-                arrived = partial(self._arrived, number, step.op == "add", start)
-                peer = self._names[step.recv_from]
-                self._endpoint.expect(peer, self._tag + number, memory[start * size : stop * size], arrived)
+            self._send(forward, own, forward.start, forward.stop)
+        if not self._is_prepared:
+            self.prepare()
+        self._expect("copy")
+        backlog, self._backlog = self._backlog, None
+        for arrival in backlog or []:
+            self._arrived(*arrival)
         self._see_whether_done()
 
-    def _arrived(self, number: int, add: bool, base: int, offset: int, length: int) -> None:
+    def _expect(self, operation: Operation) -> None:
+        size = self._itemsize
+        for number, step in enumerate(self._plan.steps):
+            start, stop = self._plan.spans[number]
+            if step.recv_from is not None and start < stop and step.op == operation:
+                place = self._into_bytes[start * size : stop * size]
+                peer = self._names[step.recv_from]
+                self._endpoint.expect(peer, self._tag + number, place, partial(self._came, number, start))
+
+    def _came(self, number: int, base: int, offset: int, length: int) -> None:
         first = base + offset // self._itemsize
         last = first + length // self._itemsize
-        if add:
-            self._flat[first:last].add_(self._scratch[first:last])
+        if self._backlog is None:
+            self._arrived(number, first, last)
+        else:
+            self._backlog.append((number, first, last))
+
+    def _arrived(self, number: int, first: int, last: int) -> None:
+        if self._plan.steps[number].op == "add":
+            self._into[first:last].add_(self._flat[first:last])
         for forward in self._plan.after[number]:
             start, stop = max(first, forward.start), min(last, forward.stop)
             if start < stop:
-                self._send(forward, start, stop)
+                self._send(forward, self._into_bytes, start, stop)
         self._to_receive -= last - first
         self._see_whether_done()
 
-    def _send(self, forward: _Forward, start: int, stop: int) -> None:
+    def _send(self, forward: _Forward, memory: memoryview, start: int, stop: int) -> None:
         receiver = self._plan.steps[forward.step].send_to
         assert receiver is not None
         self._endpoint.put(
             self._names[receiver],
             self._tag + forward.step,
-            self._flat_bytes[start * self._itemsize : stop * self._itemsize],
+            memory[start * self._itemsize : stop * self._itemsize],
             offset=(forward.offset + start - forward.start) * self._itemsize,
             total=self._plan.sizes[forward.step] * self._itemsize,
             done=partial(self._sent, stop - start),
@@ -297,9 +334,15 @@ class TorchExchange:
         self._error: WorkerError | None = None
         self._abandoned = threading.Event()
 
-    def all_reduce(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> Pending:
+    def all_reduce(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> Pending:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
-        return self._run(partial(dist.all_reduce, flat, group=self._group, async_op=True))
+        into.copy_(flat)
+        return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
+
+    def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
+        """See `Exchange.prepare`: torch has its own ways."""
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
         """See `Exchange.broadcast`."""

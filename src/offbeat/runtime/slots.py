@@ -66,7 +66,7 @@ class Bank:
 
 
 class Slot:
-    """A bucket with two banks of memory, used in turn.
+    """A bucket: this worker's own part of a round, and two banks of memory for the sums, used in turn.
 
     The means of a round stay where they were summed and become the gradients, so that nothing is copied
     out. The next round sums in the other bank, so that those gradients stay untouched until it is over; a
@@ -82,7 +82,7 @@ class Slot:
         self.missing = self.parameters
         self.pending: Pending | None = None
         self._plan = bucket, shapes, device
-        self.bank, self._other = Bank(*self._plan), Bank(*self._plan)
+        self.own, self.bank, self._other = (Bank(*self._plan) for _ in range(3))
 
     def hand_out(self) -> None:
         """Leaves the bank to the gradients that lie in it now and turns to the other."""
