@@ -104,13 +104,18 @@ def main() -> None:
         exchange = LinkExchange(endpoint, names, rank)
         ids = iter(range(2**31))
 
-        sums = {size: torch.empty(size // 4) for size in settings["sizes"]}
+        sums = {nbytes: torch.empty(nbytes // 4) for nbytes in SIZES_BYTES.values()}
 
-        def over_links(tensor: torch.Tensor) -> None:
+        def over_links(tensor: torch.Tensor) -> torch.Tensor:
             into = sums[tensor.nbytes]
             exchange.all_reduce(tensor, into, exchange_id=next(ids)).wait(_DEADLINE_S)
+            return into
 
-        sides = {"links": over_links, "gloo": gloo.all_reduce}
+        def over_gloo(tensor: torch.Tensor) -> torch.Tensor:
+            gloo.all_reduce(tensor)
+            return tensor
+
+        sides = {"links": over_links, "gloo": over_gloo}
         times_s = {size: _measure(sides, size, settings) for size in settings["sizes"]}
         if rank == 0:
             answer(times_s)
@@ -139,7 +144,7 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
 
 
 def _measure(
-    sides: Mapping[str, Callable[[torch.Tensor], None]], size: str, settings: dict[str, Any]
+    sides: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], size: str, settings: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Mean seconds an all-reduce, a block each; the first block of each side warms up and checks the sum."""
     generator = torch.Generator().manual_seed(settings["seed"] + dist.get_rank())
@@ -152,8 +157,7 @@ def _measure(
             tensor = own.clone()
             dist.barrier()
             if not block:
-                sides[side](tensor)
-                if not torch.equal(tensor, expected):
+                if not torch.equal(sides[side](tensor), expected):
                     raise OffbeatError(f"{side} gave a wrong sum for {size}")
                 continue
             began_s = time.perf_counter()
