@@ -135,14 +135,15 @@ def log_of(path, group):
     )
     log.event(joined)
     log.actions([group])
-    log.event(Ready(now_s=1.0, worker=0, step=0, round=0, compute_s=0.1, samples=1))
+    log.event(Ready(now_s=1.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.1, samples=1))
     log.event(Left(now_s=2.0, worker=0, step=1))
     log.close()
 
 
 def lockstep_group(**change):
     reason = "all 1 workers are here, and in lockstep everybody takes part in every round"
-    return Group(**{"round": 0, "members": (0,), "weights": (1.0,), "reason": reason} | change)
+    group = {"generation": 0, "step": 0, "exchange_id": 0, "members": (0,), "joining": (), "weights": (1.0,)}
+    return Group(**group | {"reason": reason} | change)
 
 
 def test_replay_of_an_unchanged_log_is_identical(capsys):
@@ -153,13 +154,13 @@ def test_replay_of_an_unchanged_log_is_identical(capsys):
 
 
 def test_replay_tells_the_first_difference(capsys):
-    log_of("log.jsonl", lockstep_group(round=3))
+    log_of("log.jsonl", lockstep_group(step=3))
 
     assert main(["replay", "log.jsonl"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("entry 1 (line 2)")
-    assert '"round":3' in said
-    assert '"round":0' in said
+    assert '"step":3' in said
+    assert '"step":0' in said
 
 
 def joined_pid(log, worker):

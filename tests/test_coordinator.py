@@ -136,7 +136,16 @@ def joined(peer, world, worker):
 
 
 def ready(worker, round_=0):
-    return Ready(now_s=0.0, worker=worker, step=round_, round=round_, compute_s=0.1, samples=1)
+    return Ready(
+        now_s=0.0,
+        worker=worker,
+        generation=0,
+        epoch=0,
+        step=round_,
+        round=round_,
+        compute_s=0.1,
+        samples=1,
+    )
 
 
 @contextmanager

@@ -27,7 +27,16 @@ def joined(worker: int, world: int = 2) -> Joined:
 
 def ready(worker: int, round_: int, step: int | None = None) -> Ready:
     step = round_ if step is None else step
-    return Ready(now_s=1.0, worker=worker, step=step, round=round_, compute_s=0.1, samples=32)
+    return Ready(
+        now_s=1.0,
+        worker=worker,
+        generation=0,
+        epoch=0,
+        step=step,
+        round=round_,
+        compute_s=0.1,
+        samples=32,
+    )
 
 
 def left(worker: int, step: int) -> Left:
@@ -58,7 +67,15 @@ def test_the_join_that_completes_the_world_forms_the_one_group(order):
     policy = Lockstep(4)
     assert answers(policy, *(joined(worker, 4) for worker in order[:3])) == []
     (group,) = policy.handle(joined(order[3], 4))
-    assert group == Group(round=0, members=(0, 1, 2, 3), weights=(0.25,) * 4, reason=group.reason)
+    assert group == Group(
+        generation=0,
+        step=0,
+        exchange_id=0,
+        members=(0, 1, 2, 3),
+        joining=(),
+        weights=(0.25,) * 4,
+        reason=group.reason,
+    )
     assert "all 4 workers are here" in group.reason
 
 

@@ -19,6 +19,8 @@ from offbeat.events import (
     Event,
     Failed,
     Group,
+    Halt,
+    Halted,
     Joined,
     Left,
     Lost,
@@ -55,6 +57,16 @@ HEADER = {
     ],
 }
 
+GROUP = Group(
+    generation=3,
+    step=4,
+    exchange_id=9,
+    members=(0, 2),
+    joining=(2,),
+    weights=(0.25, 0.75),
+    reason="r",
+)
+
 EXAMPLES = [
     Joined(
         now_s=0.5,
@@ -66,7 +78,8 @@ EXAMPLES = [
         model=("weight float32 (10, 5)",),
         strategy="bsp",
     ),
-    Ready(now_s=1.0, worker=0, step=3, round=3, compute_s=0.25, samples=32),
+    Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32),
+    Halted(now_s=1.5, worker=1, generation=3, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
         now_s=1.0,
         worker=0,
@@ -86,7 +99,8 @@ EXAMPLES = [
     Failed(now_s=3.0, worker=1, step=10, error="ValueError: x"),
     Tick(now_s=0.0),
     Start(peers=(Peer(worker=0, name="worker-0", addresses=("a:1",)),), reason="all"),
-    Group(round=4, members=(0, 2), weights=(0.25, 0.75), reason="r"),
+    Halt(generation=3, abandon=True, reason="r"),
+    GROUP,
     Stop(worker=None, step=None, reason="r"),
     Stop(worker=0, step=4, reason="r"),
     Refuse(peer="late", reason="r"),
@@ -190,7 +204,7 @@ def test_a_count_is_a_whole_number_of_64_bits_and_not_negative(thing, name, valu
 @pytest.mark.parametrize("weights", [[math.nan], [-0.5], [math.inf], ["1"]])
 def test_weights_are_finite_and_not_negative(weights):
     with pytest.raises(ProtocolError, match="weights"):
-        from_plain({"type": "Group", "round": 0, "members": [0], "weights": weights, "reason": "r"})
+        from_plain({**to_plain(GROUP), "weights": weights})
 
 
 @pytest.mark.parametrize("thing", EXAMPLES, ids=lambda thing: type(thing).__name__)
@@ -219,7 +233,11 @@ def test_metrics_are_numbers():
 
 
 def test_a_nan_duration_on_the_wire_is_refused():
-    data = bytearray(encode([Ready(now_s=0.0, worker=0, step=0, round=0, compute_s=0.25, samples=1)]))
+    data = bytearray(
+        encode(
+            [Ready(now_s=0.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.25, samples=1)]
+        )
+    )
     place = data.index(struct.pack(">d", 0.25))
     for value in (math.nan, math.inf, -1.0):
         data[place : place + 8] = struct.pack(">d", value)
@@ -298,7 +316,16 @@ def a_run() -> Log:
         for worker in (0, 1)
     ]
     events += [
-        Ready(now_s=2.0 + round_, worker=worker, step=round_, round=round_, compute_s=0.1, samples=1)
+        Ready(
+            now_s=2.0 + round_,
+            worker=worker,
+            generation=0,
+            epoch=0,
+            step=round_,
+            round=round_,
+            compute_s=0.1,
+            samples=1,
+        )
         for round_ in range(3)
         for worker in (1, 0)
     ]

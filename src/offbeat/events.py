@@ -42,13 +42,19 @@ class Joined:
 class Ready:
     """A worker has computed its gradients of a round and waits for nobody yet.
 
+    A worker that no group counts in says so too, with the step and round at which it last took part.
+
     Attributes:
+        generation: of the last group that the worker has followed.
+        epoch: the worker's epoch.
         compute_s: forward and backward time of this round, waiting and exchange excluded.
         samples: samples behind the gradients, 0 where the session did not deal the batch.
     """
 
     now_s: float
     worker: int
+    generation: int
+    epoch: int
     step: int
     round: int
     compute_s: float
@@ -70,6 +76,27 @@ class StepTimed:
     other_s: float
     wall_s: float
     samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halted:
+    """A worker has heard a Halt and keeps to it.
+
+    Attributes:
+        generation: of the Halt.
+        step: optimizer steps finished: the step that the worker is in.
+        has_begun: it has sent something of this step's exchange.
+        round: exchanges finished.
+        exchange_id: the first exchange id that it has not used.
+    """
+
+    now_s: float
+    worker: int
+    generation: int
+    step: int
+    has_begun: bool
+    round: int
+    exchange_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +148,7 @@ class Tick:
     now_s: float
 
 
-Event: TypeAlias = Joined | Ready | StepTimed | Evaluated | Left | Lost | Failed | Tick
+Event: TypeAlias = Joined | Ready | StepTimed | Halted | Evaluated | Left | Lost | Failed | Tick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,23 +162,48 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Everybody is here: these are the workers and how they reach one another."""
+    """These are the workers and how they reach one another.
+
+    Said once everybody is here, and again, with all who are here then, whenever somebody comes later.
+    """
 
     peers: tuple[Peer, ...]
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """From `round` on, until another Group says otherwise, `members` average with `weights`.
+class Halt:
+    """The group will change: nobody begins the exchange of a further step until the Group is named.
 
     Attributes:
+        generation: that the next Group will have; larger than any before.
+        abandon: what is being exchanged cannot be finished: exchanges under way end without a result.
+    """
+
+    generation: int
+    abandon: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """From step `step` on, until another Group says otherwise, `members` average with `weights`.
+
+    Attributes:
+        generation: larger is later; a Group of an older generation than a Halt is void.
+        step: the first optimizer step for which it holds; who is in the midst of it follows from its next
+            exchange on.
+        exchange_id: the first exchange id to use.
         members: worker ids, ascending.
+        joining: the members that have no current state; the first of the others copies its own to them.
         weights: one a member, not negative, sum 1 (a mean counts samples on top of them).
     """
 
-    round: int
+    generation: int
+    step: int
+    exchange_id: int
     members: tuple[int, ...]
+    joining: tuple[int, ...]
     weights: tuple[float, ...]
     reason: str
 
@@ -185,4 +237,4 @@ class Refuse:
     reason: str
 
 
-Action: TypeAlias = Start | Group | Stop | Refuse
+Action: TypeAlias = Start | Halt | Group | Stop | Refuse

@@ -50,6 +50,8 @@ def _shape(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
 
 def _constrained(hint: Any) -> Any:
     """Bound every number of a field: counts and durations are finite and not negative, metrics are free."""
+    if hint is bool:
+        return bool
     if hint is int:
         return _Count
     if hint is float:

@@ -136,7 +136,16 @@ def _tell_cpu_s(session: Session) -> float:
     for number in range(_TOLD):
         round_ = session._averager.round + number
         member.tell(
-            Ready(now_s=0.0, worker=session.worker, step=session.step, round=round_, compute_s=0.0, samples=0)
+            Ready(
+                now_s=0.0,
+                worker=session.worker,
+                generation=0,
+                epoch=0,
+                step=session.step,
+                round=round_,
+                compute_s=0.0,
+                samples=0,
+            )
         )
         member.endpoint.flush(1.0)
         member.tell(timed)

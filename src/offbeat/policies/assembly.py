@@ -14,6 +14,7 @@ from offbeat.events import (
     Evaluated,
     Event,
     Failed,
+    Halted,
     Joined,
     Left,
     Lost,
@@ -72,7 +73,7 @@ class Assembly:
                 return self._gone(event)
             case Tick():
                 return self._tick(event.now_s)
-            case Ready() | StepTimed() | Evaluated():
+            case Ready() | StepTimed() | Halted() | Evaluated():
                 return []
             case _:
                 assert_never(event)

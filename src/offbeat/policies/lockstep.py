@@ -15,6 +15,7 @@ from offbeat.events import (
     Event,
     Failed,
     Group,
+    Halted,
     Joined,
     Left,
     Lost,
@@ -92,7 +93,7 @@ class Lockstep:
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
-            case Evaluated():
+            case Evaluated() | Halted():
                 return []
             case _:
                 assert_never(event)
@@ -135,7 +136,17 @@ class Lockstep:
         members = tuple(range(self._world))
         weights = (1.0 / self._world,) * self._world
         reason = f"all {self._world} workers are here, and in lockstep everybody takes part in every round"
-        return [Group(round=0, members=members, weights=weights, reason=reason)]
+        return [
+            Group(
+                generation=0,
+                step=0,
+                exchange_id=0,
+                members=members,
+                joining=(),
+                weights=weights,
+                reason=reason,
+            )
+        ]
 
     def _handle_ready(self, event: Ready) -> list[Action]:
         self._check_ready(event)

@@ -80,14 +80,14 @@ class Member:
         assert self._start is not None
         return self._start
 
-    def group(self, round: int, deadline_s: float) -> Group:
-        """The group that holds for `round`, waited for if it is not known yet.
+    def group(self, step: int, deadline_s: float) -> Group:
+        """The group that holds for `step`, waited for if it is not known yet.
 
         Raises:
             WorkerError: the job failed, or no group was named within `deadline_s` seconds.
         """
-        self._wait_for(lambda: self._known(round) is not None, deadline_s, f"the group of round {round}")
-        group = self._known(round)
+        self._wait_for(lambda: self._known(step) is not None, deadline_s, f"the group of step {step}")
+        group = self._known(step)
         assert group is not None
         return group
 
@@ -116,9 +116,9 @@ class Member:
             self.endpoint.flush(_GOODBYE_S)
         self.endpoint.close()
 
-    def _known(self, round: int) -> Group | None:
+    def _known(self, step: int) -> Group | None:
         for group in reversed(self._groups):
-            if group.round <= round:
+            if group.step <= step:
                 return group
         return None
 

@@ -395,6 +395,8 @@ class Session:
             Ready(
                 now_s=0.0,
                 worker=self.worker,
+                generation=0,
+                epoch=self.epoch,
                 step=self.step,
                 round=self._averager.round,
                 compute_s=compute_s,
