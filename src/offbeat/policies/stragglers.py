@@ -1,0 +1,660 @@
+"""Who is slow: every worker's compute times against a threshold profiled from the fast ones, and a counter.
+
+A part that group policies own, not a policy itself: they tell it every computed iteration and act on its
+verdicts. Nothing here knows of groups, decides who takes part, or judges any time but that of computing;
+whoever waits for a slow worker would otherwise look as slow as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from offbeat.errors import ProtocolError
+from offbeat.policies import calibration
+from offbeat.policies.gate import ThroughputGate, break_even_factor
+
+JUDGED_ASSUMED = 1000
+K_MAX = 2.0
+LIMIT_OF_THE_PAPER = 10
+_RATIOS_KEPT = 512
+_PACE_OF_LAST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A worker's class changes.
+
+    Attributes:
+        worker: whose.
+        straggler: its class from now on.
+        epoch: the epoch of the observation that decided it.
+        iteration: that observation's iteration in its epoch; both are the observed worker's own counts.
+        reason: one line with the numbers.
+    """
+
+    worker: int
+    straggler: bool
+    epoch: int
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Threshold:
+    threshold_s: float
+    pace_s: float | None  # mean of the window's minima; None for a static threshold
+    epoch: int
+
+
+@dataclass
+class _Worker:
+    count: int = 0
+    straggler: bool = False
+    takes_part: bool = False  # its iterations are those of the group
+    epoch: int = -1
+    iteration: int = -1
+    last_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_OF_LAST))
+    # Times relative to the pace since the counter was last 0; they count as not slow once it is 0 again.
+    held: deque[float] = field(default_factory=lambda: deque(maxlen=_RATIOS_KEPT))
+
+
+@dataclass
+class _Window:
+    """A profile in the making: iterations `first` to `last` of an epoch.
+
+    Attributes:
+        before: the threshold that judges until the last of them.
+        times_s: per iteration, each worker's time; only from those not classed as stragglers.
+        waiting: observations that the new threshold will judge: worker, iteration, time.
+    """
+
+    epoch: int
+    first: int
+    last: int
+    before: _Threshold | None
+    times_s: list[dict[int, float]]
+    waiting: list[tuple[int, int, float]] = field(default_factory=list)
+
+
+class StragglerClassifier:
+    """Classes workers as normal or straggler by their compute times, in both directions.
+
+    In the first `n_profile` iterations of every epoch the fastest normal worker's time is noted; the mean of
+    these minima, times k, is the epoch's threshold. A time above it moves the worker's counter up by one, any
+    other down, within 0 and `limit`. A normal worker whose counter reaches `limit` is a straggler; a
+    straggler whose counter has fallen to `limit` - `recover_gap` is normal.
+
+    Until an epoch's threshold is known, the last one judges (`window_judge="previous"`) or none does; the
+    iteration that completes the profile is judged by the new one already. So a worker that is slow from the
+    start is found in iteration n_profile - 1 + limit of the first epoch and after `limit` ones later.
+    An observation that has to wait for the profile is judged when the last normal worker's time is there;
+    in which order the workers of an iteration are heard does not matter.
+
+    *Who is observed.* Stragglers go on being observed, at their own pace and with iteration counts of their
+    own; the newest threshold judges them. They need not be waited for: a profile is made of normal workers
+    only. A worker that has recovered, or was added during the run, counts for profiles again from its first
+    observation within one iteration of the others'. Who takes part is nobody's business here but the
+    caller's: "epoch_window" monitoring means to observe stragglers only while `in_window` says so.
+
+    *A slowdown of everybody* is not a straggler's. If a classification would bring those found in this epoch,
+    counting whoever is about to be, above `max_straggler_fraction` of all workers, then nobody is classed:
+    those found in this epoch are taken back, counters begin at 0, and the next `n_profile` iterations are
+    profiled at once. Only once an epoch: who is above the new threshold as well is slower than somebody.
+    And always where nobody would be left who is not slow.
+
+    *Automatic* (`k="auto"`): k, n_profile and limit follow the measured times such that a worker that is not
+    slow is classed with a probability of at most `false_alarm` an epoch, and a slow one as early as that
+    allows; what the arguments `n_profile` and `limit` say is not used. The derivation stands in
+    `offbeat.policies.calibration`. k is at most 2 unless such times are too common among normal workers, and
+    at least what pays (`offbeat.policies.gate.break_even_factor`): below that, leaving one out costs more
+    than waiting. The times are those of the first profile, without workers that were beyond twice the pace in
+    all of its iterations, later the last 512 judged ones whose counters came back to 0. A worker that is
+    between k's least value and 2 times as slow from the very start is therefore taken for normal. With fewer
+    times than any promise needs, k is 2 and limit 10. Limits change with thresholds only.
+
+    *The gate* (`gate="throughput"`) is asked when a normal worker stands at the limit: of all that do, those
+    are classed whose leaving raises the predicted throughput by more than `gate_margin`, by the median of
+    each worker's last 5 times; if none, all stay and are weighed again at the next judgement of one of them.
+    In return a k that was given is lowered to what pays at least, (1 + gate_margin) W / (W - 1), so that the
+    counter sees whatever could be worth it: 1.3 times as slow is worth it among 8 workers, not among 4. The
+    gate never takes a worker back; its counter does.
+
+    Source: dynamic worker classification (the paper's algorithm 1 and sections 4.2 and 4.3). The algorithm
+    cannot be run as printed. Deviations: only the class decides who is left out, not the counter; the time is
+    that of computing alone; an equal time counts as fast; counters stay within 0 and limit; stragglers go on
+    being timed; profiles need no stragglers; and automatic parameters, gate and the guard against slowdowns
+    of everybody are additions. With `threshold_s`, the threshold of dynamic partial all-reduce (ICCE 2023): a
+    constant, and nothing is profiled.
+
+    Args:
+        n_profile: iterations in a profile, at least 1.
+        k: the threshold as a multiple of the pace of the fastest, above 1, or "auto".
+        limit: judged iterations from counter 0 until a slow worker is found, at least 1 (10: the paper's
+            figure 2).
+        limit_ratio: the limit as a share of `iterations_per_epoch` instead, above 0 and at most 1; at least 2
+            then (the paper's alternative, without a number).
+        recover_gap: how far the counter falls until a straggler is normal again, 1 to limit.
+        window_judge: what judges until the epoch's threshold is known: the "previous" one or "none".
+        skip_first_iters: iterations of each epoch that are neither profiled nor judged, at least 0.
+        max_straggler_fraction: more than this share of all workers slow at once is a slowdown of everybody,
+            above 0 and at most 1.
+        threshold_s: a constant threshold in seconds, above 0, instead of a profiled one.
+        gate: None, or "throughput".
+        gate_margin: the gain that the gate asks for, as a share, at least 0; also that in the least automatic
+            k.
+        false_alarm: the bound for automatic parameters, per worker and epoch, above 0 and below 1.
+        iterations_per_epoch: at least 1; None learns it from the epochs that pass, and assumes 1000 in the
+            first one, for automatic parameters.
+
+    Raises:
+        ValueError: an argument out of range, or two that contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_profile: int = 5,
+        k: float | Literal["auto"] = 2.0,
+        limit: int = LIMIT_OF_THE_PAPER,
+        limit_ratio: float | None = None,
+        recover_gap: int = 1,
+        window_judge: Literal["previous", "none"] = "previous",
+        skip_first_iters: int = 0,
+        max_straggler_fraction: float = 0.5,
+        threshold_s: float | None = None,
+        gate: Literal["throughput"] | None = None,
+        gate_margin: float = 0.05,
+        false_alarm: float = 1e-3,
+        iterations_per_epoch: int | None = None,
+    ) -> None:
+        if iterations_per_epoch is not None and iterations_per_epoch < 1:
+            raise ValueError(f"expected at least 1 iteration per epoch, got {iterations_per_epoch}")
+        if limit_ratio is not None:
+            limit = _limit_of(limit_ratio, iterations_per_epoch)
+        _check(
+            n_profile,
+            k,
+            limit,
+            recover_gap,
+            window_judge,
+            skip_first_iters,
+            max_straggler_fraction,
+            false_alarm,
+        )
+        if threshold_s is not None and not (math.isfinite(threshold_s) and threshold_s > 0):
+            raise ValueError(f"expected a threshold of more than 0 s, got {threshold_s} s")
+        if threshold_s is not None and k == "auto":
+            raise ValueError("expected either threshold_s or k='auto', got both: leave one of them out")
+        if gate not in (None, "throughput"):
+            raise ValueError(f"expected the gate None or 'throughput', got {gate!r}")
+        self._n_profile = n_profile
+        self._k = k
+        self._limit = limit
+        self._recover_gap = recover_gap
+        self._window_judge = window_judge
+        self._skip_first_iters = skip_first_iters
+        self._max_straggler_fraction = max_straggler_fraction
+        self._gate_margin = gate_margin
+        self._gate = ThroughputGate(gate_margin)
+        self._is_gated = gate == "throughput"
+        self._false_alarm = false_alarm
+        self._iterations_per_epoch = iterations_per_epoch
+        self._iterations_seen = JUDGED_ASSUMED  # in the epoch before this
+        self._is_static = threshold_s is not None
+        self._newest: _Threshold | None = None
+        if threshold_s is not None:
+            self._newest = _Threshold(threshold_s=threshold_s, pace_s=None, epoch=-1)
+        self._previous: _Threshold | None = None  # of the epoch before, for who is heard late
+        self._workers: dict[int, _Worker] = {}
+        self._front: tuple[int, int] | None = None  # the latest epoch and iteration of who takes part
+        self._window: _Window | None = None
+        self._found: set[int] = set()  # classed in the epoch of the front
+        self._may_guard = True
+        self._ratios: deque[float] = deque(maxlen=_RATIOS_KEPT)
+
+    @property
+    def stragglers(self) -> frozenset[int]:
+        """Who is classed as a straggler now; never everybody."""
+        return frozenset(worker for worker, it in self._workers.items() if it.straggler)
+
+    @property
+    def limit(self) -> int:
+        """The counters' limit now."""
+        return self._limit
+
+    @property
+    def times_s(self) -> dict[int, float]:
+        """How long each worker computes an iteration, in seconds: the median of its last 5."""
+        return {worker: median(it.last_s) for worker, it in self._workers.items() if it.last_s}
+
+    def threshold_s(self, epoch: int) -> float | None:
+        """Return the threshold that was profiled in `epoch`, in seconds.
+
+        None where it is not known yet, and for all epochs but the newest two.
+        """
+        for threshold in (self._newest, self._previous):
+            if threshold is not None and (self._is_static or threshold.epoch == epoch):
+                return threshold.threshold_s
+        return None
+
+    def time_to_class_s(self, epoch: int) -> float | None:
+        """Return how long a worker just above the threshold computes until it is classed, in seconds.
+
+        By the threshold of `epoch`, or the newest; None while there is none.
+        """
+        threshold_s = self.threshold_s(epoch)
+        if threshold_s is None and self._newest is not None:
+            threshold_s = self._newest.threshold_s
+        return None if threshold_s is None else self._limit * threshold_s
+
+    def in_window(self, iteration: int) -> bool:
+        """Say whether this iteration of the present or next epoch is profiled."""
+        if self._is_static:
+            return False
+        first = self._skip_first_iters
+        if first <= iteration < first + self._n_profile:
+            return True
+        return self._window is not None and self._window.first <= iteration <= self._window.last
+
+    def add(self, worker: int) -> None:
+        """Expect a worker, as a normal one.
+
+        Raises:
+            ProtocolError: it is here already.
+        """
+        if worker in self._workers:
+            raise ProtocolError(f"expected a new worker, got worker {worker} a second time")
+        self._workers[worker] = _Worker(takes_part=self._front is None)
+
+    def remove(self, worker: int) -> list[Verdict]:
+        """Forget a worker, and return what follows for the others.
+
+        A profile that lacked only its times is complete. If only stragglers are left, they are normal again:
+        somebody has to take part.
+
+        Raises:
+            ProtocolError: there is no such worker.
+        """
+        if worker not in self._workers:
+            raise ProtocolError(f"expected a worker that was added, got worker {worker}")
+        del self._workers[worker]
+        self._found.discard(worker)
+        if self._window is not None:
+            self._window.waiting = [one for one in self._window.waiting if one[0] != worker]
+        if self._workers and all(it.straggler for it in self._workers.values()):
+            self._front = self._window = None
+            if not self._is_static:
+                self._newest = self._previous = None
+            reason = f"worker {worker}, the last one that was not slow, is gone"
+            return [
+                self._take_back(other, it.epoch, it.iteration, reason, count=0)
+                for other, it in self._workers.items()
+            ]
+        return self._close_window()
+
+    def observe(self, worker: int, *, epoch: int, iteration: int, compute_s: float) -> list[Verdict]:
+        """Judge one computed iteration, and return whose class changes.
+
+        Args:
+            worker: who computed it.
+            epoch: the worker's epoch, from 0.
+            iteration: the worker's iteration in its epoch, from 0.
+            compute_s: forward and backward pass, in seconds; nothing of it waiting or exchanging.
+
+        Raises:
+            ProtocolError: an unknown worker, a negative count, or a time that is none; nothing changes.
+        """
+        said = f"got {compute_s} s in iteration {iteration} of epoch {epoch} of worker {worker}"
+        if worker not in self._workers:
+            raise ProtocolError(f"expected a worker that was added, {said}")
+        if epoch < 0 or iteration < 0:
+            raise ProtocolError(f"expected epochs and iterations from 0, {said}")
+        if not (math.isfinite(compute_s) and compute_s >= 0):
+            raise ProtocolError(f"expected a finite time of at least 0 s, {said}")
+        it = self._workers[worker]
+        it.last_s.append(compute_s)
+        it.epoch, it.iteration = epoch, iteration
+        if not it.straggler and not it.takes_part:
+            it.takes_part = self._is_at_the_front(epoch, iteration)
+        if not it.takes_part:
+            return self._judge(worker, epoch, iteration, compute_s, self._newest)
+        self._advance(epoch, iteration)
+        window = self._window
+        if self._is_static:
+            threshold = self._newest if iteration >= self._skip_first_iters else None
+            return self._judge(worker, epoch, iteration, compute_s, threshold)
+        if window is None:
+            threshold = self._newest
+            if threshold is not None and threshold.epoch > epoch:
+                threshold = self._previous
+            return self._judge(worker, epoch, iteration, compute_s, threshold)
+        if epoch < window.epoch:
+            return self._judge(worker, epoch, iteration, compute_s, self._newest)
+        if iteration < window.first:
+            return []
+        if iteration <= window.last:
+            window.times_s[iteration - window.first][worker] = compute_s
+        if iteration >= window.last:
+            window.waiting.append((worker, iteration, compute_s))
+            return self._close_window()
+        return self._judge(worker, epoch, iteration, compute_s, window.before)
+
+    # Profiles --------------------------------------------------------------------------------------------
+
+    def _is_at_the_front(self, epoch: int, iteration: int) -> bool:
+        if self._front is None or not any(it.takes_part for it in self._workers.values()):
+            return True
+        front_epoch, front_iteration = self._front
+        if epoch == front_epoch:
+            return abs(iteration - front_iteration) <= 1
+        return (epoch, iteration) == (front_epoch + 1, 0)
+
+    def _advance(self, epoch: int, iteration: int) -> None:
+        """Move the front on; a new epoch opens a new window."""
+        if self._front is None or epoch > self._front[0]:
+            if self._front is not None and self._iterations_per_epoch is None and self._front[0] == epoch - 1:
+                self._iterations_seen = self._front[1] + 1
+            self._found.clear()
+            self._may_guard = True
+            self._front = (epoch, iteration)
+            self._open_window(epoch, max(iteration, self._skip_first_iters), self._newest)
+        self._front = max(self._front, (epoch, iteration))
+
+    def _open_window(self, epoch: int, first: int, before: _Threshold | None) -> None:
+        if self._is_static:
+            return
+        if self._k == "auto":
+            self._n_profile = calibration.profile_iterations(
+                workers=max(1, len(self._workers) - 1),  # one may be slow
+                judged=self._judged(),
+                bound=self._false_alarm,
+            )
+        self._window = _Window(
+            epoch=epoch,
+            first=first,
+            last=first + self._n_profile - 1,
+            before=before if self._window_judge == "previous" else None,
+            times_s=[{} for _ in range(self._n_profile)],
+        )
+
+    def _close_window(self) -> list[Verdict]:
+        """Set the threshold once all that take part are through the window, and judge who waited for it."""
+        window = self._window
+        if window is None:
+            return []
+        if any(
+            (it.epoch, it.iteration) < (window.epoch, window.last)
+            for it in self._workers.values()
+            if it.takes_part
+        ):
+            return []
+        minima_s = [min(times_s.values()) for times_s in window.times_s if times_s]
+        if not minima_s:
+            return []
+        self._window = None
+        pace_s = sum(minima_s) / len(minima_s)
+        k = self._calibrate(window, pace_s, minima_s) if self._k == "auto" else self._k
+        if self._is_gated and self._k != "auto":
+            k = min(k, break_even_factor(len(self._workers), self._gate_margin))
+        self._previous = self._newest
+        self._newest = _Threshold(threshold_s=k * pace_s, pace_s=pace_s, epoch=window.epoch)
+        verdicts: list[Verdict] = []
+        for worker, at, compute_s in window.waiting:
+            if self._newest is not None and self._workers[worker].takes_part:
+                verdicts += self._judge(worker, window.epoch, at, compute_s, self._newest)
+        return verdicts
+
+    def _judged(self) -> int:
+        """How many iterations of an epoch are judged."""
+        return self._iterations_per_epoch or self._iterations_seen
+
+    def _calibrate(self, window: _Window, pace_s: float, minima_s: Sequence[float]) -> float:
+        """Return k, and set the limit."""
+        k_min = break_even_factor(len(self._workers), self._gate_margin)
+        if not math.isfinite(k_min):  # a single worker is never left out
+            k_min = K_MAX
+        in_hand = 1.0
+        if self._ratios:
+            in_hand = calibration.pace_in_hand(minima_s)
+        elif pace_s > 0:
+            for worker in sorted(set().union(*window.times_s)):
+                ratios = [times_s[worker] / pace_s for times_s in window.times_s if worker in times_s]
+                if min(ratios) <= max(k_min, K_MAX):  # judging more strictly bent the tail
+                    self._ratios.extend(ratios)
+        choice = calibration.choose(
+            self._ratios,
+            judged=self._judged(),
+            bound=self._false_alarm,
+            k_min=k_min / in_hand,
+            k_max=K_MAX / in_hand,
+        )
+        if choice is None:
+            choice = calibration.Choice(k=max(K_MAX, k_min) / in_hand, limit=LIMIT_OF_THE_PAPER)
+        self._limit = choice.limit
+        for it in self._workers.values():
+            it.count = choice.limit if it.straggler else min(it.count, choice.limit - 1)
+        return choice.k * in_hand
+
+    # Judgements ------------------------------------------------------------------------------------------
+
+    def _judge(
+        self, worker: int, epoch: int, iteration: int, compute_s: float, threshold: _Threshold | None
+    ) -> list[Verdict]:
+        if threshold is None:
+            return []
+        it = self._workers[worker]
+        is_slow = compute_s > threshold.threshold_s
+        it.count = min(max(it.count + (1 if is_slow else -1), 0), self._limit)
+        if it.straggler:
+            if it.count > self._limit - min(self._recover_gap, self._limit):
+                return []
+            reason = f"compute time at or below {_shown(threshold)} again: {compute_s:.3g} s"
+            return [self._take_back(worker, epoch, iteration, reason, count=it.count)]
+        if self._k == "auto" and threshold.pace_s and threshold.epoch == epoch:
+            it.held.append(compute_s / threshold.pace_s)
+        if it.count == 0:
+            self._ratios.extend(it.held)
+            it.held.clear()
+        if it.count == self._limit:
+            return self._detect(worker, epoch, iteration, threshold)
+        return []
+
+    def _detect(self, worker: int, epoch: int, iteration: int, threshold: _Threshold) -> list[Verdict]:
+        leaving = {worker}
+        gain = ""
+        if self._is_gated:
+            times_s, out = self.times_s, self.stragglers
+            suspects = [
+                other for other, it in self._workers.items() if not it.straggler and it.count == self._limit
+            ]
+            leaving = set(self._gate.choose(times_s, out=out, suspects=suspects))
+            if not leaving:
+                return []
+            before, after = (self._gate.batches_per_s(times_s, who) for who in (out, out | leaving))
+            gain = f"; without it {after:.3g} instead of {before:.3g} batches/s"
+        if self._is_everybodys(leaving):
+            return self._guard(epoch, iteration, threshold)
+        reason = (
+            f"compute time above {_shown(threshold)} in {self._limit} judged iterations more than not{gain}"
+        )
+        return [self._class(other, epoch, iteration, reason) for other in sorted(leaving)]
+
+    def _is_everybodys(self, leaving: set[int]) -> bool:
+        """Say whether so many are slow that nobody in particular is."""
+        # Counters of workers that became slow together differ by the iteration or two that they are apart.
+        near = max(self._limit - 2, (self._limit + 1) // 2)
+        slow = leaving | {
+            other for other, it in self._workers.items() if not it.straggler and it.count >= near
+        }
+        if len(slow | self.stragglers) == len(self._workers):
+            return True
+        share = self._max_straggler_fraction * len(self._workers)
+        return self._may_guard and len(slow | self._found) > share
+
+    def _guard(self, epoch: int, iteration: int, threshold: _Threshold) -> list[Verdict]:
+        """Take back who was classed in this epoch, and profile anew."""
+        reason = (
+            f"more than {self._max_straggler_fraction:.0%} of {len(self._workers)} workers above "
+            f"{_shown(threshold)} in epoch {epoch}: everybody is slower, the threshold is profiled anew"
+        )
+        back = sorted(self._found) if self._may_guard else []
+        self._may_guard = False
+        self._found.clear()
+        for it in self._workers.values():
+            if not it.straggler:
+                it.count = 0
+                it.held.clear()
+        verdicts = [self._take_back(other, epoch, iteration, reason, count=0) for other in back]
+        if not self._is_static:
+            assert self._front is not None
+            self._newest = self._previous = None
+            front_epoch, front_iteration = self._front
+            self._open_window(front_epoch, front_iteration + 1, None)
+        return verdicts
+
+    def _class(self, worker: int, epoch: int, iteration: int, reason: str) -> Verdict:
+        it = self._workers[worker]
+        it.straggler, it.takes_part, it.count = True, False, self._limit
+        it.held.clear()
+        self._found.add(worker)
+        return Verdict(worker=worker, straggler=True, epoch=epoch, iteration=iteration, reason=reason)
+
+    def _take_back(self, worker: int, epoch: int, iteration: int, reason: str, *, count: int) -> Verdict:
+        it = self._workers[worker]
+        it.straggler, it.takes_part, it.count = False, False, count
+        self._found.discard(worker)
+        return Verdict(worker=worker, straggler=False, epoch=epoch, iteration=iteration, reason=reason)
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not an argument of the constructor, as plain data."""
+        window = self._window
+        return {
+            "workers": [
+                [
+                    *(worker, it.count, it.straggler, it.takes_part, it.epoch, it.iteration),
+                    *(list(it.last_s), list(it.held)),
+                ]
+                for worker, it in self._workers.items()
+            ],
+            "window": None
+            if window is None
+            else {
+                "epoch": window.epoch,
+                "first": window.first,
+                "last": window.last,
+                "before": _plain(window.before),
+                "times_s": [[list(one) for one in times_s.items()] for times_s in window.times_s],
+                "waiting": [list(one) for one in window.waiting],
+            },
+            "newest": _plain(self._newest),
+            "previous": _plain(self._previous),
+            "front": None if self._front is None else list(self._front),
+            "found": sorted(self._found),
+            "may_guard": self._may_guard,
+            "ratios": list(self._ratios),
+            "limit": self._limit,
+            "n_profile": self._n_profile,
+            "iterations_seen": self._iterations_seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a classifier with the same arguments."""
+        self._workers = {
+            worker: _Worker(
+                count=count,
+                straggler=straggler,
+                takes_part=takes_part,
+                epoch=epoch,
+                iteration=iteration,
+                last_s=deque(last_s, maxlen=_PACE_OF_LAST),
+                held=deque(held, maxlen=_RATIOS_KEPT),
+            )
+            for worker, count, straggler, takes_part, epoch, iteration, last_s, held in state["workers"]
+        }
+        window = state["window"]
+        self._window = (
+            None
+            if window is None
+            else _Window(
+                epoch=window["epoch"],
+                first=window["first"],
+                last=window["last"],
+                before=_threshold(window["before"]),
+                times_s=[dict(times_s) for times_s in window["times_s"]],
+                waiting=[
+                    (worker, iteration, compute_s) for worker, iteration, compute_s in window["waiting"]
+                ],
+            )
+        )
+        self._newest = _threshold(state["newest"])
+        self._previous = _threshold(state["previous"])
+        self._front = None if state["front"] is None else (state["front"][0], state["front"][1])
+        self._found = set(state["found"])
+        self._may_guard = state["may_guard"]
+        self._ratios = deque(state["ratios"], maxlen=_RATIOS_KEPT)
+        self._limit = state["limit"]
+        self._n_profile = state["n_profile"]
+        self._iterations_seen = state["iterations_seen"]
+
+
+def _plain(threshold: _Threshold | None) -> list[Any] | None:
+    return None if threshold is None else [threshold.threshold_s, threshold.pace_s, threshold.epoch]
+
+
+def _threshold(plain: Sequence[Any] | None) -> _Threshold | None:
+    if plain is None:
+        return None
+    return _Threshold(threshold_s=plain[0], pace_s=plain[1], epoch=plain[2])
+
+
+def _shown(threshold: _Threshold) -> str:
+    if not threshold.pace_s:
+        return f"{threshold.threshold_s:.3g} s"
+    k = threshold.threshold_s / threshold.pace_s
+    return f"{threshold.threshold_s:.3g} s ({k:.3g} x {threshold.pace_s:.3g} s)"
+
+
+def _limit_of(limit_ratio: float, iterations_per_epoch: int | None) -> int:
+    if iterations_per_epoch is None:
+        raise ValueError("expected iterations_per_epoch together with limit_ratio, got none")
+    if not 0 < limit_ratio <= 1:
+        raise ValueError(f"expected a limit_ratio above 0 and at most 1, got {limit_ratio}")
+    return max(2, math.ceil(limit_ratio * iterations_per_epoch))
+
+
+def _check(
+    n_profile: int,
+    k: float | str,
+    limit: int,
+    recover_gap: int,
+    window_judge: str,
+    skip_first_iters: int,
+    max_straggler_fraction: float,
+    false_alarm: float,
+) -> None:
+    if n_profile < 1:
+        raise ValueError(f"expected a profile of at least 1 iteration, got {n_profile}")
+    if isinstance(k, str):
+        if k != "auto":
+            raise ValueError(f"expected k as a number above 1 or 'auto', got {k!r}")
+    elif not (math.isfinite(k) and k > 1):
+        raise ValueError(f"expected a finite k above 1 (2 = twice as slow as the fastest), got {k}")
+    if limit < 1:
+        raise ValueError(f"expected a limit of at least 1 judged iteration, got {limit}")
+    if not 1 <= recover_gap <= limit:
+        raise ValueError(f"expected a recover_gap from 1 to the limit, {limit}, got {recover_gap}")
+    if window_judge not in ("previous", "none"):
+        raise ValueError(f"expected window_judge 'previous' or 'none', got {window_judge!r}")
+    if skip_first_iters < 0:
+        raise ValueError(f"expected at least 0 iterations to skip, got {skip_first_iters}")
+    if not 0 < max_straggler_fraction <= 1:
+        raise ValueError(f"expected a fraction above 0 and at most 1, got {max_straggler_fraction}")
+    if not 0 < false_alarm < 1:
+        raise ValueError(f"expected a probability above 0 and below 1, got {false_alarm}")

@@ -1,0 +1,66 @@
+"""The throughput gate: leaves out only what is worth it, and then the best choice."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.policies.gate import ThroughputGate, break_even_factor
+
+TIMES_S = st.dictionaries(st.integers(0, 9), st.sampled_from([0.5, 1.0, 1.1, 1.3, 1.4, 2.0, 5.0]), min_size=1)
+
+
+@given(TIMES_S, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sampled_from([0.0, 0.05, 0.5]))
+def test_predicted_throughput_never_falls_and_rises_by_more_than_the_margin(times_s, out, suspects, margin):
+    gate = ThroughputGate(margin)
+    before = gate.batches_per_s(times_s, out)
+    chosen = gate.choose(times_s, out=out, suspects=suspects)
+    assert chosen <= suspects - out
+    if chosen:
+        assert gate.batches_per_s(times_s, out | chosen) > (1 + margin) * before
+
+
+@given(TIMES_S, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9), max_size=6))
+def test_no_other_choice_is_better(times_s, out, suspects):
+    gate = ThroughputGate(0.0)
+    chosen = gate.choose(times_s, out=out, suspects=suspects)
+    best = gate.batches_per_s(times_s, out | chosen)
+    for size in range(len(suspects) + 1):
+        for others in combinations(sorted(suspects), size):
+            assert gate.batches_per_s(times_s, out | set(others)) <= best
+
+
+@given(TIMES_S)
+def test_somebody_always_stays(times_s):
+    assert ThroughputGate(0.0).choose(times_s, out=[], suspects=times_s) < set(times_s)
+
+
+@pytest.mark.parametrize(("workers", "factor"), [(2, 2.0), (4, 4 / 3), (8, 8 / 7), (16, 16 / 15)])
+def test_one_of_w_is_left_out_beyond_w_over_w_less_1(workers, factor):
+    """1.33 times for 4 workers, 1.07 times for 16."""
+    assert break_even_factor(workers) == pytest.approx(factor)
+    gate = ThroughputGate(0.0)
+    for times, expected in ((1.001, {0}), (0.999, frozenset())):
+        times_s = dict.fromkeys(range(workers), 0.1) | {0: 0.1 * factor * times}
+        assert gate.choose(times_s, out=[], suspects=range(workers)) == expected
+
+
+def test_the_margin_is_asked_for_on_top():
+    times_s = {0: 0.14, 1: 0.1, 2: 0.1, 3: 0.1}  # 1.4 times: a gain of exactly 5 %
+    assert ThroughputGate(0.049).choose(times_s, out=[], suspects=[0]) == {0}
+    assert ThroughputGate(0.051).choose(times_s, out=[], suspects=[0]) == frozenset()
+
+
+def test_who_is_no_suspect_stays_however_slow():
+    assert ThroughputGate().choose({0: 9.0, 1: 1.0, 2: 1.0}, out=[], suspects=[1]) == frozenset()
+
+
+def test_one_worker_breaks_even_never():
+    assert break_even_factor(1) == float("inf")
+
+
+@pytest.mark.parametrize("margin", [-0.1, float("nan"), float("inf")])
+def test_a_bad_margin_is_refused(margin):
+    with pytest.raises(ValueError, match="expected a finite margin"):
+        ThroughputGate(margin)
