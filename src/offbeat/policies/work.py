@@ -1,0 +1,690 @@
+"""Deals the samples of every epoch to whoever can use them: each exactly once.
+
+Nothing here knows which sample stands at a position: the order of an epoch is a permutation that workers
+draw themselves from (seed, epoch). Nothing is told to anybody either; whoever owns a scheduler sends what it
+deals and tells it what it hears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from offbeat.errors import ProtocolError
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Block(NamedTuple):
+    """One batch: positions of an epoch, dealt to one worker once.
+
+    Attributes:
+        id: never used again, also if the same positions are dealt once more.
+        ranges: (start, stop) in ascending order, disjoint; more than one only where blocks came back.
+    """
+
+    id: int
+    epoch: int
+    ranges: Ranges
+
+    @property
+    def samples(self) -> int:
+        """How many positions."""
+        return sum([stop - start for start, stop in self.ranges])
+
+
+class Dealt(NamedTuple):
+    """What one worker is to be told.
+
+    Attributes:
+        blocks: to be used after those that it has, in this order.
+        over: after them there is nothing for it in its epoch any more (its iterator ends).
+    """
+
+    worker: int
+    blocks: tuple[Block, ...]
+    over: bool
+
+
+@dataclass(slots=True)
+class _Epoch:
+    samples: int
+    batch_size: int
+    opened_by: int
+    unused: int  # positions that no completed round has used
+    pooled: int  # positions that nobody has
+    pool: list[tuple[int, int]]  # their ranges, the first last, disjoint and not touching
+
+    def take(self, count: int) -> Ranges:
+        self.pooled -= count
+        start, stop = self.pool[-1]
+        if start + count < stop:
+            self.pool[-1] = (start + count, stop)
+            return ((start, start + count),)
+        taken = []
+        while count:
+            start, stop = self.pool.pop()
+            end = min(stop, start + count)
+            taken.append((start, end))
+            count -= end - start
+            if end < stop:
+                self.pool.append((end, stop))
+        return tuple(taken)
+
+    def put(self, ranges: Iterable[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted([*self.pool, *ranges]):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], stop)
+            else:
+                merged.append((start, stop))
+        self.pool = merged[::-1]
+        self.pooled = sum(stop - start for start, stop in merged)
+
+
+@dataclass(slots=True)
+class _Worker:
+    epoch: int | None = None  # the last that it began
+    hold: bool = False
+    over: bool = False  # it was told that its epoch has nothing left for it
+    level: int | None = None  # how many hands it has had; None while nothing can be dealt to it
+    untaken: dict[int, Block] = field(default_factory=dict)
+    taken: dict[int, Block] = field(default_factory=dict)
+
+
+class WorkScheduler:
+    """Deals blocks so that each position of an epoch is used exactly once, whatever is slow, dies or joins.
+
+    A position is always in one place: in its epoch's pool, with one worker (untaken, then taken), in one
+    open round, or used. Only `completed` uses; `set_members`, `revoke`, `lost` and `abandoned` give back.
+    Positions that came back are dealt first.
+
+    Members are dealt to in hands, one block to each of those that have had the fewest; who has none left is
+    served out of turn, because others may wait for it. Blocks hold `batch_size` positions until two hands or
+    less are left; these are cut into equal parts (sizes differ by one at most), so that members who take
+    equally many end the epoch in the same round, after as few rounds as there can be, and no part is much
+    less than half a batch unless the epoch is. Who joins gets as many as the others have. With fewer
+    positions than members some get none; those go on to the next epoch, and a round may mix the two.
+
+    Source: self-scheduling with chunks of a fixed size. Compared with C. D. Polychronopoulos and D. J. Kuck,
+    "Guided self-scheduling: a practical scheduling scheme for parallel supercomputers", IEEE Transactions on
+    Computers C-36(12), 1987, which deals 1/P of what is left to each that asks, so that P workers who come at
+    different times end together. Deviation: members of a round keep step already, and a batch has the size
+    that it has, so blocks do not shrink with what is left; only the last two hands are cut, into equal parts.
+    What is dealt at once is bounded by `ahead`, so that little has to be taken back.
+
+    Args:
+        ahead: untaken blocks that a member has at most, at least 1. Two, so that one is there to be loaded
+            while another is computed and the next is under way. With fewer than a round takes, who is first
+            in a round is served out of turn, and members may end an epoch in different rounds.
+        epochs_open_max: how many epochs may be unfinished at once, at least 1; with 1, nobody begins an
+            epoch before the last one is finished.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, ahead: int = 2, epochs_open_max: int = 2) -> None:
+        if ahead < 1:
+            raise ValueError(f"expected at least 1 block ahead, got {ahead}")
+        if epochs_open_max < 1:
+            raise ValueError(f"expected at least 1 open epoch, got {epochs_open_max}")
+        self._ahead = ahead
+        self._epochs_open_max = epochs_open_max
+        self._first: int | None = None  # the first epoch that anybody began
+        self._next = 0  # the epoch to be opened next
+        self._epochs: dict[int, _Epoch] = {}  # unfinished ones, ascending
+        self._workers: dict[int, _Worker] = {}
+        self._members: set[int] = set()
+        self._rounds: dict[int, dict[int, tuple[Block, ...]]] = {}  # open: what each worker contributed
+        self._last_completed = -1
+        self._next_id = 0
+        self._last_served: int | None = None
+        self._lowest = 0  # no level is lower
+        # What follows only saves looking through all workers. To be looked at before the next deal:
+        self._stale = False  # everybody, because a pool was emptied or filled or an epoch finished
+        self._changed: set[int] = set()
+        # Of the workers that have a level, by level: how many, and who has room for a block.
+        self._count: dict[int, int] = {}
+        self._ready: dict[int, set[int]] = {}
+        self._starving: set[int] = set()  # who has no untaken block
+
+    # Asking ----------------------------------------------------------------------------------------------
+
+    def finished(self, epoch: int) -> bool:
+        """Whether every position of the epoch is used."""
+        return self._first is not None and self._first <= epoch < self._next and epoch not in self._epochs
+
+    def unfinished(self) -> tuple[int, ...]:
+        """Return the open epochs, ascending."""
+        return tuple(self._epochs)
+
+    def holders(self, epoch: int) -> tuple[int, ...]:
+        """Who has blocks of the epoch, those contributed to open rounds left out; takes time O(workers)."""
+        return tuple(
+            worker
+            for worker, one in sorted(self._workers.items())
+            if any(block.epoch == epoch for block in (*one.taken.values(), *one.untaken.values()))
+        )
+
+    # Telling ---------------------------------------------------------------------------------------------
+
+    def begin(self, worker: int, epoch: int, samples: int, batch_size: int, hold: bool = False) -> None:
+        """Say that a worker is in an epoch from now on; the first to be in it opens it.
+
+        What the worker has of earlier epochs stays with it. The same again changes nothing but `hold`.
+
+        Args:
+            epoch: the first may be any; then each in turn. Who comes late may begin a finished one.
+            samples: positions in the epoch, at least 1.
+            batch_size: positions in a block at most, at least 1.
+            hold: tell the worker that its epoch is over only when every position is used. For the last
+                epoch: else the blocks of who dies at the very end would find nobody.
+
+        Raises:
+            ProtocolError: other values than who opened the epoch has, an epoch out of turn, or one
+                `epochs_open_max` after one that is not finished.
+        """
+        self._check_begin(worker, epoch, samples, batch_size)
+        if self._first is None:
+            self._first = self._next = epoch
+        if epoch == self._next:
+            self._next += 1
+            self._epochs[epoch] = _Epoch(samples, batch_size, worker, samples, samples, [(0, samples)])
+        one = self._workers.setdefault(worker, _Worker())
+        if one.epoch != epoch:
+            one.epoch, one.over = epoch, False
+        one.hold = hold
+        self._changed.add(worker)
+
+    def set_members(self, members: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Say who is dealt to from now on.
+
+        Who is no member any more keeps what it has taken, until `revoke`, and what it contributed.
+
+        Returns:
+            The ids of the untaken blocks that went back into the pool, by worker.
+        """
+        members = set(members)
+        back = {}
+        for worker in sorted(self._members - members):
+            one = self._workers[worker]
+            self._leave(worker, one)
+            if one.untaken:
+                back[worker] = list(one.untaken.values())
+                one.untaken = {}
+        for worker in members - self._members:
+            self._workers.setdefault(worker, _Worker())
+        self._changed |= self._members ^ members
+        self._members = members
+        self._put([block for blocks in back.values() for block in blocks])
+        return {worker: tuple(block.id for block in blocks) for worker, blocks in back.items()}
+
+    def deal(self) -> list[Dealt]:
+        """Deal what can be dealt now; each block and each `over` is told once, ascending by worker.
+
+        A worker is over in its epoch when nothing of it or of an earlier one is left to be dealt; while it is
+        held, while it is no member, and where the next epoch would be too far from the oldest unfinished one,
+        only when all of them are finished. It is dealt to again when it begins another epoch.
+        """
+        dealt: dict[int, list[Block]] = {}
+        over: set[int] = set()
+        while True:
+            self._look(over)
+            workers, sizes = self._turn()
+            if not workers:
+                break
+            self._serve(workers, sizes, dealt)
+        for worker in over:
+            dealt.setdefault(worker, [])
+        return [Dealt(worker, tuple(dealt[worker]), worker in over) for worker in sorted(dealt)]
+
+    def lend(self, worker: int) -> Block | None:
+        """Deal one block to a worker that is no member and has none.
+
+        None where there is nothing in its epoch or an earlier one but the last two hands: members finish
+        these sooner.
+
+        Raises:
+            ProtocolError: a member, or one that has a block.
+        """
+        one = self._known(worker)
+        if worker in self._members:
+            raise ProtocolError(f"expected to lend to a worker outside the group, got member {worker}")
+        if one.untaken or one.taken:
+            raise ProtocolError(
+                f"expected worker {worker} to have no block, it has {len(one.untaken | one.taken)}"
+            )
+        number = self._source()
+        if number is None or one.epoch is None or one.over or number > one.epoch:
+            return None
+        epoch = self._epochs[number]
+        if epoch.pooled - epoch.batch_size < 2 * len(self._members) * epoch.batch_size:
+            return None
+        block = self._cut(number, epoch, epoch.batch_size)
+        one.untaken[block.id] = block
+        return block
+
+    def taken(self, worker: int, block_id: int) -> bool:
+        """Say that a worker has taken its blocks up to this one; whether it (still) is its own.
+
+        Blocks are taken in the order in which they were dealt. A contributed block need not be told here.
+
+        Raises:
+            ProtocolError: a block that was not dealt yet.
+        """
+        one = self._known(worker)
+        if block_id in one.taken:
+            return True
+        if block_id not in one.untaken:
+            self._check_dealt(worker, [block_id])
+            return False
+        for earlier in list(one.untaken):
+            one.taken[earlier] = one.untaken.pop(earlier)
+            if earlier == block_id:
+                break
+        self._made_room(worker, one)
+        return True
+
+    def contributed(self, worker: int, round_: int, block_ids: Sequence[int]) -> bool:
+        """Say that a worker contributes the gradient of these blocks to a round; whether it counts.
+
+        It does not when any of the blocks is not the worker's any more; then nothing changes, and what it
+        still has it has to compute anew. No blocks at all are a contribution too.
+
+        Raises:
+            ProtocolError: a completed round, a second contribution to the round, a block twice or one that
+                was not dealt yet.
+        """
+        one = self._known(worker)
+        if round_ <= self._last_completed:
+            raise ProtocolError(
+                f"expected a round after {self._last_completed}, which is completed, "
+                f"got a contribution of worker {worker} to round {round_}"
+            )
+        if worker in self._rounds.get(round_, ()):
+            raise ProtocolError(f"worker {worker} has contributed to round {round_} already")
+        if len(block_ids) > 1 and len(set(block_ids)) < len(block_ids):
+            raise ProtocolError(f"expected each block once, got {list(block_ids)} of worker {worker}")
+        for block_id in block_ids:
+            if block_id not in one.taken and block_id not in one.untaken:
+                self._check_dealt(worker, block_ids)
+                return False
+        blocks = [
+            one.taken.pop(block_id) if block_id in one.taken else one.untaken.pop(block_id)
+            for block_id in block_ids
+        ]
+        self._rounds.setdefault(round_, {})[worker] = tuple(blocks)
+        self._made_room(worker, one)
+        return True
+
+    def completed(self, round_: int) -> None:
+        """Say that the mean of a round is applied: what was contributed to it is used.
+
+        Raises:
+            ProtocolError: it is completed already, or an earlier round is still open.
+        """
+        self._check_round(round_)
+        if self._rounds and min(self._rounds) < round_:
+            raise ProtocolError(
+                f"round {min(self._rounds)} is neither completed nor abandoned, got round {round_}"
+            )
+        self._last_completed = round_
+        for blocks in self._rounds.pop(round_, {}).values():
+            for block in blocks:
+                epoch = self._epochs[block.epoch]
+                epoch.unused -= block.samples
+                if not epoch.unused:
+                    del self._epochs[block.epoch]
+                    self._stale = True
+
+    def abandoned(self, round_: int) -> dict[int, tuple[int, ...]]:
+        """Say that a round did not come to its end: nothing that was contributed to it is used.
+
+        Its number may be used for the repetition or left out. What lost workers contributed goes back.
+
+        Returns:
+            The ids that each living contributor has again, as taken: it can contribute them as they are.
+
+        Raises:
+            ProtocolError: it is completed.
+        """
+        self._check_round(round_)
+        again = {}
+        gone: list[Block] = []
+        for worker, blocks in sorted(self._rounds.pop(round_, {}).items()):
+            one = self._workers.get(worker)
+            if one is None:
+                gone += blocks
+                continue
+            one.taken |= {block.id: block for block in blocks}
+            again[worker] = tuple(block.id for block in blocks)
+        self._put(gone)
+        return again
+
+    def revoke(self, worker: int) -> tuple[int, ...]:
+        """Take back all blocks of a worker, taken ones too; contributed later, they do not count.
+
+        What it contributed to an open round stays there. A member is dealt to anew.
+
+        Returns:
+            The ids of what was taken back.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        one = self._known(worker)
+        blocks = [*one.taken.values(), *one.untaken.values()]
+        one.taken, one.untaken = {}, {}
+        self._leave(worker, one)  # and enter anew, with as many as the others
+        self._changed.add(worker)
+        self._put(blocks)
+        return tuple(block.id for block in blocks)
+
+    def lost(self, worker: int) -> None:
+        """Say that a worker is gone for good: its blocks go back; what it contributed stays in its round.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        self.revoke(worker)
+        del self._workers[worker]
+        self._members.discard(worker)
+        self._changed.discard(worker)
+
+    def all_lost(self) -> None:
+        """Say that the job is over: all workers are gone, and a new job counts its rounds from 0.
+
+        So a state that was saved goes on in another job: what no completed round used is in the pools.
+        """
+        for worker in list(self._workers):
+            self.lost(worker)
+        for round_ in list(self._rounds):
+            self.abandoned(round_)
+        self._last_completed = -1
+
+    # Remembering -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not an argument of the constructor, as plain data."""
+        return {
+            "first": self._first,
+            "next": self._next,
+            "epochs": [
+                [number, one.samples, one.batch_size, one.opened_by, one.unused, list(map(list, one.pool))]
+                for number, one in self._epochs.items()
+            ],
+            "workers": [
+                {
+                    "worker": worker,
+                    "epoch": one.epoch,
+                    "hold": one.hold,
+                    "over": one.over,
+                    "level": one.level,
+                    "untaken": _plain(one.untaken.values()),
+                    "taken": _plain(one.taken.values()),
+                }
+                for worker, one in sorted(self._workers.items())
+            ],
+            "members": sorted(self._members),
+            "rounds": [
+                [round_, [[worker, _plain(blocks)] for worker, blocks in sorted(contributions.items())]]
+                for round_, contributions in sorted(self._rounds.items())
+            ],
+            "last_completed": self._last_completed,
+            "next_id": self._next_id,
+            "last_served": self._last_served,
+            "lowest": self._lowest,
+            "stale": self._stale,
+            "changed": sorted(self._changed),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a scheduler with the same arguments."""
+        self._first, self._next = state["first"], state["next"]
+        self._epochs = {}
+        for number, samples, batch_size, opened_by, unused, pool in state["epochs"]:
+            pooled = sum(stop - start for start, stop in pool)
+            ranges = [(start, stop) for start, stop in pool]
+            self._epochs[number] = _Epoch(samples, batch_size, opened_by, unused, pooled, ranges)
+        self._rounds = {
+            round_: {worker: tuple(_blocks(blocks).values()) for worker, blocks in contributions}
+            for round_, contributions in state["rounds"]
+        }
+        self._members = set(state["members"])
+        self._last_completed, self._next_id = state["last_completed"], state["next_id"]
+        self._last_served = state["last_served"]
+        self._stale, self._changed = state["stale"], set(state["changed"])
+        self._workers, self._count, self._ready, self._starving = {}, {}, {}, set()
+        for one in state["workers"]:
+            worker = _Worker(one["epoch"], one["hold"], one["over"])
+            worker.untaken, worker.taken = _blocks(one["untaken"]), _blocks(one["taken"])
+            self._workers[one["worker"]] = worker
+            if one["level"] is not None:
+                self._enter(one["worker"], worker, one["level"])
+        self._lowest = state["lowest"]
+
+    # Who can be dealt to ---------------------------------------------------------------------------------
+
+    def _look(self, over: set[int]) -> None:
+        """See who can be dealt to after what has changed, and add to `over` whose epoch is over."""
+        if not self._stale and not self._changed:
+            return
+        changed = sorted(self._workers if self._stale else self._changed)
+        source = self._source()
+        self._stale = False
+        self._changed = set()
+        entering = []
+        for worker in changed:
+            one = self._workers[worker]
+            if one.epoch is None or one.over:
+                able = False
+            elif source is None or source > one.epoch:
+                able = False
+                one.over = self._ends(worker, one, one.epoch)
+                if one.over:
+                    over.add(worker)
+            else:
+                able = worker in self._members
+            if able and one.level is None:
+                entering.append(worker)
+            elif not able:
+                self._leave(worker, one)
+        if entering:
+            base = self._rounds_of_the_others()
+            for worker in entering:
+                one = self._workers[worker]
+                self._enter(worker, one, base + len(one.untaken) + len(one.taken))
+
+    def _source(self) -> int | None:
+        """The epoch of which is dealt, the oldest that has anything in its pool."""
+        for number, epoch in self._epochs.items():
+            if epoch.pooled:
+                return number
+        return None
+
+    def _ends(self, worker: int, one: _Worker, epoch: int) -> bool:
+        """Whether a worker for which nothing is left may be told so."""
+        oldest = next(iter(self._epochs), self._next)
+        if oldest > epoch:
+            return True
+        return worker in self._members and not one.hold and epoch + 1 < oldest + self._epochs_open_max
+
+    def _rounds_of_the_others(self) -> int:
+        """The level of one that has no block: who enters there gets as many as the others have."""
+        if not self._count:
+            return self._lowest
+        reference = self._workers.get(self._last_served) if self._last_served is not None else None
+        if reference is None or reference.level is None:
+            first = min(worker for worker, one in self._workers.items() if one.level is not None)
+            reference = self._workers[first]
+        assert reference.level is not None
+        return reference.level - len(reference.untaken) - len(reference.taken)
+
+    def _enter(self, worker: int, one: _Worker, level: int) -> None:
+        self._lowest = min(self._lowest, level) if self._count else level
+        one.level = level
+        if level not in self._count:
+            self._count[level], self._ready[level] = 0, set()
+        self._count[level] += 1
+        self._made_room(worker, one)
+
+    def _leave(self, worker: int, one: _Worker) -> None:
+        level = one.level
+        if level is None:
+            return
+        one.level = None
+        self._starving.discard(worker)
+        if self._count[level] == 1:
+            del self._count[level], self._ready[level]
+        else:
+            self._count[level] -= 1
+            self._ready[level].discard(worker)
+
+    def _made_room(self, worker: int, one: _Worker) -> None:
+        if one.level is None:
+            return
+        if len(one.untaken) < self._ahead:
+            self._ready[one.level].add(worker)
+        if not one.untaken:
+            self._starving.add(worker)
+
+    # Dealing ---------------------------------------------------------------------------------------------
+
+    def _turn(self) -> tuple[list[int], list[int]]:
+        """Who is to be dealt a block each, of which size: those with the fewest so far, else the starving.
+
+        A size is a batch, or an equal part of what is left if that is for this hand and the next at most.
+        """
+        number = self._source()
+        if number is None or not self._count:
+            return [], []
+        epoch = self._epochs[number]
+        while self._lowest not in self._count:
+            self._lowest += 1
+        # Members that cannot be dealt to now (they have not begun yet) will want as many as the others had.
+        absent = len(self._members) - sum(self._count.values())
+        hands_missed = self._lowest - min(self._lowest, self._rounds_of_the_others()) if absent else 0
+        lowest = self._count[self._lowest]
+        this_hand = lowest + absent * (hands_missed + 1)
+        next_hand = this_hand + lowest + self._count.get(self._lowest + 1, 0) + absent
+        turn, extra = self._ready[self._lowest], 0
+        if not turn or epoch.pooled <= absent * hands_missed * epoch.batch_size:
+            turn, extra = self._starving, len(self._starving)
+        workers = sorted(turn)
+        for parts in (extra + this_hand, extra + next_hand):
+            if epoch.pooled <= parts * epoch.batch_size:
+                least, larger = divmod(epoch.pooled, parts)
+                sizes = [least + (part < larger) for part in range(len(workers))]
+                return workers, sizes if least else sizes[:larger]
+        return workers, [epoch.batch_size] * len(workers)
+
+    def _serve(self, workers: list[int], sizes: list[int], dealt: dict[int, list[Block]]) -> None:
+        """Deal one block to each of the first workers, as many as there are sizes."""
+        number = self._source()
+        assert number is not None
+        epoch = self._epochs[number]
+        by_level: dict[int, list[int]] = {}
+        for worker, size in zip(workers, sizes, strict=False):
+            one = self._workers[worker]
+            assert one.level is not None
+            block = self._cut(number, epoch, size)
+            one.untaken[block.id] = block
+            if worker in dealt:
+                dealt[worker].append(block)
+            else:
+                dealt[worker] = [block]
+            if one.level in by_level:
+                by_level[one.level].append(worker)
+            else:
+                by_level[one.level] = [worker]
+            self._last_served = worker
+        for level, served in by_level.items():
+            self._climb(level, served)
+
+    def _climb(self, level: int, served: list[int]) -> None:
+        """Each of these has had one hand more, and is not starving."""
+        above = self._ready.setdefault(level + 1, set())
+        for worker in served:
+            one = self._workers[worker]
+            one.level = level + 1
+            if len(one.untaken) < self._ahead:
+                above.add(worker)
+        self._count[level + 1] = self._count.get(level + 1, 0) + len(served)
+        self._starving.difference_update(served)
+        if self._count[level] == len(served):
+            del self._count[level], self._ready[level]
+        else:
+            self._count[level] -= len(served)
+            self._ready[level].difference_update(served)
+
+    def _cut(self, number: int, epoch: _Epoch, size: int) -> Block:
+        block = Block(self._next_id, number, epoch.take(size))
+        self._next_id += 1
+        if not epoch.pooled:
+            self._stale = True
+        return block
+
+    def _put(self, blocks: list[Block]) -> None:
+        """Back into the pool."""
+        for number in {block.epoch for block in blocks}:
+            epoch = self._epochs[number]
+            if not epoch.pooled:
+                self._stale = True
+            epoch.put(part for block in blocks if block.epoch == number for part in block.ranges)
+
+    # Refusing --------------------------------------------------------------------------------------------
+
+    def _check_begin(self, worker: int, epoch: int, samples: int, batch_size: int) -> None:
+        said = f"worker {worker} begins epoch {epoch} with {samples} samples in batches of {batch_size}"
+        if samples < 1 or batch_size < 1:
+            raise ProtocolError(f"expected at least 1 sample in batches of at least 1, {said}")
+        one = self._workers.get(worker)
+        if one is not None and one.epoch is not None and epoch < one.epoch:
+            raise ProtocolError(f"expected an epoch after {one.epoch}, where it is, {said}")
+        if epoch < 0 or (self._first is not None and not self._first <= epoch <= self._next):
+            first, last = (0, "any") if self._first is None else (self._first, str(self._next))
+            raise ProtocolError(f"expected an epoch from {first} to {last}, {said}")
+        opened = self._epochs.get(epoch)
+        if opened is not None and (samples, batch_size) != (opened.samples, opened.batch_size):
+            raise ProtocolError(
+                f"worker {opened.opened_by} began it with {opened.samples} samples in batches of "
+                f"{opened.batch_size}, {said}: give every worker the same data set and batch size"
+            )
+        oldest = next(iter(self._epochs), epoch)
+        if epoch >= oldest + self._epochs_open_max:
+            raise ProtocolError(
+                f"expected epoch {oldest} to be finished first, {said}: use each epoch to its end"
+            )
+
+    def _check_dealt(self, worker: int, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            if not 0 <= block_id < self._next_id:
+                raise ProtocolError(
+                    f"expected a block that has been dealt, from 0 to {self._next_id - 1}, "
+                    f"got block {block_id} of worker {worker}"
+                )
+
+    def _check_round(self, round_: int) -> None:
+        if round_ <= self._last_completed:
+            raise ProtocolError(
+                f"expected a round after {self._last_completed}, which is completed, got round {round_}"
+            )
+
+    def _known(self, worker: int) -> _Worker:
+        one = self._workers.get(worker)
+        if one is None:
+            raise ProtocolError(f"worker {worker} has begun no epoch, or is gone")
+        return one
+
+
+def _plain(blocks: Iterable[Block]) -> list[list[Any]]:
+    return [[block.id, block.epoch, [list(part) for part in block.ranges]] for block in blocks]
+
+
+def _blocks(plain: list[list[Any]]) -> dict[int, Block]:
+    return {
+        number: Block(number, epoch, tuple((start, stop) for start, stop in ranges))
+        for number, epoch, ranges in plain
+    }

@@ -1,0 +1,903 @@
+"""The work scheduler: each position is used exactly once, whatever is slow, dies, leaves or joins."""
+
+import json
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from offbeat.errors import ProtocolError
+from offbeat.policies.work import Block, Dealt, WorkScheduler
+
+
+def positions(*blocks: Block) -> list[int]:
+    return [position for block in blocks for start, stop in block.ranges for position in range(start, stop)]
+
+
+def running(members: int = 2, samples: int = 100, batch_size: int = 4, hold: bool = False, **arguments):
+    """A scheduler with members 0, 1, … in epoch 0, nothing dealt yet."""
+    scheduler = WorkScheduler(**arguments)
+    scheduler.set_members(range(members))
+    for worker in range(members):
+        scheduler.begin(worker, 0, samples, batch_size, hold)
+    return scheduler
+
+
+def sizes(dealt: list[Dealt]) -> dict[int, list[int]]:
+    return {worker: [block.samples for block in blocks] for worker, blocks, _ in dealt}
+
+
+def ids(dealt: list[Dealt]) -> dict[int, list[int]]:
+    return {worker: [block.id for block in blocks] for worker, blocks, _ in dealt}
+
+
+def pool(scheduler: WorkScheduler, epoch: int = 0) -> list[int]:
+    """What nobody has."""
+    for number, *_, ranges in scheduler.state_dict()["epochs"]:
+        if number == epoch:
+            return sorted(position for start, stop in ranges for position in range(start, stop))
+    return []
+
+
+def copy(scheduler: WorkScheduler, **arguments) -> WorkScheduler:
+    other = WorkScheduler(**arguments)
+    other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    return other
+
+
+# Hands --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_dealt_one_to_each_member_at_a_time_up_to_ahead():
+    scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
+    assert scheduler.deal() == [
+        Dealt(0, (Block(0, 0, ((0, 4),)), Block(2, 0, ((8, 12),))), over=False),
+        Dealt(1, (Block(1, 0, ((4, 8),)), Block(3, 0, ((12, 16),))), over=False),
+    ]
+    assert scheduler.deal() == []
+    assert scheduler.taken(0, 0)
+    assert ids(scheduler.deal()) == {0: [4]}
+
+
+def test_a_member_that_asks_often_gets_its_next_block_only_when_the_others_have_had_theirs():
+    scheduler = running(ahead=2)
+    scheduler.deal()
+    scheduler.taken(0, 0)
+    assert ids(scheduler.deal()) == {0: [4]}
+    scheduler.taken(0, 2)
+    assert ids(scheduler.deal()) == {}
+    scheduler.taken(1, 1)
+    assert ids(scheduler.deal()) == {0: [6], 1: [5]}
+
+
+def test_who_has_none_left_is_served_out_of_turn_because_others_may_wait_for_it():
+    scheduler = running(ahead=1)
+    assert ids(scheduler.deal()) == {0: [0], 1: [1]}
+    for expected in range(2, 10):
+        scheduler.taken(0, expected - 1 if expected > 2 else 0)
+        assert ids(scheduler.deal()) == {0: [expected]}
+
+
+def test_who_is_no_member_is_dealt_nothing():
+    scheduler = running(members=1)
+    scheduler.begin(7, 0, 100, 4)
+    assert set(ids(scheduler.deal())) == {0}
+
+
+def test_who_has_not_begun_an_epoch_is_dealt_nothing():
+    scheduler = WorkScheduler()
+    scheduler.set_members([0, 1])
+    scheduler.begin(1, 0, 100, 4)
+    assert set(ids(scheduler.deal())) == {1}
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (17, [[3, 2], [2, 2], [2, 2], [2, 2]]),  # in two hands, not 4 a member and then 1 for one of them
+        (32, [[4, 4]] * 4),
+        (31, [[4, 4]] * 3 + [[4, 3]]),
+        (16, [[4]] * 4),
+        (15, [[4], [4], [4], [3]]),
+        (5, [[2], [1], [1], [1]]),
+        (4, [[1]] * 4),
+        (3, [[1], [1], [1], []]),
+        (1, [[1], [], [], []]),
+    ],
+)
+def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
+    dealt = sizes(running(members=4, samples=samples, batch_size=4).deal())
+    assert [dealt[worker] for worker in range(4)] == expected
+
+
+def test_before_the_last_two_hands_blocks_hold_a_batch():
+    scheduler = running(members=2, samples=17, batch_size=4, ahead=3)
+    assert sizes(scheduler.deal()) == {0: [4, 3, 2], 1: [4, 2, 2]}
+
+
+def test_who_begins_a_small_epoch_first_leaves_the_others_their_part():
+    scheduler = WorkScheduler()
+    scheduler.set_members(range(4))
+    for worker in range(4):
+        scheduler.begin(worker, 0, 8, 4)
+        assert sizes(scheduler.deal())[worker] == [2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    members=st.integers(1, 6),
+    samples=st.integers(1, 120),
+    batch_size=st.integers(1, 9),
+    ahead=st.integers(1, 4),
+    order=st.randoms(use_true_random=False),
+)
+def test_members_that_take_equally_many_end_the_epoch_in_the_same_round_after_the_fewest_rounds(
+    members, samples, batch_size, ahead, order
+):
+    """Whatever the order in which they are heard, and whether all are heard before something is dealt."""
+    scheduler = running(members, samples, batch_size, hold=True, ahead=ahead)
+    queues: dict[int, list[Block]] = {worker: [] for worker in range(members)}
+    rounds: list[list[int]] = []
+    used: list[int] = []
+
+    def deal():
+        for worker, blocks, _ in scheduler.deal():
+            queues[worker] += blocks
+            assert len(queues[worker]) <= ahead
+
+    deal()
+    while not scheduler.finished(0):
+        rounds.append([])
+        for worker in order.sample(range(members), members):
+            if not queues[worker]:
+                deal()
+            if queues[worker]:
+                block = queues[worker].pop(0)
+                assert scheduler.contributed(worker, len(rounds), [block.id])
+                rounds[-1].append(block.samples)
+                used += positions(block)
+            if order.random() < 0.5:
+                deal()
+        scheduler.completed(len(rounds))
+    assert sorted(used) == list(range(samples))
+    assert len(rounds) == -(-samples // (members * batch_size))
+    counts = [len(parts) for parts in rounds]
+    assert counts[:-1] == [members] * (len(rounds) - 1)
+    assert counts[-1] == members or samples < members * len(rounds)
+    assert all(max(parts) <= batch_size and max(parts) - min(parts) <= 1 for parts in rounds)
+    assert [len(set(parts)) for parts in rounds[:-2]] == [1] * len(rounds[:-2])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    members=st.integers(1, 6),
+    samples=st.integers(1, 120),
+    blocks_a_round=st.integers(1, 5),
+    more_ahead=st.integers(0, 2),
+    order=st.randoms(use_true_random=False),
+)
+def test_members_that_accumulate_equally_many_blocks_a_round_differ_by_one_at_most(
+    members, samples, blocks_a_round, more_ahead, order
+):
+    scheduler = running(members, samples, 3, hold=True, ahead=blocks_a_round + more_ahead)
+    queues: dict[int, list[Block]] = {worker: [] for worker in range(members)}
+    counts: Counter[int] = Counter(dict.fromkeys(range(members), 0))
+    used: list[int] = []
+    round_ = 0
+    while not scheduler.finished(0):
+        mine: dict[int, list[Block]] = {worker: [] for worker in range(members)}
+        # All compute at once, in any order: each takes what it has until it has enough or nothing is left.
+        while True:
+            for worker, blocks, _ in scheduler.deal():
+                queues[worker] += blocks
+            able = [worker for worker in queues if queues[worker] and len(mine[worker]) < blocks_a_round]
+            if not able:
+                break
+            worker = order.choice(able)
+            mine[worker].append(queues[worker].pop(0))
+            scheduler.taken(worker, mine[worker][-1].id)
+        for worker, blocks in mine.items():
+            assert scheduler.contributed(worker, round_, [block.id for block in blocks])
+            counts[worker] += len(blocks)
+            used += positions(*blocks)
+        scheduler.completed(round_)
+        assert max(counts.values()) - min(counts.values()) <= 1
+        round_ += 1
+    assert sorted(used) == list(range(samples))
+    assert len(set(counts.values())) == 1 or samples < members * max(counts.values())
+    assert max(counts.values()) == -(-samples // (members * 3))
+
+
+# Joining and leaving ------------------------------------------------------------------------------------
+
+
+def test_what_a_removed_member_has_not_taken_goes_back_and_is_dealt_first():
+    scheduler = running(members=2, samples=100, batch_size=4, ahead=2)
+    scheduler.deal()
+    scheduler.taken(0, 0)
+    assert scheduler.set_members([1]) == {0: (2,)}
+    assert pool(scheduler) == [8, 9, 10, 11, *range(16, 100)]
+    scheduler.taken(1, 1)
+    assert scheduler.deal() == [Dealt(1, (Block(4, 0, ((8, 12),)),), over=False)]
+    assert not scheduler.taken(0, 2)
+    assert scheduler.contributed(0, 0, [0])  # what it had taken is still its own
+    assert not scheduler.contributed(0, 1, [2])
+
+
+def test_a_joining_member_gets_as_many_as_the_others_have():
+    scheduler = running(members=2, samples=1000, ahead=3)
+    scheduler.deal()
+    for worker in (0, 1):
+        scheduler.contributed(worker, 0, [worker])
+    scheduler.completed(0)
+    scheduler.deal()
+    scheduler.set_members([0, 1, 2])
+    scheduler.begin(2, 0, 1000, 4)
+    assert [len(blocks) for _, blocks, _ in scheduler.deal()] == [3]
+
+
+def test_a_joining_member_ends_the_epoch_in_the_same_round_as_the_others():
+    scheduler = running(members=2, samples=60, batch_size=4, hold=True)
+    queues: dict[int, list[Block]] = {0: [], 1: [], 2: []}
+    counts = []
+    for round_ in range(20):
+        if round_ == 3:
+            scheduler.set_members([0, 1, 2])
+            scheduler.begin(2, 0, 60, 4, hold=True)
+        for worker, blocks, _ in scheduler.deal():
+            queues[worker] += blocks
+        offered = [worker for worker in queues if queues[worker]]
+        for worker in offered:
+            assert scheduler.contributed(worker, round_, [queues[worker].pop(0).id])
+        scheduler.completed(round_)
+        counts.append(len(offered))
+    assert counts == [2] * 3 + [3] * 3 + [0] * 14
+    assert scheduler.finished(0)
+
+
+def test_blocks_that_came_back_are_cut_equally_across_their_gaps():
+    scheduler = running(members=3, samples=24, batch_size=4, hold=True, ahead=2)
+    scheduler.deal()
+    assert pool(scheduler) == []
+    scheduler.lost(0)
+    assert pool(scheduler) == [0, 1, 2, 3, 12, 13, 14, 15]
+    for worker, first in ((1, 1), (2, 2)):
+        scheduler.contributed(worker, 0, [first])
+        scheduler.contributed(worker, 1, [first + 3])
+    scheduler.lost(1)
+    scheduler.abandoned(0)
+    scheduler.abandoned(1)
+    assert pool(scheduler) == [*range(8), *range(12, 20)]
+    scheduler.begin(3, 0, 24, 4, hold=True)
+    scheduler.begin(4, 0, 24, 4, hold=True)
+    scheduler.set_members([3, 4])
+    dealt = {worker: blocks for worker, blocks, _ in scheduler.deal()}
+    assert [block.ranges for block in dealt[3]] == [((0, 4),), ((12, 16),)]
+
+
+def test_a_block_may_lie_across_a_gap():
+    scheduler = running(members=2, samples=16, batch_size=4, hold=True, ahead=2)
+    scheduler.deal()
+    scheduler.lost(0)
+    scheduler.set_members([1, 2, 3, 4])
+    for worker in (2, 3, 4):
+        scheduler.begin(worker, 0, 16, 4, hold=True)
+    # 0 to 3 and 8 to 11 came back; worker 1 has two blocks, the three others share
+    dealt = scheduler.deal()
+    assert [blocks[0].ranges for _, blocks, _ in dealt] == [((0, 3),), ((3, 4), (8, 10)), ((10, 12),)]
+    assert [len(blocks) for _, blocks, _ in dealt] == [1, 1, 1]
+
+
+# Rounds -------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_finished_when_every_position_is_used_by_a_completed_round():
+    scheduler = running(members=2, samples=8)
+    scheduler.deal()
+    scheduler.contributed(0, 0, [0])
+    scheduler.completed(0)
+    assert not scheduler.finished(0)
+    scheduler.contributed(1, 1, [1])
+    assert not scheduler.finished(0)
+    assert scheduler.unfinished() == (0,)
+    scheduler.completed(1)
+    assert scheduler.finished(0)
+    assert not scheduler.finished(1)
+    assert scheduler.unfinished() == ()
+
+
+def test_a_worker_may_contribute_several_blocks_or_none():
+    scheduler = running(members=2, samples=1000, ahead=2)
+    scheduler.deal()
+    scheduler.taken(0, 2)
+    scheduler.deal()
+    assert scheduler.contributed(0, 0, [0, 2, 4])
+    assert scheduler.contributed(1, 0, [])
+    scheduler.completed(0)
+    assert scheduler.state_dict()["epochs"][0][4] == 1000 - 12
+
+
+def test_survivors_of_an_abandoned_round_offer_again_what_they_have_and_the_dead_ones_blocks_go_back():
+    scheduler = running(members=3, samples=100, batch_size=4, ahead=1)
+    scheduler.deal()
+    for worker in range(3):
+        scheduler.contributed(worker, 5, [worker])
+    scheduler.lost(1)
+    assert pool(scheduler) == list(range(12, 100))  # the round may still complete
+    assert scheduler.abandoned(5) == {0: (0,), 2: (2,)}
+    assert pool(scheduler) == [4, 5, 6, 7, *range(12, 100)]
+    assert scheduler.contributed(0, 5, [0])
+    assert scheduler.contributed(2, 5, [2])
+    scheduler.completed(5)
+    assert scheduler.state_dict()["epochs"][0][4] == 100 - 8
+
+
+def test_what_a_lost_worker_contributed_to_a_round_that_completes_is_used():
+    scheduler = running(members=2, samples=8)
+    scheduler.deal()
+    for worker in range(2):
+        scheduler.contributed(worker, 0, [worker])
+    scheduler.lost(1)
+    scheduler.completed(0)
+    assert scheduler.finished(0)
+
+
+def test_a_worker_that_is_lost_after_its_round_was_abandoned_gives_its_blocks_back():
+    scheduler = running(members=2, samples=8)
+    scheduler.deal()
+    scheduler.contributed(1, 0, [1])
+    scheduler.abandoned(0)
+    scheduler.lost(1)
+    assert pool(scheduler) == [4, 5, 6, 7]
+
+
+def test_a_straggler_may_contribute_what_it_kept_to_a_later_round():
+    scheduler = running(members=2, samples=100)
+    scheduler.deal()
+    scheduler.taken(1, 1)
+    scheduler.set_members([0])
+    assert scheduler.holders(0) == (0, 1)
+    scheduler.contributed(0, 0, [0])
+    scheduler.completed(0)
+    assert scheduler.contributed(1, 3, [1])
+    scheduler.completed(3)
+    assert scheduler.holders(0) == (0,)
+    assert scheduler.state_dict()["epochs"][0][4] == 100 - 8
+
+
+def test_what_is_revoked_does_not_count_when_it_is_contributed_also_if_dealt_to_the_same_worker_again():
+    scheduler = running(members=1, samples=8, batch_size=4, hold=True)
+    scheduler.deal()
+    scheduler.taken(0, 0)
+    assert scheduler.revoke(0) == (0, 1)
+    assert pool(scheduler) == list(range(8))
+    (again,) = scheduler.deal()
+    assert [(block.id, block.ranges) for block in again.blocks] == [(2, ((0, 4),)), (3, ((4, 8),))]
+    assert not scheduler.contributed(0, 0, [0])
+    assert not scheduler.taken(0, 1)
+    assert not scheduler.contributed(0, 0, [2, 1])  # as a whole or not at all
+    assert scheduler.contributed(0, 0, [2, 3])
+    scheduler.completed(0)
+    assert scheduler.finished(0)
+
+
+def test_a_member_that_was_revoked_gets_as_many_as_the_others_have():
+    scheduler = running(members=3, samples=1000, ahead=2)
+    scheduler.deal()
+    scheduler.revoke(1)
+    assert [(worker, len(blocks)) for worker, blocks, _ in scheduler.deal()] == [(1, 2)]
+
+
+def test_a_block_is_lent_to_a_worker_outside_the_group_unless_it_is_of_the_last_two_hands():
+    scheduler = running(members=2, samples=28, batch_size=4, ahead=1)
+    scheduler.begin(9, 0, 28, 4)
+    assert set(ids(scheduler.deal())) == {0, 1}
+    assert scheduler.lend(9) == Block(2, 0, ((8, 12),))
+    assert scheduler.contributed(9, 0, [2])
+    assert pool(scheduler) == list(range(12, 28))
+    assert scheduler.lend(9) is None
+    scheduler.abandoned(0)
+    with pytest.raises(ProtocolError, match="expected worker 9 to have no block, it has 1"):
+        scheduler.lend(9)
+    with pytest.raises(ProtocolError, match="outside the group, got member 1"):
+        scheduler.lend(1)
+
+
+# Epochs -------------------------------------------------------------------------------------------------
+
+
+def overs(dealt: list[Dealt]) -> list[int]:
+    return [worker for worker, _, over in dealt if over]
+
+
+def test_who_finds_nothing_left_is_told_so_with_its_last_blocks_and_goes_on_while_others_finish():
+    scheduler = running(members=2, samples=8)
+    assert overs(scheduler.deal()) == [0, 1]
+    assert scheduler.deal() == []
+    scheduler.contributed(0, 0, [0])
+    scheduler.begin(0, 1, 100, 4)
+    (dealt,) = scheduler.deal()
+    assert {block.epoch for block in dealt.blocks} == {1}
+    assert not dealt.over
+    assert scheduler.unfinished() == (0, 1)
+
+
+def test_blocks_that_come_back_are_dealt_to_who_asks_next_in_whatever_epoch_it_is():
+    scheduler = running(members=2, samples=8)
+    scheduler.deal()
+    scheduler.lost(1)
+    assert scheduler.deal() == []  # 0 was told that epoch 0 is over for it
+    scheduler.begin(0, 1, 100, 4)
+    (dealt,) = scheduler.deal()
+    assert dealt.blocks[0] == Block(2, 0, ((4, 8),))
+
+
+def test_nobody_is_dealt_blocks_of_an_epoch_that_it_has_not_begun():
+    scheduler = running(members=3, samples=8, batch_size=4)
+    assert overs(scheduler.deal()) == [0, 1, 2]
+    scheduler.begin(0, 1, 100, 4)
+    scheduler.set_members([0, 1, 2, 3])
+    scheduler.begin(3, 0, 8, 4)
+    dealt = {one.worker: one for one in scheduler.deal()}
+    assert dealt[3] == Dealt(3, (), over=True)
+    assert dealt[0].blocks
+
+
+def test_held_workers_are_told_that_the_epoch_is_over_when_every_position_is_used():
+    scheduler = running(members=2, samples=8, hold=True)
+    assert overs(scheduler.deal()) == []
+    scheduler.contributed(0, 0, [0])
+    scheduler.completed(0)
+    assert scheduler.deal() == []
+    scheduler.lost(1)
+    assert sizes(scheduler.deal()) == {0: [4]}
+    scheduler.contributed(0, 1, [2])
+    assert scheduler.deal() == []
+    scheduler.completed(1)
+    assert scheduler.deal() == [Dealt(0, (), over=True)]
+
+
+def test_who_is_no_member_is_told_that_its_epoch_is_over_when_it_is_finished():
+    scheduler = running(members=1, samples=4)
+    scheduler.begin(5, 0, 4, 4)
+    assert overs(scheduler.deal()) == [0]
+    scheduler.contributed(0, 0, [0])
+    scheduler.completed(0)
+    assert overs(scheduler.deal()) == [5]
+
+
+def test_nobody_is_let_into_an_epoch_too_far_from_the_oldest_unfinished_one():
+    scheduler = running(members=2, samples=1, batch_size=4, epochs_open_max=2)
+    assert scheduler.deal() == [Dealt(0, (Block(0, 0, ((0, 1),)),), True), Dealt(1, (), True)]
+    scheduler.begin(1, 1, 1, 4)
+    assert scheduler.deal() == [Dealt(1, (Block(1, 1, ((0, 1),)),), False)]
+    with pytest.raises(ProtocolError, match="expected epoch 0 to be finished first, worker 1 begins epoch 2"):
+        scheduler.begin(1, 2, 1, 4)
+    scheduler.contributed(0, 0, [0])
+    scheduler.contributed(1, 0, [1])
+    scheduler.completed(0)
+    assert overs(scheduler.deal()) == [1]
+    scheduler.begin(1, 2, 1, 4)
+
+
+def test_with_one_open_epoch_everybody_waits_for_its_end():
+    scheduler = running(members=2, samples=8, epochs_open_max=1)
+    assert overs(scheduler.deal()) == []
+    for worker in range(2):
+        scheduler.contributed(worker, 0, [worker])
+    scheduler.completed(0)
+    assert overs(scheduler.deal()) == [0, 1]
+
+
+def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one():
+    scheduler = WorkScheduler()
+    scheduler.set_members([0])
+    scheduler.begin(0, 7, 4, 4)
+    scheduler.deal()
+    scheduler.contributed(0, 0, [0])
+    scheduler.completed(0)
+    scheduler.begin(1, 7, 4, 4)
+    assert scheduler.deal() == [Dealt(1, (), over=True)]
+
+
+def test_a_state_goes_on_in_another_job():
+    scheduler = running(members=2, samples=20, batch_size=4)
+    scheduler.deal()
+    scheduler.contributed(0, 0, [0])
+    scheduler.completed(0)
+    scheduler.contributed(1, 1, [1])
+    scheduler = copy(scheduler)
+    scheduler.all_lost()
+    assert pool(scheduler) == list(range(4, 20))
+    scheduler.set_members([0])
+    scheduler.begin(0, 0, 20, 4)
+    ((_, blocks, _),) = scheduler.deal()
+    assert blocks[0].ranges == ((4, 8),)
+    assert scheduler.contributed(0, 0, [blocks[0].id])
+
+
+# Refusing -----------------------------------------------------------------------------------------------
+
+
+def a_little_of_everything() -> WorkScheduler:
+    """Round 0 completed, round 1 open; 0 and 1 are members, 2 is outside."""
+    scheduler = running(members=3, samples=100)
+    scheduler.deal()
+    scheduler.set_members([0, 1])
+    for worker in range(2):
+        scheduler.contributed(worker, 0, [worker])
+    scheduler.completed(0)
+    scheduler.contributed(0, 1, [3])
+    scheduler.deal()
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        ("begin", (0, 0, 101, 4), "worker 0 began it with 100 samples in batches of 4, .* 101 samples"),
+        ("begin", (1, 0, 100, 5), "worker 1 begins epoch 0 with 100 samples in batches of 5: give every"),
+        ("begin", (0, 2, 100, 4), "expected an epoch from 0 to 1, worker 0 begins epoch 2"),
+        ("begin", (3, -1, 100, 4), "expected an epoch from 0 to 1"),
+        ("begin", (0, 1, 0, 4), "expected at least 1 sample"),
+        ("begin", (0, 1, 100, 0), "batches of at least 1"),
+        ("taken", (9, 0), "worker 9 has begun no epoch, or is gone"),
+        ("taken", (0, 99), "expected a block that has been dealt, from 0 to .*, got block 99 of worker 0"),
+        ("contributed", (0, 0, [3]), "expected a round after 0, which is completed"),
+        ("contributed", (0, 1, []), "worker 0 has contributed to round 1 already"),
+        ("contributed", (1, 1, [4, 4]), r"expected each block once, got \[4, 4\] of worker 1"),
+        ("contributed", (1, 1, [4, 99]), "got block 99 of worker 1"),
+        ("contributed", (1, 1, [-1]), "got block -1 of worker 1"),
+        ("contributed", (9, 1, []), "worker 9 has begun no epoch"),
+        ("completed", (0,), "expected a round after 0, which is completed, got round 0"),
+        ("completed", (2,), "round 1 is neither completed nor abandoned, got round 2"),
+        ("abandoned", (0,), "expected a round after 0, which is completed"),
+        ("revoke", (9,), "worker 9 has begun no epoch"),
+        ("lost", (9,), "worker 9 has begun no epoch"),
+        ("lend", (9,), "worker 9 has begun no epoch"),
+        ("lend", (0,), "got member 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(call, arguments, message):
+    scheduler = a_little_of_everything()
+    before = scheduler.state_dict()
+    with pytest.raises(ProtocolError, match=message):
+        getattr(scheduler, call)(*arguments)
+    assert scheduler.state_dict() == before
+    assert vars(scheduler) == vars(copy(scheduler))
+
+
+def test_an_epoch_before_the_one_where_it_is_is_refused():
+    scheduler = running(members=1, samples=4)
+    scheduler.deal()
+    scheduler.begin(0, 1, 4, 4)
+    with pytest.raises(
+        ProtocolError, match="expected an epoch after 1, where it is, worker 0 begins epoch 0"
+    ):
+        scheduler.begin(0, 0, 4, 4)
+
+
+@pytest.mark.parametrize("arguments", [{"ahead": 0}, {"epochs_open_max": 0}])
+def test_arguments_out_of_range_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"expected at least 1 .*, got 0"):
+        WorkScheduler(**arguments)
+
+
+def test_what_is_remembered_does_not_grow_with_the_rounds():
+    scheduler = running(members=2, samples=4000, batch_size=1)
+    queues: dict[int, list[Block]] = {0: [], 1: []}
+    for round_ in range(1500):
+        for worker, blocks, _ in scheduler.deal():
+            queues[worker] += blocks
+        for worker in range(2):
+            scheduler.contributed(worker, round_, [queues[worker].pop(0).id])
+        scheduler.completed(round_)
+    assert len(json.dumps(scheduler.state_dict())) < 800
+    assert len(vars(scheduler)["_count"]) <= 2
+
+
+# Whatever happens ---------------------------------------------------------------------------------------
+
+
+class Cluster(RuleBasedStateMachine):
+    """Workers that do what a worker can do at any time, a group that changes, rounds that fail.
+
+    Every call goes to a scheduler and to copies of it made from its state at some time; they must agree.
+    """
+
+    EPOCHS = 3
+
+    @initialize(
+        workers=st.integers(1, 4),
+        samples=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+        batch_size=st.integers(1, 6),
+        ahead=st.integers(1, 3),
+        epochs_open_max=st.integers(1, 3),
+    )
+    def start(self, workers, samples, batch_size, ahead, epochs_open_max):
+        self.arguments = {"ahead": ahead, "epochs_open_max": epochs_open_max}
+        self.schedulers = [WorkScheduler(**self.arguments)]
+        self.samples, self.batch_size = samples, batch_size
+        self.blocks: dict[int, Block] = {}
+        self.queues: dict[int, list[int]] = {}  # living workers: untaken blocks, as the worker sees it
+        self.working: dict[int, list[int]] = {}  # taken
+        self.stale: dict[int, list[int]] = {}  # taken from it
+        self.epoch: dict[int, int] = {}
+        self.over: set[int] = set()
+        self.members: set[int] = set()
+        self.round = 0
+        self.offered: dict[int, list[int]] = {}  # in the open round
+        self.used: Counter[tuple[int, int]] = Counter()
+        self.next_worker = 0
+        for _ in range(workers):
+            self.join(0)
+
+    def ask(self, call, *arguments):
+        answers = [getattr(scheduler, call)(*arguments) for scheduler in self.schedulers]
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    def begin(self, worker, epoch):
+        self.ask("begin", worker, epoch, self.samples[epoch], self.batch_size, epoch == self.EPOCHS - 1)
+        self.epoch[worker] = epoch
+        self.over.discard(worker)
+
+    def join(self, epoch):
+        worker = self.next_worker
+        self.next_worker += 1
+        self.queues[worker], self.working[worker], self.stale[worker] = [], [], []
+        self.begin(worker, epoch)
+        self.regroup(self.members | {worker})
+
+    def regroup(self, members):
+        for worker, taken_back in self.ask("set_members", sorted(members)).items():
+            assert worker in self.members - members
+            assert list(taken_back) == self.queues[worker]
+            self.stale[worker] += taken_back
+            self.queues[worker] = []
+        assert all(not self.queues[worker] for worker in self.members - members if worker in self.queues)
+        self.members = members
+
+    def living(self, data, among=None):
+        return data.draw(st.sampled_from(sorted(self.queues if among is None else among)))
+
+    @rule()
+    def deal(self):
+        for worker, blocks, over in self.ask("deal"):
+            assert worker in self.members or not blocks
+            assert worker not in self.over
+            for block in blocks:
+                self.give(worker, block)
+            assert len(self.queues[worker]) <= self.arguments["ahead"]
+            if over:
+                self.over.add(worker)
+
+    def give(self, worker, block):
+        assert block.id not in self.blocks
+        assert 1 <= block.samples <= self.batch_size
+        assert block.epoch <= self.epoch[worker]
+        self.blocks[block.id] = block
+        self.queues[worker].append(block.id)
+
+    @rule(data=st.data())
+    def lend(self, data):
+        free = [
+            worker
+            for worker in self.queues
+            if worker not in self.members and not self.queues[worker] and not self.working[worker]
+        ]
+        if free:
+            worker = self.living(data, free)
+            block = self.ask("lend", worker)
+            if block:
+                self.give(worker, block)
+
+    @rule(data=st.data())
+    def take(self, data):
+        worker = self.living(data)
+        if self.queues[worker]:
+            self.working[worker].append(self.queues[worker].pop(0))
+            assert self.ask("taken", worker, self.working[worker][-1])
+
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def contribute(self, data, count):
+        worker = self.living(data)
+        if worker in self.offered:
+            return
+        blocks = (self.working[worker] + self.queues[worker])[:count]
+        assert self.ask("contributed", worker, self.round, blocks)
+        self.queues[worker] = [block for block in self.queues[worker] if block not in blocks]
+        self.working[worker] = [block for block in self.working[worker] if block not in blocks]
+        self.offered[worker] = blocks
+
+    @rule(data=st.data())
+    def contribute_what_was_taken_back(self, data):
+        worker = self.living(data)
+        if self.stale[worker] and worker not in self.offered:
+            mine = self.working[worker][:1]
+            assert not self.ask("contributed", worker, self.round, [*mine, self.stale[worker].pop()])
+
+    @rule()
+    def complete(self):
+        self.ask("completed", self.round)
+        for blocks in self.offered.values():
+            for block in blocks:
+                self.use(block)
+        self.offered = {}
+        self.round += 1
+
+    def use(self, block):
+        for position in positions(self.blocks[block]):
+            self.used[self.blocks[block].epoch, position] += 1
+
+    @rule(skip=st.booleans())
+    def abandon(self, skip):
+        living = {worker: tuple(blocks) for worker, blocks in self.offered.items() if worker in self.queues}
+        assert self.ask("abandoned", self.round) == living
+        for worker, blocks in living.items():
+            self.working[worker] += blocks
+        self.offered = {}
+        self.round += skip
+
+    @rule(data=st.data())
+    def go_on_to_the_next_epoch(self, data):
+        able = [worker for worker in self.over if self.epoch[worker] + 1 < self.EPOCHS]
+        if able:
+            worker = self.living(data, able)
+            self.begin(worker, self.epoch[worker] + 1)
+
+    @precondition(lambda self: len(self.queues) < 6)
+    @rule(data=st.data())
+    def come(self, data):
+        open_ones = self.schedulers[0].unfinished() or (max(self.epoch.values(), default=0),)
+        self.join(data.draw(st.sampled_from(open_ones)))
+
+    @precondition(lambda self: len(self.queues) > 1)
+    @rule(data=st.data())
+    def die(self, data):
+        worker = self.living(data)
+        self.ask("lost", worker)
+        for of_workers in (self.queues, self.working, self.stale, self.epoch):
+            del of_workers[worker]
+        self.over.discard(worker)
+        self.members.discard(worker)
+        if not self.queues:
+            self.join(0)
+
+    @rule(data=st.data())
+    def change_the_group(self, data):
+        self.regroup(set(data.draw(st.lists(st.sampled_from(sorted(self.queues)), min_size=1))))
+
+    @rule(data=st.data())
+    def revoke(self, data):
+        self.take_all_back(self.living(data))
+
+    def take_all_back(self, worker):
+        taken_back = self.ask("revoke", worker)
+        assert sorted(taken_back) == sorted(self.working[worker] + self.queues[worker])
+        self.stale[worker] += taken_back
+        self.queues[worker], self.working[worker] = [], []
+
+    @rule()
+    def restore(self):
+        restored = copy(self.schedulers[0], **self.arguments)
+        assert vars(restored) == vars(self.schedulers[0])
+        self.schedulers = [self.schedulers[0], restored]
+
+    @invariant()
+    def every_position_is_in_one_place(self):
+        if not hasattr(self, "schedulers"):
+            return
+        state = self.schedulers[0].state_dict()
+        held = [block for blocks in (*self.queues.values(), *self.working.values()) for block in blocks]
+        held += [block for blocks in self.offered.values() for block in blocks]
+        places = Counter(self.used)
+        for block in held:
+            for position in positions(self.blocks[block]):
+                places[self.blocks[block].epoch, position] += 1
+        for number, _, _, _, unused, ranges in state["epochs"]:
+            assert unused == self.samples[number] - sum(one[0] == number for one in self.used)
+            assert all(
+                start < stop and below < start for (start, stop), (_, below) in pairwise([*ranges, (-1, -1)])
+            )
+            for start, stop in ranges:
+                for position in range(start, stop):
+                    places[number, position] += 1
+        begun = state["next"]
+        assert places == Counter(
+            {(epoch, position): 1 for epoch in range(begun) for position in range(self.samples[epoch])}
+        )
+        for epoch in range(begun):
+            whole = sum(one[0] == epoch for one in self.used) == self.samples[epoch]
+            assert self.schedulers[0].finished(epoch) == whole
+
+    def teardown(self):
+        """Whatever happened: as long as somebody is a member, work goes on, and every epoch finishes."""
+        if not hasattr(self, "schedulers"):
+            return
+        if not self.members:
+            self.regroup({min(self.queues)})
+        for _ in range(sum(self.samples) + 20):
+            self.complete()
+            for worker in sorted(self.over):
+                if self.epoch[worker] + 1 < self.EPOCHS:
+                    self.begin(worker, self.epoch[worker] + 1)
+            self.deal()
+            if self.schedulers[0].finished(self.EPOCHS - 1) and not self.schedulers[0].unfinished():
+                break
+            busy = [worker for worker in self.members if self.queues[worker] or self.working[worker]]
+            for worker in busy:
+                self.contribute_one(worker)
+            if not busy:
+                for worker in sorted(set(self.queues) - self.members):
+                    self.take_all_back(worker)
+        self.every_position_is_in_one_place()
+        assert all(self.schedulers[0].finished(epoch) for epoch in range(self.EPOCHS))
+        self.deal()
+        assert self.over == {worker for worker in self.queues if self.epoch[worker] == self.EPOCHS - 1} | {
+            worker for worker in self.over if worker not in self.members
+        }
+
+    def contribute_one(self, worker):
+        blocks = self.working[worker] or self.queues[worker][:1]
+        assert self.ask("contributed", worker, self.round, blocks)
+        self.offered[worker] = list(blocks)
+        self.queues[worker] = [block for block in self.queues[worker] if block not in blocks]
+        self.working[worker] = []
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+
+
+# A member that takes part in a job from its beginning to its end, with chance from a seed ----------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32))
+def test_a_job_in_lockstep_with_deaths_and_joins_uses_every_position_once_in_few_rounds(seed):
+    """Rounds beyond the fewest possible: at most three for each change of the group."""
+    chance = random.Random(seed)
+    samples, batch_size = chance.randint(1, 400), chance.randint(1, 8)
+    scheduler = WorkScheduler(ahead=chance.randint(1, 3))
+    queues: dict[int, list[Block]] = {}
+    used: Counter[int] = Counter()
+    newest, changes, needed, rounds = 0, 0, 0.0, 0
+
+    def join():
+        nonlocal newest
+        queues[newest] = []
+        scheduler.begin(newest, 0, samples, batch_size, hold=True)
+        newest += 1
+        scheduler.set_members(queues)
+
+    for _ in range(chance.randint(1, 6)):
+        join()
+    while not scheduler.finished(0):
+        for worker, blocks, _ in scheduler.deal():
+            queues[worker] += blocks
+        offered = {worker: queue.pop(0) for worker, queue in queues.items() if queue}
+        for worker, block in offered.items():
+            assert scheduler.contributed(worker, rounds, [block.id])
+        if chance.random() < 0.05 and len(queues) > 1:
+            changes += 1
+            dead = chance.choice(sorted(queues))
+            scheduler.lost(dead)
+            del queues[dead]
+            for worker in scheduler.abandoned(rounds):
+                queues[worker].insert(0, offered[worker])
+        else:
+            scheduler.completed(rounds)
+            for block in offered.values():
+                used.update(positions(block))
+            needed += len(queues) * batch_size
+        if chance.random() < 0.05 and len(queues) < 8:
+            changes += 1
+            join()
+        rounds += 1
+    assert used == Counter(range(samples))
+    assert needed - samples <= (1 + 3 * changes) * 8 * batch_size
