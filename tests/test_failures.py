@@ -67,7 +67,7 @@ class Loop:
         misdeed: (session, step), called before each step; may raise, end the process or return "leave".
     """
 
-    def __init__(self, rank, say, *, steps=1000, width=8, misdeed=lambda session, model: None):
+    def __init__(self, rank, say, *, steps=10**6, width=8, misdeed=lambda session, model: None):
         self.rank, self.say, self.steps, self.misdeed = rank, say, steps, misdeed
         torch.manual_seed(rank)
         self.model = Net(width)
@@ -175,16 +175,17 @@ def test_a_worker_killed_right_after_join_is_named(victim):
         assert f"worker {victim} was lost before its first step" in said["text"]
 
 
-def killed_before_the_start(rank, say, victim, late):
-    if rank == victim:
-        wait_for = member.Member._wait_for
+def killed_before_the_start(rank, say, late):
+    if rank != late:
+        wait_for = member.Member.wait_for
 
         def say_that_it_waits(self, condition, deadline_s, what):
             assert self.endpoint.flush(10)
-            say("asked to join")
+            if what == "the coordinator to start the job":
+                say("asked to join")
             wait_for(self, condition, deadline_s, what)
 
-        member.Member._wait_for = say_that_it_waits
+        member.Member.wait_for = say_that_it_waits
     if rank == late:
         join = member.Member.join
 
@@ -199,8 +200,8 @@ def killed_before_the_start(rank, say, victim, late):
 
 
 def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later():
-    with job(killed_before_the_start, 3, 1, 2) as running:
-        running.said(1, 2)
+    with job(killed_before_the_start, 3, 2) as running:
+        running.said(0, 1, 2)
         killed_s = running.signal(1, signal.SIGKILL)
         running.died(1)
         running.signal(2, signal.SIGUSR1)

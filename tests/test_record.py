@@ -79,7 +79,7 @@ EXAMPLES = [
         strategy="bsp",
     ),
     Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32),
-    Halted(now_s=1.5, worker=1, generation=3, step=4, has_begun=True, round=4, exchange_id=9),
+    Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
         now_s=1.0,
         worker=0,

@@ -163,10 +163,9 @@ def compare(
     """
     from offbeat import comparing, job, tables
     from offbeat.bench.result import Result, check_writable
-    from offbeat.strategies import STRATEGIES
     from offbeat.training import Settings
 
-    cases = comparing.cases(strategy or sorted(STRATEGIES), slow or ["none", "1:5"])
+    cases = comparing.cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
     if epochs < 2:
         raise ValueError(
             f"epochs must be at least 2 to compare, for the first one only warms up; got {epochs}"

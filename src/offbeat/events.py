@@ -84,6 +84,7 @@ class Halted:
 
     Attributes:
         generation: of the Halt.
+        has_state: it holds parameters that are current as of `step` and `round`.
         step: optimizer steps finished: the step that the worker is in.
         has_begun: it has sent something of this step's exchange.
         round: exchanges finished.
@@ -93,6 +94,7 @@ class Halted:
     now_s: float
     worker: int
     generation: int
+    has_state: bool
     step: int
     has_begun: bool
     round: int

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.buckets import plan_buckets
-from offbeat.runtime.exchange import Exchange
+from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.timing import PartTimer
 
@@ -45,21 +44,6 @@ class Host(Protocol):
 
     def ready(self, compute_s: float) -> None:
         """Hears that this worker's gradients are on their way, before anybody is waited for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Who averages, seen from one worker.
-
-    Attributes:
-        position: this worker's place among the members.
-        size: how many members there are.
-        weight: this worker's weight in the mean, relative to the others'.
-    """
-
-    position: int
-    size: int
-    weight: float = 1.0
 
 
 class _Hook:
@@ -85,7 +69,9 @@ class GradientAverager:
     Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
     the session dealt them. Buffers follow the first member's, as in DistributedDataParallel. The last
     bucket ends in an epilogue of a few numbers (weights, which parameters have a gradient, how long each
-    worker took), so that none of it costs a message of its own.
+    worker took), so that none of it costs a message of its own. A round that is abandoned because the group
+    has changed is repeated in the new group with the same gradients; a worker that no group counts on keeps
+    its gradients to itself, and `drop` throws them away.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
     follow the reversed order of registration and are not rebuilt; parameters without a gradient are always
@@ -93,42 +79,40 @@ class GradientAverager:
 
     Args:
         model: the model; parameters that require no gradient now are left alone.
-        exchange: carries the tensors; None in a group of one, where nothing travels.
-        membership: who takes part.
+        grouping: with whom to exchange; None in a world of one, where nothing travels.
         host: the session.
+        workers: how many members the job has at the start.
         bucket_bytes: the largest bucket of several parameters.
         deadline_s: how long an exchange may take at most, in seconds.
-        first_exchange_id: exchange ids count up from here.
+
+    Attributes:
+        batch_weight: of the next backward pass, relative to a whole batch.
+        rounds_since_step: rounds since the last optimizer step.
+        is_outside: the last round was nobody's but this worker's.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        exchange: Exchange | None,
-        membership: Membership,
+        grouping: Grouping | None,
         host: Host,
         *,
+        workers: int,
         bucket_bytes: int,
         deadline_s: float,
-        first_exchange_id: int = 0,
     ) -> None:
         self._model = model
-        self._exchange = exchange
-        self._membership = membership
+        self._grouping = grouping
         self._host = host
+        self._workers = self._places = workers
+        self._bucket_bytes = bucket_bytes
         self._deadline_s = deadline_s
-        self._exchange_id = first_exchange_id
+        self._seat: Seat | None = None  # for the round under way, None until it is clear
+        self._exchange_id: int | None = None  # of the pass under way
+        self._share: float | None = None  # by what gradients of the round under way are multiplied
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         self._buffers = BufferList(model)
-        self._slots = [] if exchange is None else self._make_slots(bucket_bytes)
-        self._place_of = {
-            entry: (index, place)
-            for index, slot in enumerate(self._slots)
-            for place, entry in enumerate(slot.entries)
-        }
-        # Buckets from here on are launched only when the backward pass is over: those that hold more than
-        # gradients, and once a gradient was found to come twice in one pass, all from its bucket on.
-        self._launch_limit = sum(len(slot.entries) == slot.parameters for slot in self._slots)
+        self._make_slots()
         self._handles: list[RemovableHandle] = []
         self._ready_entries: set[int] = set()
         self._launched = 0
@@ -145,16 +129,42 @@ class GradientAverager:
             (_do_nothing, 0) for _ in self._parameters
         ]
         self.batch_weight = 1.0
-        self.round = 0
+        self._round = 0
         self.rounds_since_step = 0
+        self.is_outside = False
 
-    def _make_slots(self, bucket_bytes: int) -> list[Slot]:
-        epilogue = torch.Size([2 + self._membership.size + len(self._parameters)])
+    def _make_slots(self) -> None:
+        self._slots = [] if self._grouping is None else self._planned_slots()
+        self._place_of = {
+            entry: (index, place)
+            for index, slot in enumerate(self._slots)
+            for place, entry in enumerate(slot.entries)
+        }
+        # Buckets from here on are launched only when the backward pass is over: those that hold more than
+        # gradients, and once a gradient was found to come twice in one pass, all from its bucket on.
+        self._launch_limit = sum(len(slot.entries) == slot.parameters for slot in self._slots)
+
+    def _remake_slots(self) -> None:
+        """Makes the buckets anew, with what has been packed already."""
+        slots, place_of = self._slots, self._place_of
+        self._make_slots()
+        for entry in self._ready_entries:
+            (before, place_before), (index, place) = place_of[entry], self._place_of[entry]
+            self._slots[index].own.views[place].copy_(slots[before].own.views[place_before])
+            self._slots[index].missing -= 1
+
+    def _places_for(self, size: int) -> int:
+        """For how many members the epilogue has a place: the same for all, whatever groups they have seen."""
+        return self._workers if size <= self._workers else 1 << (size - 1).bit_length()
+
+    def _planned_slots(self) -> list[Slot]:
+        epilogue = torch.Size([2 + self._places + len(self._parameters)])
         tensors = self._parameters + self._buffers.tensors()
         shapes = [t.shape for t in tensors] + [epilogue]
         precise = any(t.dtype == torch.float64 for t in self._parameters)
         dtypes = [t.dtype for t in tensors] + [torch.float64 if precise else torch.float32]
-        plan = plan_buckets([shape.numel() for shape in shapes], dtypes, bucket_bytes=bucket_bytes)
+        sizes = [shape.numel() for shape in shapes]
+        plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
         device = self._parameters[0].device
         return [Slot(bucket, shapes, len(self._parameters), device) for bucket in plan]
 
@@ -216,9 +226,20 @@ class GradientAverager:
         self._backward_id = None
         self._accumulated = False
         self._ready_entries.clear()
+        self._share = None
         self._stale = self._launched > 0
         for slot in self._slots:
             slot.missing = slot.parameters
+
+    def _sit(self, *, wait: bool) -> bool:
+        """Takes a seat for the round under way, if there is one."""
+        assert self._grouping is not None
+        if self._seat is None:
+            self._seat = self._grouping.seat(wait=wait, may_take=not self.rounds_since_step)
+            if self._seat is not None and self._places != (places := self._places_for(self._seat.size)):
+                self._places = places
+                self._remake_slots()
+        return self._seat is not None
 
     def _gradient_ready(self, entry: int, parameter: torch.Tensor) -> None:
         if self._host.timer.part != "compute":
@@ -233,13 +254,12 @@ class GradientAverager:
         if self._backward_id is None:
             self._await_end_of_backward()
         self._accumulated = True
-        if self._quiet or self._exchange is None:
+        if self._quiet or self._grouping is None or not self._sit(wait=False):
             return
-        weight = self._weight_of(self._fresh_weight + self.batch_weight)
         index, _ = self._place_of[entry]
         is_first = entry not in self._ready_entries
         with torch.no_grad():
-            self._pack_gradient(entry, parameter, weight, add=not is_first)
+            self._pack_gradient(entry, parameter, add=not is_first)
         parameter.grad = None  # its memory serves the next layer's gradient
         if not is_first:
             if index < self._launched:
@@ -249,7 +269,7 @@ class GradientAverager:
         self._ready_entries.add(entry)
         self._slots[index].missing -= 1
         while self._launched < self._launch_limit and not self._slots[self._launched].missing:
-            self._launch_next(weight)
+            self._launch_next()
 
     def _backward_ended(self, backward_id: int) -> None:
         if backward_id != self._backward_id:
@@ -287,22 +307,64 @@ class GradientAverager:
         compute_s = self._host.timer.total_s("compute") - self._compute_mark_s
         offset_s = began_s - self._round_end_s
         offsets_s: list[float] = []
-        if self._exchange is None:
+        if self._grouping is None:
             self._host.ready(compute_s)
         else:
-            weight = self._weight_of(self._fresh_weight)
-            epilogue = self._pass(weight, offset_s, compute_s)
-            while epilogue[1]:
-                self._launched, self._stale = 0, False
-                epilogue = self._pass(weight, offset_s, None)
-            self._take_over(epilogue)
-            offsets_s = epilogue[2 : 2 + self._membership.size]
+            epilogue = self._exchange_until_done(offset_s, compute_s)
+            self.is_outside = self._seat is None
+            if self._seat is not None:
+                self._take_over(epilogue)
+                offsets_s = epilogue[2 : 2 + self._seat.size]
         self._end_round(offset_s, offsets_s)
 
-    def _weight_of(self, batches: float) -> float:
-        """This worker's weight in the mean, as the epilogue's type holds it."""
-        exact = torch.tensor(batches * self._membership.weight, dtype=self._slots[-1].bank.flat.dtype)
-        return float(exact)
+    def drop(self) -> None:
+        """Throws this worker's gradients away."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _exchange_until_done(self, offset_s: float, compute_s: float) -> list[float]:
+        """Passes until one counts; returns its epilogue, or nothing where no group counts on this worker."""
+        assert self._grouping is not None
+        is_told = False
+        while True:
+            if self._seat is None and not is_told:
+                self._host.ready(compute_s)
+                is_told = True
+            if not self._sit(wait=True):
+                return []
+            if self._grouping.has_taken:
+                self._forget_own_part()
+            try:
+                epilogue = self._pass(offset_s, None if is_told else compute_s)
+                is_told = True
+                while epilogue[1]:
+                    self._launched, self._stale = 0, False
+                    epilogue = self._pass(offset_s, None)
+                if self._grouping.finish_round():
+                    return epilogue
+            except RegroupedError:
+                is_told = True
+            self._seat = self._exchange_id = None
+            self._launched = 0
+
+    def _forget_own_part(self) -> None:
+        """Takes part with weight zero: the gradients are those of parameters that have been replaced."""
+        assert self._grouping is not None
+        self._grouping.has_taken = False
+        self._ready_entries.clear()
+        self.drop()
+        self._share = 0.0
+
+    def _share_of(self, batches: float) -> float:
+        """This worker's weight in the mean, as the epilogue's type holds it.
+
+        Dividing by the group's size before the sum keeps half precision from overflowing on the way.
+        """
+        if self._share is None:
+            assert self._seat is not None
+            exact = batches * self._seat.weight / self._seat.size
+            self._share = float(torch.tensor(exact, dtype=self._slots[-1].own.flat.dtype))
+        return self._share
 
     def _were_set_by_hand(self) -> bool:
         return any(
@@ -312,12 +374,13 @@ class GradientAverager:
             )
         )
 
-    def _pass(self, weight: float, offset_s: float, compute_s: float | None) -> list[float]:
+    def _pass(self, offset_s: float, compute_s: float | None) -> list[float]:
         """Sends what was not sent yet, waits for everything and returns the summed epilogue."""
-        self._fill_epilogue(weight, offset_s)
+        assert self._grouping is not None
+        self._fill_epilogue(offset_s)
         while self._launched < len(self._slots):
-            self._launch_next(weight)
-        self._exchange_id += 1
+            self._launch_next()
+        self._exchange_id = None
         if compute_s is not None:
             self._host.ready(compute_s)
         # The coordinator has the same deadline and knows who is late, so it has the first word.
@@ -327,54 +390,54 @@ class GradientAverager:
             slot.pending.wait(max(0.0, limit_s - time.monotonic()))
         return self._slots[-1].bank.views[-1].tolist()
 
-    def _fill_epilogue(self, weight: float, offset_s: float) -> None:
+    def _fill_epilogue(self, offset_s: float) -> None:
+        assert self._seat is not None
         epilogue = self._slots[-1].own.views[-1]
         values = [0.0] * epilogue.numel()
-        values[0] = weight
+        values[0] = self._share_of(self._fresh_weight)
         values[1] = float(self._stale)
-        values[2 + self._membership.position] = offset_s
-        for entry, parameter in enumerate(self._parameters, 2 + self._membership.size):
-            values[entry] = float(parameter.grad is not None)
-        for number in self._ready_entries:
-            values[2 + self._membership.size + number] = 1.0
+        values[2 + self._seat.position] = offset_s
+        first = 2 + self._places
+        for entry, parameter in enumerate(self._parameters):
+            is_there = entry in self._ready_entries or parameter.grad is not None
+            values[first + entry] = float(is_there)
         epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
 
-    def _launch_next(self, weight: float) -> None:
+    def _launch_next(self) -> None:
+        assert self._seat is not None
+        assert self._grouping is not None
         slot = self._slots[self._launched]
         with torch.no_grad():
-            self._pack(slot, weight)
-        assert self._exchange is not None
-        slot.pending = self._exchange.all_reduce(
+            self._pack(slot)
+        if self._exchange_id is None:
+            self._exchange_id = self._grouping.next_exchange_id()
+        slot.pending = self._seat.exchange.all_reduce(
             slot.own.flat, slot.bank.flat, exchange_id=self._exchange_id, index=self._launched
         )
         self._launched += 1
 
-    def _pack(self, slot: Slot, weight: float) -> None:
+    def _pack(self, slot: Slot) -> None:
         """Completes this worker's part: gradients that no hook has packed, buffers if it is the first."""
+        assert self._seat is not None
         buffers = self._buffers.tensors() if len(slot.entries) > slot.parameters else []
         for entry, view in zip(slot.entries, slot.own.views, strict=True):
             if entry < len(self._parameters):
                 if entry not in self._ready_entries:
-                    self._pack_gradient(entry, self._parameters[entry], weight)
+                    self._pack_gradient(entry, self._parameters[entry])
             elif entry < len(self._parameters) + len(buffers):
-                if self._membership.position == 0:
+                if self._seat.position == 0:
                     view.copy_(buffers[entry - len(self._parameters)])
                 else:
                     view.zero_()
 
-    def _pack_gradient(
-        self, entry: int, parameter: torch.Tensor, weight: float, *, add: bool = False
-    ) -> None:
-        """Writes or adds a gradient's share of the mean.
-
-        Dividing by the group's size before the sum keeps half precision from overflowing on the way.
-        """
+    def _pack_gradient(self, entry: int, parameter: torch.Tensor, *, add: bool = False) -> None:
+        """Writes or adds a gradient's share of the mean."""
         index, place = self._place_of[entry]
         view = self._slots[index].own.views[place]
-        share = weight / self._membership.size
-        if add and parameter.grad is not None and weight:
+        share = self._share_of(self._fresh_weight + self.batch_weight)
+        if add and parameter.grad is not None and share:
             view.add_(parameter.grad, alpha=share)
-        elif parameter.grad is None or not weight:
+        elif parameter.grad is None or not share:
             view.zero_()
         else:
             torch.mul(parameter.grad, share, out=view)
@@ -382,8 +445,9 @@ class GradientAverager:
     @torch.no_grad()
     def _take_over(self, epilogue: list[float]) -> None:
         """Makes the means the gradients, and the first member's buffers the buffers."""
-        mean_weight = epilogue[0] / self._membership.size
-        used = epilogue[2 + self._membership.size :]
+        assert self._seat is not None
+        mean_weight = epilogue[0]
+        used = epilogue[2 + self._places :]
         buffers = self._buffers.tensors()
         for slot in self._slots:
             if mean_weight not in (0.0, 1.0) and slot.gradient_elements:
@@ -392,7 +456,7 @@ class GradientAverager:
                 if entry < len(self._parameters):
                     if used[entry] and mean_weight:
                         self._set_gradient(entry, view)
-                elif entry < len(self._parameters) + len(buffers) and self._membership.position:
+                elif entry < len(self._parameters) + len(buffers) and self._seat.position:
                     # Like the layers that write them, this does not count as a change to autograd.
                     buffers[entry - len(self._parameters)].data.copy_(view)
             if mean_weight:
@@ -417,15 +481,24 @@ class GradientAverager:
         self._ready_entries.clear()
         for slot in self._slots:
             slot.missing = slot.parameters
-        self.round += 1
         self.rounds_since_step += 1
         self._prepare_round()
+        self._seat = self._share = None
+        self._round += 1
+
+    @property
+    def round(self) -> int:
+        """Rounds finished."""
+        return self._round if self._grouping is None else self._grouping.follower.round
 
     def _prepare_round(self) -> None:
         """Lets the others begin the next round before this worker does."""
+        if self._seat is None or self._grouping is None or not self._grouping.stays:
+            return
         for index, slot in enumerate(self._slots):
-            assert self._exchange is not None
-            self._exchange.prepare(slot.bank.flat, exchange_id=self._exchange_id, index=index)
+            self._seat.exchange.prepare(
+                slot.bank.flat, exchange_id=self._grouping.follower.exchange_id, index=index
+            )
 
     @property
     def exchange_is_due(self) -> bool:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.events import Event, Group, Joined, Peer, Refuse, Start, Stop
+from offbeat.events import Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
+from offbeat.policies.follower import Follower
 from offbeat.record import decode_actions, encode
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
@@ -29,21 +30,34 @@ class Member:
         meeting: where the job meets.
         worker: this worker's id.
         on_failure: hears of the first failure.
+        survives: the loss of another worker does not end this one; the coordinator says what it means.
 
     Attributes:
+        follower: what the coordinator's Halts and Groups allow; to be used under `lock`.
+        on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         failure: why the job has failed, None as long as it has not.
         coordinator_knows: the coordinator is the one who said so, or is gone itself.
     """
 
-    def __init__(self, meeting: Meeting, worker: int, on_failure: Callable[[WorkerError], None]) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        worker: int,
+        on_failure: Callable[[WorkerError], None],
+        *,
+        survives: bool = False,
+    ) -> None:
         self.worker = worker
+        self.follower = Follower(worker)
+        self.on_abandon: Callable[[], None] = _do_nothing
+        self._survives = survives
         self.failure: WorkerError | None = None
         self.coordinator_knows = False
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._start: Start | None = None
-        self._groups: list[Group] = []
         self._peers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
         self._host = meeting.host
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
@@ -76,20 +90,18 @@ class Member:
             )
         )
         deadline_s = START_DEADLINE_S + _ANSWER_MARGIN_S
-        self._wait_for(lambda: self._start is not None, deadline_s, "the coordinator to start the job")
+        self.wait_for(lambda: self._start is not None, deadline_s, "the coordinator to start the job")
         assert self._start is not None
         return self._start
 
-    def group(self, step: int, deadline_s: float) -> Group:
-        """The group that holds for `step`, waited for if it is not known yet.
+    @property
+    def lock(self) -> threading.Condition:
+        """Held while `follower` is asked or told something."""
+        return self._changed
 
-        Raises:
-            WorkerError: the job failed, or no group was named within `deadline_s` seconds.
-        """
-        self._wait_for(lambda: self._known(step) is not None, deadline_s, f"the group of step {step}")
-        group = self._known(step)
-        assert group is not None
-        return group
+    def name_of(self, worker: int) -> str:
+        """The link name of a worker that has come."""
+        return self._names[worker]
 
     def tell(self, *events: Event) -> None:
         """Sends events to the coordinator, which puts its own time on them; never blocks."""
@@ -116,13 +128,12 @@ class Member:
             self.endpoint.flush(_GOODBYE_S)
         self.endpoint.close()
 
-    def _known(self, step: int) -> Group | None:
-        for group in reversed(self._groups):
-            if group.step <= step:
-                return group
-        return None
+    def wait_for(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+        """Waits until what was heard makes the condition true.
 
-    def _wait_for(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+        Raises:
+            WorkerError: the job failed, or that took longer than `deadline_s` seconds.
+        """
         limit_s = time.monotonic() + deadline_s
         with self._changed:
             while not condition():
@@ -145,8 +156,11 @@ class Member:
                 case Start():
                     self._meet_peers(action.peers)
                     self._start = action
+                case Halt():
+                    self._halt(action)
                 case Group():
-                    self._groups.append(action)
+                    with self._changed:
+                        self.follower.hear_group(action)
                 case Stop():
                     self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
@@ -158,14 +172,25 @@ class Member:
 
     def _meet_peers(self, peers: tuple[Peer, ...]) -> None:
         for peer in peers:
+            if peer.name in self._peers:
+                continue
             self._peers[peer.name] = peer.worker
+            self._names[peer.worker] = peer.name
             if peer.name != self.endpoint.name:
                 self.endpoint.introduce(peer.name, peer.addresses)
+
+    def _halt(self, halt: Halt) -> None:
+        with self._changed:
+            answer = self.follower.hear_halt(halt)
+        if answer is not None:
+            self.tell(answer)
+            if halt.abandon:
+                self.on_abandon()
 
     def _lose(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
             self._lose_coordinator(str(error))
-        elif error.peer in self._peers:
+        elif error.peer in self._peers and not self._survives:
             worker = self._peers[error.peer]
             failure = WorkerError(f"worker {worker} was lost: {error}", worker=worker)
             later = threading.Timer(_COORDINATOR_SAYS_MORE_S, self._fail, [failure])
@@ -188,3 +213,7 @@ class Member:
             self.failure = error
             self._changed.notify_all()
         self._on_failure(error)
+
+
+def _do_nothing() -> None:
+    return

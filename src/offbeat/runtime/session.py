@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -21,14 +21,15 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Failed, Group, Left, Ready, StepTimed
+from offbeat.events import Evaluated, Event, Failed, Left, Ready, StepTimed
 from offbeat.policies.slowness import Slowness, parse
-from offbeat.runtime.averaging import GradientAverager, Host, Membership
+from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.checks import Watch, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.environment import Environment, read_environment
 from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
 from offbeat.runtime.feed import EqualShards, load_batches
+from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting, meet
 from offbeat.runtime.state import StateCopier
@@ -46,17 +47,15 @@ class Strategy(Protocol):
     def deadline_s(self) -> float:
         """How long a worker may keep the others waiting, in seconds."""
 
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on when a worker is lost."""
+
     def policies(self, world: int) -> tuple[PolicySpec, ...]:
         """The policies that the coordinator asks, in order."""
 
     def averager(
-        self,
-        model: nn.Module,
-        exchange: Exchange | None,
-        membership: Membership,
-        host: Host,
-        *,
-        first_exchange_id: int,
+        self, model: nn.Module, grouping: Grouping | None, host: Host, *, workers: int
     ) -> GradientAverager:
         """What keeps this worker's gradients in step with the others'."""
 
@@ -98,7 +97,6 @@ class Session:
         worker: this worker's id.
         world: how many workers the job started with.
         epoch: the epoch under way, from 0.
-        step: optimizer steps finished.
     """
 
     def __init__(
@@ -113,7 +111,8 @@ class Session:
         if optimizer in _joined:
             raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
         self.worker, self.world = environment.rank, environment.world
-        self.epoch = self.step = 0
+        self.epoch = 0
+        self._steps_alone = 0
         self.timer = PartTimer(time.perf_counter)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._seed = environment.seed
@@ -126,7 +125,7 @@ class Session:
         self._left = False
         self._meeting: Meeting | None = None
         self._member: Member | None = None
-        self._exchange: Exchange | None = None
+        self._grouping: Grouping | None = None
         self._handles: list[RemovableHandle] = []
         self._group: dist.ProcessGroup | None = None
         log = str(run_log) if run_log is not None else environment.run_log
@@ -143,29 +142,18 @@ class Session:
     # Coming and going ----------------------------------------------------------------------------------
 
     def _enter(self, environment: Environment, log: str | None) -> None:
-        membership = Membership(position=0, size=1)
         if self.world > 1 or log is not None:
             meeting = self._meeting = meet(environment, lambda *where: self._configure(*where, log=log))
-            self._member = Member(meeting, self.worker, self._abandon)
-            start = self._member.join(
+            self._member = Member(meeting, self.worker, self._abandon, survives=self._strategy.survives)
+            self._member.join(
                 world=self.world,
                 place=f"{socket.gethostname()}, process {os.getpid()}",
                 model=describe(self._model, self._optimizer),
                 strategy=str(self._strategy),
             )
-            group = self._member.group(0, self._strategy.deadline_s)
-            membership = _place(group, self.worker)
-            names = {peer.worker: peer.name for peer in start.peers}
-            if membership.size > 1:
-                self._exchange = self._open_exchange(
-                    meeting, [names[worker] for worker in group.members], membership
-                )
-        self._membership = membership
-        self._next_exchange_id = 0
-        self._copy_state()
-        self._averager = self._strategy.averager(
-            self._model, self._exchange, membership, self, first_exchange_id=self._next_exchange_id
-        )
+        if self.world > 1:
+            self._join_group()
+        self._averager = self._strategy.averager(self._model, self._grouping, self, workers=self.world)
         self._watch = Watch(self._model, self._optimizer)
         self._averager.attach()
         self._handles = [
@@ -192,40 +180,60 @@ class Session:
             about=about,
         )
 
-    def _open_exchange(self, meeting: Meeting, names: list[str], membership: Membership) -> Exchange:
+    def _join_group(self) -> None:
+        assert self._member is not None
+        deadline_s = self._strategy.deadline_s
+        self._grouping = Grouping(self._member, self._open_exchange, self._copy_state, deadline_s)
+        seat = self._grouping.seat(wait=True, may_take=True)
+        assert seat is not None  # the first group has everybody, a later one is waited for by a newcomer
+        if self._grouping.has_taken:
+            self._grouping.has_taken = False
+        else:
+            self._copy_state(seat.exchange, seat.position, 0, 0)
+
+    def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         assert self._member is not None
         device = next(self._model.parameters()).device
         if device.type == "cpu":
-            return LinkExchange(self._member.endpoint, names, membership.position)
+            names = [self._member.name_of(worker) for worker in workers]
+            return LinkExchange(self._member.endpoint, names, workers.index(self.worker))
         if device.type != "cuda" or not dist.is_nccl_available():
             raise OffbeatError(
                 f"the model lies on {device}; tensors travel from the CPU, or from CUDA with NCCL, "
                 "which is not here"
             )
+        if self._strategy.survives:
+            raise OffbeatError(
+                f"the model lies on {device}, where groups cannot change yet: use the strategy bsp, "
+                "or train on the CPU"
+            )
+        assert self._meeting is not None
         torch.cuda.set_device(device)
         if dist.is_initialized():
             self._group = dist.new_group(backend="nccl")
         else:
             deadline = datetime.timedelta(seconds=self._strategy.deadline_s)
             dist.init_process_group(
-                "nccl", store=meeting.store, rank=self.worker, world_size=self.world, timeout=deadline
+                "nccl", store=self._meeting.store, rank=self.worker, world_size=self.world, timeout=deadline
             )
             self._group = dist.group.WORLD
         assert self._group is not None
         return TorchExchange(self._group)
 
-    def _copy_state(self) -> None:
-        if self._exchange is None:
-            return
+    def _copy_state(self, exchange: Exchange, position: int, exchange_id: int, round_: int) -> int:
         copier = StateCopier(
-            self._exchange,
+            exchange,
             device=next(self._model.parameters()).device,
-            position=self._membership.position,
+            position=position,
             deadline_s=self._strategy.deadline_s,
-            exchange_id=self._next_exchange_id,
+            exchange_id=exchange_id,
         )
-        copier.copy(self._model, self._optimizer)
-        self._next_exchange_id += StateCopier.IDS
+        return copier.copy(self._model, self._optimizer, round=round_)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished, by the group where this worker belongs to one."""
+        return self._steps_alone if self._grouping is None else self._grouping.follower.step
 
     def __enter__(self) -> Self:
         return self
@@ -268,8 +276,8 @@ class Session:
                 self._member.close()
 
     def _abandon(self, error: WorkerError) -> None:
-        if self._exchange is not None:
-            self._exchange.abandon(error)
+        if self._grouping is not None:
+            self._grouping.abandon(error)
 
     # The loop ------------------------------------------------------------------------------------------
 
@@ -350,7 +358,7 @@ class Session:
 
         Accumulation is right without it too, at the price of an exchange a backward pass.
         """
-        return self._averager.quiet() if self._membership.size > 1 else nullcontext()
+        return self._averager.quiet() if self._grouping is not None else nullcontext()
 
     def report(self, **metrics: float) -> None:
         """Puts numbers about the current epoch (accuracy, loss, …) into the run log."""
@@ -395,7 +403,7 @@ class Session:
             Ready(
                 now_s=0.0,
                 worker=self.worker,
-                generation=0,
+                generation=0 if self._grouping is None else self._grouping.follower.generation,
                 epoch=self.epoch,
                 step=self.step,
                 round=self._averager.round,
@@ -410,6 +418,8 @@ class Session:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._averager.exchange_is_due and closure is None:  # a closure has its own backward pass
             self._averager.exchange()
+        if self._averager.is_outside:
+            self._averager.drop()
         self.timer.switch("apply")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -426,7 +436,10 @@ class Session:
                     **{f"{part}_s": spent_s for part, spent_s in parts_s.items()},
                 )
             )
-        self.step += 1
+        if self._grouping is None:
+            self._steps_alone += 1
+        else:
+            self._grouping.finish_step()
         self._samples = 0
         self._averager.rounds_since_step = 0
 
@@ -467,14 +480,12 @@ class Session:
             )
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.epoch, self.step = state["epoch"], state["step"]
+        self.epoch = state["epoch"]
+        if self._grouping is None:
+            self._steps_alone = state["step"]
+        else:
+            self._grouping.follower.step = state["step"]
         self._batches_taken, self._seed = state["batches_taken"], state["seed"]
-
-
-def _place(group: Group, worker: int) -> Membership:
-    position = group.members.index(worker)
-    size = len(group.members)
-    return Membership(position=position, size=size, weight=group.weights[position] * size)
 
 
 def _in_one_line(error: BaseException) -> str:

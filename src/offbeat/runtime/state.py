@@ -22,7 +22,9 @@ class _Mark(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Described(msgspec.Struct, frozen=True, kw_only=True):
+    round: int
     state: list[tuple[int, dict[str, Any]]]
+    hyperparameters: list[dict[str, Any]]
     marks: list[_Mark]
 
 
@@ -55,15 +57,21 @@ class StateCopier:
         self._exchange_id = exchange_id
 
     @torch.no_grad()
-    def copy(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Makes parameters, buffers and optimizer state equal to the root's.
+    def copy(self, model: nn.Module, optimizer: Optimizer, *, round: int) -> int:
+        """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
+
+        Args:
+            round: at the root, how many rounds are finished.
+
+        Returns:
+            The root's `round`.
 
         Raises:
             WorkerError: a member was lost.
             OffbeatError: the optimizer keeps something that is neither a tensor nor plain data.
         """
         self._tensors([p.data for p in model.parameters()] + list(model.buffers()), self._exchange_id)
-        self._optimizer_state(optimizer)
+        return self._optimizer_state(optimizer, round)
 
     def _tensors(self, tensors: list[torch.Tensor], exchange_id: int) -> None:
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -78,16 +86,16 @@ class StateCopier:
                 for tensor, piece in zip(group, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
 
-    def _optimizer_state(self, optimizer: Optimizer) -> None:
+    def _optimizer_state(self, optimizer: Optimizer, round: int) -> int:
         tensors: list[torch.Tensor] = []
         plain = b""
         if self._is_root:
-            described, tensors = _describe(optimizer.state_dict()["state"])
+            described, tensors = _describe(optimizer.state_dict(), round)
             plain = msgspec.msgpack.encode(described)
         plain = self._plain(plain)
         if self._is_root:
             self._tensors(tensors, self._exchange_id + 3)
-            return
+            return round
         described = msgspec.msgpack.decode(plain, type=_Described)
         tensors = [
             torch.empty(
@@ -102,6 +110,11 @@ class StateCopier:
         optimizer.state.clear()
         for number, row in _restore(described, tensors).items():
             optimizer.state[parameters[number]] = row
+        for group, values in zip(optimizer.param_groups, described.hyperparameters, strict=True):
+            group.update(
+                {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            )
+        return described.round
 
     def _plain(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -117,10 +130,10 @@ class StateCopier:
         pending.wait(self._deadline_s)
 
 
-def _describe(state: dict[int, dict[str, Any]]) -> tuple[_Described, list[torch.Tensor]]:
+def _describe(whole: dict[str, Any], round: int) -> tuple[_Described, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
     rows: list[tuple[int, dict[str, Any]]] = []
-    for number, entries in state.items():
+    for number, entries in whole["state"].items():
         row: dict[str, Any] = {}
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -137,7 +150,11 @@ def _describe(state: dict[int, dict[str, Any]]) -> tuple[_Described, list[torch.
     marks = [
         _Mark(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type == "cpu") for t in tensors
     ]
-    return _Described(state=rows, marks=marks), tensors
+    hyperparameters = [
+        {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        for group in whole["param_groups"]
+    ]
+    return _Described(round=round, state=rows, hyperparameters=hyperparameters, marks=marks), tensors
 
 
 def _restore(described: _Described, tensors: list[torch.Tensor]) -> dict[int, dict[str, Any]]:

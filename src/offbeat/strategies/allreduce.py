@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from offbeat.runtime.averaging import GradientAverager, Host, Membership
+from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.exchange import Exchange
+from offbeat.runtime.grouping import Grouping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class AllReduce:
     """
 
     name: ClassVar[str] = "bsp"
+    survives: ClassVar[bool] = False
 
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0
@@ -49,21 +50,14 @@ class AllReduce:
         )
 
     def averager(
-        self,
-        model: nn.Module,
-        exchange: Exchange | None,
-        membership: Membership,
-        host: Host,
-        *,
-        first_exchange_id: int,
+        self, model: nn.Module, grouping: Grouping | None, host: Host, *, workers: int
     ) -> GradientAverager:
         """See `Strategy.averager`."""
         return GradientAverager(
             model,
-            exchange,
-            membership,
+            grouping,
             host,
+            workers=workers,
             bucket_bytes=self.bucket_bytes,
             deadline_s=self.deadline_s,
-            first_exchange_id=first_exchange_id,
         )

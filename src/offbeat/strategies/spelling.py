@@ -9,8 +9,9 @@ import msgspec
 
 from offbeat.runtime.session import Strategy
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.partial import DPAR, PartialAllReduce
 
-STRATEGIES: dict[str, type[Any]] = {AllReduce.name: AllReduce}
+STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in (AllReduce, PartialAllReduce, DPAR)}
 
 
 def parse_strategy(text: str) -> Strategy:

@@ -1,0 +1,157 @@
+"""A worker's side of changing groups: what it may begin, what it has finished, what it says to a Halt.
+
+The runtime's session and the simulator's workers both ask this object, so that what is tested in simulation
+is what runs. Nothing here knows why groups change, sends anything, or looks at a clock.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from offbeat.events import Group, Halt, Halted
+
+
+class Turn(Enum):
+    """What a worker that has gradients is to do with them."""
+
+    GO = auto()  # exchange them in `group`
+    WAIT = auto()  # a Group will be named
+    TAKE = auto()  # take the state from `donor` first, then exchange in `group`
+    OUT = auto()  # no group counts on it: keep them to itself
+
+
+class Follower:
+    """One worker in a job whose groups change.
+
+    Between a Halt and its Group the worker finishes the step whose exchange it has begun and begins no
+    other, so that the Group can name a step that nobody has begun. Where the Halt says that exchanges
+    cannot be finished, what is under way ends without a result, and `finish_round` says so.
+
+    Attributes:
+        step: optimizer steps finished.
+        round: exchanges finished.
+        exchange_id: the first exchange id that is not used.
+        group: the group in force, None before the first.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.step = self.round = self.exchange_id = 0
+        self.group: Group | None = None
+        self._named: Group | None = None
+        self._halt: Halt | None = None
+        self._halted_step: int | None = None  # the step that may still be finished while halted
+        self._has_begun = False
+        self._is_void = False  # the exchange under way has been abandoned
+        self._needs_state = False
+
+    @property
+    def generation(self) -> int:
+        """Of the group in force, 0 before the first."""
+        return 0 if self.group is None else self.group.generation
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the group in force counts on this worker and the worker holds its state."""
+        return self.group is not None and self.worker in self.group.members and not self._needs_state
+
+    @property
+    def is_void(self) -> bool:
+        """Whether exchanges under way have been abandoned and no group has been named since."""
+        return self._is_void
+
+    @property
+    def will_change(self) -> bool:
+        """Whether another group has been announced or named."""
+        return self._halt is not None or self._named is not None
+
+    @property
+    def donor(self) -> int:
+        """The member from whom joining ones take the state."""
+        assert self.group is not None
+        return next(member for member in self.group.members if member not in self.group.joining)
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        """To whom this worker gives its state before its next exchange."""
+        if self.group is None or not self.is_member or self.donor != self.worker:
+            return ()
+        return self.group.joining
+
+    def hear_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
+        """Stands still as the Halt says; returns the answer, None to one that is out of date."""
+        latest = max(self.generation, self._named.generation if self._named else 0)
+        if halt.generation <= (self._halt.generation if self._halt else latest):
+            return None
+        self._halt = halt
+        self._halted_step = self.step if self._has_begun and not halt.abandon else None
+        if halt.abandon:
+            self._is_void = True
+        return Halted(
+            now_s=now_s,
+            worker=self.worker,
+            generation=halt.generation,
+            has_state=self.is_member,
+            step=self.step,
+            has_begun=self._has_begun,
+            round=self.round,
+            exchange_id=self.exchange_id,
+        )
+
+    def hear_group(self, group: Group) -> None:
+        """Takes note of the next group; one that a later Halt has made void is forgotten."""
+        if self._halt is not None and group.generation < self._halt.generation:
+            return
+        self._halt = self._halted_step = None
+        self._named = group
+        self._adopt()
+
+    def turn(self) -> Turn:
+        """Says what to do with gradients; with GO the worker has begun its step's exchange."""
+        self._adopt()
+        if self._halt is not None and self._halted_step != self.step:
+            return Turn.WAIT
+        if self.group is None:
+            return Turn.WAIT
+        if self.worker not in self.group.members:
+            return Turn.OUT
+        if self._needs_state:
+            return Turn.TAKE
+        if self._is_void:  # its Group has not come
+            return Turn.WAIT
+        self._has_begun = True
+        return Turn.GO
+
+    def take(self, *, round: int) -> None:
+        """The state has come from the donor, as it is before step `group.step`."""
+        assert self.group is not None
+        self.step, self.round = self.group.step, round
+        self._needs_state = False
+
+    def finish_round(self) -> bool:
+        """Counts an exchange as finished; False if it was abandoned, and then it is not."""
+        if self._is_void:
+            return False
+        self.round += 1
+        return True
+
+    def finish_step(self) -> None:
+        """Counts an optimizer step, if this worker is one whose steps count."""
+        if self.is_member:
+            self.step += 1
+            self._has_begun = False
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Puts the named group in force once its step has come, or at once where steps do not count."""
+        named = self._named
+        if named is None or (self.is_member and not self._is_void and self.step < named.step):
+            return
+        if self.worker in named.joining:
+            self._needs_state = True
+            self._has_begun = False
+        elif self.worker not in named.members:
+            self._needs_state = False
+        self.group, self._named = named, None
+        self._is_void = False
+        self.exchange_id = named.exchange_id

@@ -1,0 +1,475 @@
+"""Partial all-reduce: averages over those who keep up, and changes the group when that changes.
+
+Nothing here moves a tensor or knows how one worker does what it is told (see `offbeat.policies.follower`),
+nor how a straggler is found (see `offbeat.policies.stragglers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, assert_never
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Evaluated,
+    Event,
+    Failed,
+    Group,
+    Halt,
+    Halted,
+    Joined,
+    Left,
+    Lost,
+    Ready,
+    StepTimed,
+    Stop,
+    Tick,
+)
+from offbeat.policies.stragglers import StragglerClassifier
+
+Monitor: TypeAlias = Literal["continuous", "epoch_window"]
+
+# Exchanges that members may still begin in the step under way when they answer a Halt, repetitions included.
+_EXCHANGES_IN_A_STEP_MAX = 2**16
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """What is known of a worker that is not gone.
+
+    Attributes:
+        can_join: it stands outside the group, works, and would take a state.
+        is_hung: it keeps others waiting and is not heard of.
+        round: of its last Ready as a member.
+        epoch: of its last Ready.
+        iteration: Readys in that epoch, while it was outside.
+    """
+
+    can_join: bool = False
+    is_hung: bool = False
+    round: int = -1
+    epoch: int = -1
+    iteration: int = 0
+
+
+@dataclass(kw_only=True)
+class _Fence:
+    """A change under way: everybody was told to halt."""
+
+    generation: int
+    abandon: bool
+    since_s: float
+    answers: dict[int, Halted] = field(default_factory=dict)
+
+
+class PartialGroups:
+    """Groups of those who are not classed as stragglers, who live, and who answer.
+
+    A change takes two messages a member: a Halt, upon which nobody begins a further step's exchange, and the
+    Group, once all have said where they are. If nobody has gone, exchanges under way are finished in the old
+    group, and the Group names the first step that no one has begun. If somebody has gone, they are given up
+    and repeated; who had finished one that others had not is ahead of them, so those leave the group and
+    come back with the next change, with the state of one who had.
+
+    Source: the first paper's dynamic worker classification, section 4, and DPAR (with `threshold_s` in
+    `detector`). Deviations: those of `StragglerClassifier`; a return takes the state along; death and hangs,
+    which the papers leave out.
+
+    Args:
+        world: how many workers make up the job at the start; their ids are 0 to `world` - 1.
+        detector: arguments of `StragglerClassifier`.
+        monitor: "continuous" leaves stragglers out until they recover; "epoch_window" takes everybody back
+            for the profiling window of each epoch, as the paper's section 4.2 does.
+        answer_s: within how many seconds a member has to answer a Halt.
+        patience_s: how long, at least, the others wait for a member that is not heard of; once a threshold
+            is known, as long as it would take to class it a straggler, if that is longer.
+        join_s: how long a member that is joining may take to come, in seconds.
+        deadline_s: how long the others wait where no threshold is known yet, in seconds.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        *,
+        detector: dict[str, Any] | None = None,
+        monitor: Monitor = "continuous",
+        answer_s: float = 5.0,
+        patience_s: float = 2.0,
+        join_s: float = 60.0,
+        deadline_s: float = 600.0,
+    ) -> None:
+        if world < 1:
+            raise ValueError(f"expected a world of at least 1 worker, got {world}")
+        if monitor not in ("continuous", "epoch_window"):
+            raise ValueError(f"expected the monitor continuous or epoch_window, got {monitor!r}")
+        for name, value_s in {
+            "answer_s": answer_s,
+            "patience_s": patience_s,
+            "join_s": join_s,
+            "deadline_s": deadline_s,
+        }.items():
+            if not value_s > 0:
+                raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
+        self._world = world
+        self._classifier = StragglerClassifier(**(detector or {}))
+        self._monitor = monitor
+        self._answer_s, self._patience_s = answer_s, patience_s
+        self._join_s, self._deadline_s = join_s, deadline_s
+        self._workers: dict[int, _Worker] = {}
+        self._gone: set[int] = set()
+        self._members: tuple[int, ...] = ()
+        self._before: tuple[int, ...] = ()  # members of the group before, until somebody follows this one
+        self._arriving: set[int] = set()  # joining members that have not been Ready yet
+        self._generation = 0  # of the last Group
+        self._halted_generation = 0  # of the last Halt
+        self._left_after: dict[int, int] = {}  # who left the group in order, after how many steps
+        self._fence: _Fence | None = None
+        self._open: dict[int, float] = {}  # round: when the first member was Ready for it
+        self._epoch_began: dict[int, int] = {}  # epoch: its first round
+        self._is_in_window = True
+        self._why: dict[int, str] = {}  # worker: the last thing that changed its place
+        self._stopped = False
+
+    def handle(self, event: Event) -> list[Action]:
+        """Answer with a Halt, a Group, a Stop or nothing.
+
+        Raises:
+            ProtocolError: a message that no worker of a running job can send; nothing changes.
+        """
+        if self._stopped:
+            return []
+        match event:
+            case Joined():
+                return self._handle_joined(event)
+            case Ready():
+                return self._handle_ready(event)
+            case Halted():
+                return self._handle_halted(event)
+            case Left() | Lost() | Failed():
+                return self._handle_gone(event)
+            case Tick():
+                return self._handle_tick(event.now_s)
+            case StepTimed() | Evaluated():
+                return []
+            case _:
+                assert_never(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not an argument of the constructor, as plain data."""
+        fence = self._fence
+        return {
+            "classifier": self._classifier.state_dict(),
+            "workers": [[worker, asdict(state)] for worker, state in self._workers.items()],
+            "gone": sorted(self._gone),
+            "members": list(self._members),
+            "before": list(self._before),
+            "arriving": sorted(self._arriving),
+            "left_after": [list(one) for one in self._left_after.items()],
+            "generation": self._generation,
+            "halted_generation": self._halted_generation,
+            "fence": None
+            if fence is None
+            else {
+                "generation": fence.generation,
+                "abandon": fence.abandon,
+                "since_s": fence.since_s,
+                "answers": [asdict(answer) for answer in fence.answers.values()],
+            },
+            "open": [list(one) for one in self._open.items()],
+            "epoch_began": [list(one) for one in self._epoch_began.items()],
+            "is_in_window": self._is_in_window,
+            "why": [list(one) for one in self._why.items()],
+            "stopped": self._stopped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a policy with the same arguments."""
+        self._classifier.load_state_dict(state["classifier"])
+        self._workers = {worker: _Worker(**known) for worker, known in state["workers"]}
+        self._gone = set(state["gone"])
+        self._members, self._before = tuple(state["members"]), tuple(state["before"])
+        self._arriving = set(state["arriving"])
+        self._left_after = dict(state["left_after"])
+        self._generation = state["generation"]
+        self._halted_generation = state["halted_generation"]
+        fence = state["fence"]
+        self._fence = None
+        if fence is not None:
+            answers = {one["worker"]: Halted(**one) for one in fence["answers"]}
+            self._fence = _Fence(**{**fence, "answers": answers})
+        self._open = dict(state["open"])
+        self._epoch_began = dict(state["epoch_began"])
+        self._is_in_window = state["is_in_window"]
+        self._why = dict(state["why"])
+        self._stopped = state["stopped"]
+
+    # Events ----------------------------------------------------------------------------------------------
+
+    def _handle_joined(self, event: Joined) -> list[Action]:
+        if event.worker in self._workers or event.worker in self._gone:
+            return []  # the assembly answers
+        self._workers[event.worker] = _Worker(can_join=True)
+        self._classifier.add(event.worker)
+        if self._members:
+            self._why[event.worker] = f"worker {event.worker} is new"
+            return self._review(event.now_s)
+        if len(self._workers) < self._world:
+            return []
+        for state in self._workers.values():
+            state.can_join = False
+        self._members = tuple(sorted(self._workers))
+        reason = f"all {self._world} workers are here"
+        return [self._group(step=0, exchange_id=0, joining=(), reason=reason)]
+
+    def _handle_ready(self, event: Ready) -> list[Action]:
+        state = self._known(event)
+        state.is_hung = False
+        if event.worker in self._members and event.generation == self._generation:
+            self._before = ()
+            self._arriving.discard(event.worker)
+            self._ready_inside(event, state)
+        elif event.worker in self._asked() and event.worker not in self._arriving:
+            self._ready_inside(event, state)  # still in a step of the group before
+        else:
+            self._ready_outside(event, state)
+        return self._review(event.now_s)
+
+    def _ready_inside(self, event: Ready, state: _Worker) -> None:
+        state.round = event.round
+        began = self._epoch_began.setdefault(event.epoch, event.round)
+        for epoch in [epoch for epoch in self._epoch_began if epoch < event.epoch - 1]:
+            del self._epoch_began[epoch]
+        self._observe(event, max(0, event.round - began))
+        self._is_in_window = self._classifier.in_window(event.round - began + 1)
+        self._open.setdefault(event.round, event.now_s)
+        self._close_rounds()
+
+    def _ready_outside(self, event: Ready, state: _Worker) -> None:
+        state.can_join = event.worker not in self._members
+        state.iteration = state.iteration + 1 if state.epoch == event.epoch else 0
+        state.epoch = event.epoch
+        self._observe(event, state.iteration)
+
+    def _observe(self, event: Ready, iteration: int) -> None:
+        verdicts = self._classifier.observe(
+            event.worker, epoch=event.epoch, iteration=iteration, compute_s=event.compute_s
+        )
+        for verdict in verdicts:
+            self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
+
+    def _close_rounds(self) -> None:
+        """Forgets the rounds for which every member has been Ready."""
+        if self._open:
+            last = min((self._workers[member].round for member in self._members), default=-1)
+            for round_ in [round_ for round_ in self._open if round_ <= last]:
+                del self._open[round_]
+
+    def _handle_halted(self, event: Halted) -> list[Action]:
+        self._known(event)
+        fence = self._fence
+        if fence is None or event.generation != fence.generation or event.worker not in self._asked():
+            return []
+        fence.answers[event.worker] = event
+        return self._see_whether_all_answered(event.now_s)
+
+    def _handle_gone(self, event: Left | Lost | Failed) -> list[Action]:
+        if event.worker not in self._workers:
+            if event.worker in self._gone or not self._members:
+                return []
+            raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
+        del self._workers[event.worker]
+        self._gone.add(event.worker)
+        self._classifier.remove(event.worker)
+        match event:
+            case Left():
+                self._left_after[event.worker] = event.step
+                why = f"worker {event.worker} has left after {event.step} steps"
+            case Lost():
+                why = f"worker {event.worker} was lost: {event.cause}"
+            case Failed():
+                why = f"worker {event.worker} failed after {event.step} steps: {event.error}"
+            case _:
+                assert_never(event)
+        self._why[event.worker] = why
+        if not self._members:
+            return []
+        if not self._workers and not isinstance(event, Left):
+            self._stopped = True
+            return [Stop(worker=event.worker, step=None, reason=f"{why}; nobody is left")]
+        if not self._workers:
+            return []
+        return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
+
+    def _handle_tick(self, now_s: float) -> list[Action]:
+        fence = self._fence
+        if fence is not None:
+            if now_s - fence.since_s <= self._answer_s:
+                return []
+            silent = [worker for worker in self._asked() if worker not in fence.answers]
+            why = f"did not answer within {self._answer_s:g} s"
+        else:
+            silent = self._overdue(now_s)
+            why = "kept the others waiting and was not heard of"
+        for worker in silent:
+            self._workers[worker].is_hung = True
+            self._workers[worker].can_join = False
+            self._why[worker] = f"worker {worker} {why}"
+        return self._review(now_s) if silent else []
+
+    def _overdue(self, now_s: float) -> list[int]:
+        """Return the members that keep the oldest open round waiting for too long."""
+        if not self._open:
+            return []
+        round_ = min(self._open)
+        waited_s = now_s - self._open[round_]
+        return [
+            member
+            for member in self._members
+            if member in self._workers
+            and self._workers[member].round < round_
+            and waited_s > (self._join_s if member in self._arriving else self._patience())
+        ]
+
+    def _patience(self) -> float:
+        epoch = max(self._epoch_began, default=0)
+        slow_s = self._classifier.time_to_class_s(epoch)
+        return self._deadline_s if slow_s is None else max(self._patience_s, slow_s)
+
+    # Changes ---------------------------------------------------------------------------------------------
+
+    def _review(self, now_s: float) -> list[Action]:
+        """Begin a change if the group should be another one, or if one under way cannot be finished."""
+        broken = [
+            worker for worker in self._asked() if not self._answers(worker) and worker not in self._left_after
+        ]
+        if self._fence is not None:
+            return self._halt(now_s, abandon=True, why=broken) if broken and not self._fence.abandon else []
+        if broken:
+            return self._halt(now_s, abandon=True, why=broken)
+        wanted = self._wanted()
+        if wanted == self._members or (self._before and not self._left_after):
+            return []
+        return self._halt(now_s, abandon=False, why=set(wanted) ^ set(self._members))
+
+    def _asked(self) -> list[int]:
+        """Return who has to answer a Halt: all that may be exchanging."""
+        return sorted({*self._members, *self._before})
+
+    def _answers(self, worker: int) -> bool:
+        return worker in self._workers and not self._workers[worker].is_hung
+
+    def _wanted(self) -> tuple[int, ...]:
+        """Return who should be in the group; never nobody, while anybody is there."""
+        able = [
+            worker
+            for worker, state in self._workers.items()
+            if not state.is_hung and (state.can_join or worker in self._members)
+        ]
+        takes_all = self._monitor == "epoch_window" and self._is_in_window
+        slow = frozenset() if takes_all else self._classifier.stragglers
+        wanted = [worker for worker in able if worker not in slow]
+        return tuple(sorted(wanted or able))
+
+    def _halt(self, now_s: float, *, abandon: bool, why: Any) -> list[Action]:
+        self._halted_generation += 1
+        self._fence = _Fence(generation=self._halted_generation, abandon=abandon, since_s=now_s)
+        reason = "; ".join(self._why.get(worker, f"worker {worker}") for worker in sorted(why)[:8])
+        return [
+            Halt(generation=self._halted_generation, abandon=abandon, reason=reason),
+            *self._see_whether_all_answered(now_s),
+        ]
+
+    def _see_whether_all_answered(self, now_s: float) -> list[Action]:
+        fence = self._fence
+        if fence is None or any(
+            worker not in fence.answers for worker in self._asked() if self._answers(worker)
+        ):
+            return []
+        self._fence = None
+        answers = [fence.answers[worker] for worker in self._asked() if self._answers(worker)]
+        return self._repeat(answers, now_s) if fence.abandon else self._change(answers, now_s)
+
+    def _change(self, answers: list[Halted], now_s: float) -> list[Action]:
+        """Name the first step that nobody has begun, and who is in the group from there on."""
+        if not any(answer.has_state for answer in answers):
+            return self._end()
+        holders = {answer.worker for answer in answers if answer.has_state}
+        members = [worker for worker in self._wanted() if worker in holders or self._workers[worker].can_join]
+        kept = [worker for worker in members if worker in holders]
+        if not kept:  # somebody must have the state
+            kept = sorted(holders)
+            members = sorted({*members, *kept})
+        step = max(answer.step + answer.has_begun for answer in answers)
+        ended = [worker for worker, steps in self._left_after.items() if steps < step]
+        if ended:  # a step has begun that needs somebody who has left
+            return self._halt(now_s, abandon=True, why=ended)
+        joining = tuple(worker for worker in members if worker not in kept)
+        reason = self._reason(set(members) ^ set(self._members))
+        self._move(tuple(members), joining)
+        exchange_id = max(answer.exchange_id for answer in answers) + _EXCHANGES_IN_A_STEP_MAX
+        return [self._group(step=step, exchange_id=exchange_id, joining=joining, reason=reason)]
+
+    def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:
+        """Go on with those who have finished most; the others come back with the next change."""
+        if not any(answer.has_state for answer in answers):
+            return self._end()
+        furthest = max(answer.round for answer in answers if answer.has_state)
+        ahead = [answer for answer in answers if answer.has_state and answer.round == furthest]
+        wanted = self._wanted()
+        members = [answer for answer in ahead if answer.worker in wanted] or ahead
+        for answer in answers:
+            if answer not in members and answer.worker not in self._classifier.stragglers:
+                self._workers[answer.worker].can_join = True
+                self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
+        reason = self._reason(set(self._asked()) - {answer.worker for answer in members})
+        self._move(tuple(sorted(answer.worker for answer in members)), ())
+        exchange_id = max(answer.exchange_id for answer in answers) + _EXCHANGES_IN_A_STEP_MAX
+        step = min(answer.step for answer in members)
+        group = self._group(step=step, exchange_id=exchange_id, joining=(), reason=reason)
+        self._before = ()  # it holds at once
+        return [group, *self._review(now_s)]
+
+    def _end(self) -> list[Action]:
+        """Stop: all that had a state are gone."""
+        self._stopped = True
+        reason = self._reason(self._asked()) or "every member is gone"
+        return [
+            Stop(worker=None, step=None, reason=f"{reason}; nobody has the state of the training any more")
+        ]
+
+    def _move(self, members: tuple[int, ...], joining: tuple[int, ...]) -> None:
+        self._before, self._members = self._members, members
+        self._arriving = set(joining)
+        for worker in members:
+            self._workers[worker].can_join = False
+        self._open.clear()
+        self._left_after.clear()
+
+    def _group(self, *, step: int, exchange_id: int, joining: tuple[int, ...], reason: str) -> Group:
+        self._generation = self._halted_generation
+        return Group(
+            generation=self._generation,
+            step=step,
+            exchange_id=exchange_id,
+            members=self._members,
+            joining=joining,
+            weights=(1.0 / len(self._members),) * len(self._members),
+            reason=reason,
+        )
+
+    def _reason(self, workers: Any) -> str:
+        return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
+
+    def _known(self, event: Ready | Halted) -> _Worker:
+        state = self._workers.get(event.worker)
+        if state is None or not self._members:
+            raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")
+        return state
+
+
+def _said(event: Event) -> str:
+    return f"{type(event).__name__} of worker {getattr(event, 'worker', None)}"
