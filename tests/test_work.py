@@ -95,6 +95,24 @@ def test_who_has_not_begun_an_epoch_is_dealt_nothing():
     assert set(ids(scheduler.deal())) == {1}
 
 
+def test_who_is_served_out_of_turn_at_the_end_leaves_the_others_an_equal_part():
+    scheduler = running(members=2, samples=18, batch_size=4, ahead=1)
+    assert sizes(scheduler.deal()) == {0: [4], 1: [4]}
+    scheduler.taken(0, 0)
+    assert sizes(scheduler.deal()) == {0: [3]}
+    scheduler.taken(0, 2)
+    assert sizes(scheduler.deal()) == {0: [4]}
+    assert len(pool(scheduler)) == 3
+
+
+def test_who_has_taken_a_block_has_taken_those_before_it():
+    scheduler = running(ahead=3)
+    scheduler.deal()
+    assert scheduler.taken(0, 2)
+    assert scheduler.taken(0, 0)
+    assert scheduler.set_members([1]) == {0: (4,)}
+
+
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
@@ -407,6 +425,21 @@ def test_a_block_is_lent_to_a_worker_outside_the_group_unless_it_is_of_the_last_
         scheduler.lend(1)
 
 
+def test_nothing_is_lent_of_a_later_epoch_nor_to_who_was_told_that_its_epoch_is_over():
+    scheduler = running(members=2, samples=8, batch_size=4)
+    scheduler.begin(9, 0, 8, 4)
+    assert overs(scheduler.deal()) == [0, 1]
+    scheduler.begin(1, 1, 100, 4)
+    assert scheduler.lend(9) is None
+    scheduler.lost(1)
+    scheduler.set_members([])
+    assert pool(scheduler) == list(range(8))
+    scheduler.contributed(0, 0, [])
+    assert scheduler.revoke(0) == ()
+    assert scheduler.lend(0) is None
+    assert scheduler.lend(9) == Block(2, 0, ((0, 4),))
+
+
 # Epochs -------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +487,7 @@ def test_held_workers_are_told_that_the_epoch_is_over_when_every_position_is_use
     scheduler.completed(0)
     assert scheduler.deal() == []
     scheduler.lost(1)
+    scheduler = copy(scheduler)
     assert sizes(scheduler.deal()) == {0: [4]}
     scheduler.contributed(0, 1, [2])
     assert scheduler.deal() == []
@@ -502,6 +536,7 @@ def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one(
     scheduler.completed(0)
     scheduler.begin(1, 7, 4, 4)
     assert scheduler.deal() == [Dealt(1, (), over=True)]
+    assert [scheduler.finished(epoch) for epoch in (6, 7, 8)] == [False, True, False]
 
 
 def test_a_state_goes_on_in_another_job():
