@@ -112,6 +112,20 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A worker's loop is over after `step` steps, and it stays to give or take the final state.
+
+    Attributes:
+        epoch: the last epoch in which it worked.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Left:
     """A worker finished its loop and leaves in order, after `step` steps."""
 
@@ -150,7 +164,7 @@ class Tick:
     now_s: float
 
 
-Event: TypeAlias = Joined | Ready | StepTimed | Halted | Evaluated | Left | Lost | Failed | Tick
+Event: TypeAlias = Joined | Ready | StepTimed | Halted | Evaluated | Finished | Left | Lost | Failed | Tick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +225,25 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpochEnded:
+    """The group has done with `epoch`: whoever is behind goes on to the next one.
+
+    Attributes:
+        epoch: this one and all before it.
+    """
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dismiss:
+    """Everybody has finished: take or give the final state, as the last Group says, and leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """The job cannot go on: every worker ends with this reason.
 
@@ -239,4 +272,4 @@ class Refuse:
     reason: str
 
 
-Action: TypeAlias = Start | Halt | Group | Stop | Refuse
+Action: TypeAlias = Start | Halt | Group | EpochEnded | Dismiss | Stop | Refuse

@@ -14,6 +14,7 @@ from offbeat.events import (
     Evaluated,
     Event,
     Failed,
+    Finished,
     Halted,
     Joined,
     Left,
@@ -73,7 +74,7 @@ class Assembly:
                 return self._gone(event)
             case Tick():
                 return self._tick(event.now_s)
-            case Ready() | StepTimed() | Halted() | Evaluated():
+            case Ready() | StepTimed() | Halted() | Evaluated() | Finished():
                 return []
             case _:
                 assert_never(event)

@@ -14,6 +14,7 @@ from offbeat.events import (
     Evaluated,
     Event,
     Failed,
+    Finished,
     Group,
     Halted,
     Joined,
@@ -93,7 +94,7 @@ class Lockstep:
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
-            case Evaluated() | Halted():
+            case Evaluated() | Halted() | Finished():
                 return []
             case _:
                 assert_never(event)

@@ -12,9 +12,12 @@ from typing import Any, Literal, TypeAlias, assert_never
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Dismiss,
+    EpochEnded,
     Evaluated,
     Event,
     Failed,
+    Finished,
     Group,
     Halt,
     Halted,
@@ -41,6 +44,7 @@ class _Worker:
     Attributes:
         can_join: it stands outside the group, works, and would take a state.
         is_hung: it keeps others waiting and is not heard of.
+        has_finished: its loop is over.
         round: of its last Ready as a member.
         epoch: of its last Ready.
         iteration: Readys in that epoch, while it was outside.
@@ -48,6 +52,7 @@ class _Worker:
 
     can_join: bool = False
     is_hung: bool = False
+    has_finished: bool = False
     round: int = -1
     epoch: int = -1
     iteration: int = 0
@@ -126,13 +131,16 @@ class PartialGroups:
         self._arriving: set[int] = set()  # joining members that have not been Ready yet
         self._generation = 0  # of the last Group
         self._halted_generation = 0  # of the last Halt
-        self._left_after: dict[int, int] = {}  # who left the group in order, after how many steps
+        self._left_after: dict[int, int] = {}  # members that left or finished, after how many steps
+        self._passed: set[int] = set()  # those of them whose end others have gone past
         self._fence: _Fence | None = None
         self._open: dict[int, float] = {}  # round: when the first member was Ready for it
         self._epoch_began: dict[int, int] = {}  # epoch: its first round
         self._is_in_window = True
+        self._epochs_ended = 0
+        self._first_finished_s: float | None = None
+        self._is_over = False  # everybody has been dismissed, or the job stopped
         self._why: dict[int, str] = {}  # worker: the last thing that changed its place
-        self._stopped = False
 
     def handle(self, event: Event) -> list[Action]:
         """Answer with a Halt, a Group, a Stop or nothing.
@@ -140,7 +148,7 @@ class PartialGroups:
         Raises:
             ProtocolError: a message that no worker of a running job can send; nothing changes.
         """
-        if self._stopped:
+        if self._is_over:
             return []
         match event:
             case Joined():
@@ -153,6 +161,8 @@ class PartialGroups:
                 return self._handle_gone(event)
             case Tick():
                 return self._handle_tick(event.now_s)
+            case Finished():
+                return self._handle_finished(event)
             case StepTimed() | Evaluated():
                 return []
             case _:
@@ -169,6 +179,7 @@ class PartialGroups:
             "before": list(self._before),
             "arriving": sorted(self._arriving),
             "left_after": [list(one) for one in self._left_after.items()],
+            "passed": sorted(self._passed),
             "generation": self._generation,
             "halted_generation": self._halted_generation,
             "fence": None
@@ -183,7 +194,9 @@ class PartialGroups:
             "epoch_began": [list(one) for one in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
             "why": [list(one) for one in self._why.items()],
-            "stopped": self._stopped,
+            "epochs_ended": self._epochs_ended,
+            "first_finished_s": self._first_finished_s,
+            "is_over": self._is_over,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,6 +207,7 @@ class PartialGroups:
         self._members, self._before = tuple(state["members"]), tuple(state["before"])
         self._arriving = set(state["arriving"])
         self._left_after = dict(state["left_after"])
+        self._passed = set(state["passed"])
         self._generation = state["generation"]
         self._halted_generation = state["halted_generation"]
         fence = state["fence"]
@@ -205,7 +219,9 @@ class PartialGroups:
         self._epoch_began = dict(state["epoch_began"])
         self._is_in_window = state["is_in_window"]
         self._why = dict(state["why"])
-        self._stopped = state["stopped"]
+        self._epochs_ended = state["epochs_ended"]
+        self._first_finished_s = state["first_finished_s"]
+        self._is_over = state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
 
@@ -228,6 +244,7 @@ class PartialGroups:
     def _handle_ready(self, event: Ready) -> list[Action]:
         state = self._known(event)
         state.is_hung = False
+        ended = self._end_epochs(event.epoch) if event.worker in self._asked() else []
         if event.worker in self._members and event.generation == self._generation:
             self._before = ()
             self._arriving.discard(event.worker)
@@ -236,9 +253,10 @@ class PartialGroups:
             self._ready_inside(event, state)  # still in a step of the group before
         else:
             self._ready_outside(event, state)
-        return self._review(event.now_s)
+        return ended + self._review(event.now_s)
 
     def _ready_inside(self, event: Ready, state: _Worker) -> None:
+        self._passed |= {worker for worker, steps in self._left_after.items() if steps <= event.step}
         state.round = event.round
         began = self._epoch_began.setdefault(event.epoch, event.round)
         for epoch in [epoch for epoch in self._epoch_began if epoch < event.epoch - 1]:
@@ -268,7 +286,27 @@ class PartialGroups:
             for round_ in [round_ for round_ in self._open if round_ <= last]:
                 del self._open[round_]
 
+    def _handle_finished(self, event: Finished) -> list[Action]:
+        state = self._known(event)
+        state.has_finished, state.is_hung = True, False
+        state.can_join = event.worker not in self._asked()
+        if not state.can_join:
+            self._left_after[event.worker] = event.step
+        if self._first_finished_s is None:
+            self._first_finished_s = event.now_s
+        self._why[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
+        return self._end_epochs(event.epoch + 1) + self._review(event.now_s)
+
+    def _end_epochs(self, count: int) -> list[Action]:
+        """Say that the first `count` epochs are over, once a member is done with them."""
+        if count <= self._epochs_ended:
+            return []
+        self._epochs_ended = count
+        return [EpochEnded(epoch=count - 1, reason=f"a member is done with epoch {count - 1}")]
+
     def _handle_halted(self, event: Halted) -> list[Action]:
+        if event.worker in self._gone:  # its answer crossed its own leave
+            return []
         self._known(event)
         fence = self._fence
         if fence is None or event.generation != fence.generation or event.worker not in self._asked():
@@ -297,11 +335,11 @@ class PartialGroups:
         self._why[event.worker] = why
         if not self._members:
             return []
-        if not self._workers and not isinstance(event, Left):
-            self._stopped = True
-            return [Stop(worker=event.worker, step=None, reason=f"{why}; nobody is left")]
         if not self._workers:
-            return []
+            self._is_over = True
+            if isinstance(event, Left):
+                return []
+            return [Stop(worker=event.worker, step=None, reason=f"{why}; nobody is left")]
         return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
 
     def _handle_tick(self, now_s: float) -> list[Action]:
@@ -309,10 +347,12 @@ class PartialGroups:
         if fence is not None:
             if now_s - fence.since_s <= self._answer_s:
                 return []
-            silent = [worker for worker in self._asked() if worker not in fence.answers]
+            silent = [
+                worker for worker in self._asked() if self._answers(worker) and worker not in fence.answers
+            ]
             why = f"did not answer within {self._answer_s:g} s"
         else:
-            silent = self._overdue(now_s)
+            silent = self._overdue(now_s) or self._unfinished(now_s)
             why = "kept the others waiting and was not heard of"
         for worker in silent:
             self._workers[worker].is_hung = True
@@ -334,6 +374,13 @@ class PartialGroups:
             and waited_s > (self._join_s if member in self._arriving else self._patience())
         ]
 
+    def _unfinished(self, now_s: float) -> list[int]:
+        """Return the workers outside that do not come to an end although every member has."""
+        if self._first_finished_s is None or now_s - self._first_finished_s <= self._join_s:
+            return []
+        working = [worker for worker, state in self._workers.items() if not state.has_finished]
+        return [] if set(working) & set(self._members) else working
+
     def _patience(self) -> float:
         epoch = max(self._epoch_began, default=0)
         slow_s = self._classifier.time_to_class_s(epoch)
@@ -344,14 +391,20 @@ class PartialGroups:
     def _review(self, now_s: float) -> list[Action]:
         """Begin a change if the group should be another one, or if one under way cannot be finished."""
         broken = [
-            worker for worker in self._asked() if not self._answers(worker) and worker not in self._left_after
+            worker
+            for worker in self._asked()
+            if worker in self._passed or not (self._answers(worker) or worker in self._left_after)
         ]
         if self._fence is not None:
             return self._halt(now_s, abandon=True, why=broken) if broken and not self._fence.abandon else []
         if broken:
             return self._halt(now_s, abandon=True, why=broken)
         wanted = self._wanted()
+        if wanted == self._members and self._all_have_finished():
+            return self._dismiss()
         if wanted == self._members or (self._before and not self._left_after):
+            return []
+        if self._arriving:  # the others may have begun a step that needs them
             return []
         return self._halt(now_s, abandon=False, why=set(wanted) ^ set(self._members))
 
@@ -364,15 +417,26 @@ class PartialGroups:
 
     def _wanted(self) -> tuple[int, ...]:
         """Return who should be in the group; never nobody, while anybody is there."""
+        if self._all_have_finished():
+            return tuple(sorted(worker for worker in self._workers if self._answers(worker)))
         able = [
             worker
             for worker, state in self._workers.items()
-            if not state.is_hung and (state.can_join or worker in self._members)
+            if self._answers(worker)
+            and worker not in self._passed
+            and (worker in self._members or (state.can_join and not state.has_finished))
         ]
         takes_all = self._monitor == "epoch_window" and self._is_in_window
         slow = frozenset() if takes_all else self._classifier.stragglers
         wanted = [worker for worker in able if worker not in slow]
         return tuple(sorted(wanted or able))
+
+    def _all_have_finished(self) -> bool:
+        return all(state.has_finished for state in self._workers.values() if not state.is_hung)
+
+    def _dismiss(self) -> list[Action]:
+        self._is_over = True
+        return [Dismiss(reason="everybody has finished")]
 
     def _halt(self, now_s: float, *, abandon: bool, why: Any) -> list[Action]:
         self._halted_generation += 1
@@ -411,7 +475,8 @@ class PartialGroups:
         reason = self._reason(set(members) ^ set(self._members))
         self._move(tuple(members), joining)
         exchange_id = max(answer.exchange_id for answer in answers) + _EXCHANGES_IN_A_STEP_MAX
-        return [self._group(step=step, exchange_id=exchange_id, joining=joining, reason=reason)]
+        group = self._group(step=step, exchange_id=exchange_id, joining=joining, reason=reason)
+        return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
     def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:
         """Go on with those who have finished most; the others come back with the next change."""
@@ -422,7 +487,7 @@ class PartialGroups:
         wanted = self._wanted()
         members = [answer for answer in ahead if answer.worker in wanted] or ahead
         for answer in answers:
-            if answer not in members and answer.worker not in self._classifier.stragglers:
+            if answer not in members and answer.worker not in self._passed | self._classifier.stragglers:
                 self._workers[answer.worker].can_join = True
                 self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
         reason = self._reason(set(self._asked()) - {answer.worker for answer in members})
@@ -431,11 +496,12 @@ class PartialGroups:
         step = min(answer.step for answer in members)
         group = self._group(step=step, exchange_id=exchange_id, joining=(), reason=reason)
         self._before = ()  # it holds at once
+        self._open.clear()
         return [group, *self._review(now_s)]
 
     def _end(self) -> list[Action]:
         """Stop: all that had a state are gone."""
-        self._stopped = True
+        self._is_over = True
         reason = self._reason(self._asked()) or "every member is gone"
         return [
             Stop(worker=None, step=None, reason=f"{reason}; nobody has the state of the training any more")
@@ -446,8 +512,8 @@ class PartialGroups:
         self._arriving = set(joining)
         for worker in members:
             self._workers[worker].can_join = False
-        self._open.clear()
         self._left_after.clear()
+        self._passed.clear()
 
     def _group(self, *, step: int, exchange_id: int, joining: tuple[int, ...], reason: str) -> Group:
         self._generation = self._halted_generation
@@ -464,7 +530,7 @@ class PartialGroups:
     def _reason(self, workers: Any) -> str:
         return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
 
-    def _known(self, event: Ready | Halted) -> _Worker:
+    def _known(self, event: Ready | Halted | Finished) -> _Worker:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
             raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")

@@ -70,6 +70,7 @@ class Grouping:
         self._seat: Seat | None = None
         self._seat_generation = -1
         self._handing_over: Exchange | None = None
+        self._giving: threading.Thread | None = None
         self.has_taken = False
         member.on_abandon = self._abandon
 
@@ -124,6 +125,12 @@ class Grouping:
                 return
         self._settle()
 
+    def settle_at_the_end(self) -> None:
+        """Gives or takes the final state, as the last group says, and is done when that is."""
+        self.seat(wait=True, may_take=True)
+        if self._giving is not None:
+            self._giving.join(self._deadline_s)
+
     def abandon(self, error: WorkerError) -> None:
         """Ends every exchange with `error`. Any thread may call it."""
         for exchange in (self._seat.exchange if self._seat else None, self._handing_over):
@@ -174,7 +181,8 @@ class Grouping:
             with suppress(WorkerError, LinkError):  # the next group says who is left
                 self._copy_state(exchange, 0, group.exchange_id, round_)
 
-        threading.Thread(target=give, name="offbeat-state", daemon=True).start()
+        self._giving = threading.Thread(target=give, name="offbeat-state", daemon=True)
+        self._giving.start()
 
     def _take(self) -> None:
         """Takes the donor's state; returns also where the group has changed meanwhile."""

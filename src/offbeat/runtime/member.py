@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.events import Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
+from offbeat.events import Dismiss, EpochEnded, Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
 from offbeat.policies.follower import Follower
 from offbeat.record import decode_actions, encode
 from offbeat.runtime.coordinator import Coordinator
@@ -34,6 +34,8 @@ class Member:
 
     Attributes:
         follower: what the coordinator's Halts and Groups allow; to be used under `lock`.
+        epochs_ended: how many epochs the group is done with, as far as is known.
+        is_dismissed: everybody has finished.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         failure: why the job has failed, None as long as it has not.
         coordinator_knows: the coordinator is the one who said so, or is gone itself.
@@ -49,6 +51,8 @@ class Member:
     ) -> None:
         self.worker = worker
         self.follower = Follower(worker)
+        self.epochs_ended = 0
+        self.is_dismissed = False
         self.on_abandon: Callable[[], None] = _do_nothing
         self._survives = survives
         self.failure: WorkerError | None = None
@@ -161,6 +165,10 @@ class Member:
                 case Group():
                     with self._changed:
                         self.follower.hear_group(action)
+                case EpochEnded():
+                    self.epochs_ended = action.epoch + 1
+                case Dismiss():
+                    self.is_dismissed = True
                 case Stop():
                     self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Failed, Left, Ready, StepTimed
+from offbeat.events import Evaluated, Event, Failed, Finished, Left, Ready, StepTimed
 from offbeat.policies.slowness import Slowness, parse
 from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.checks import Watch, check_trainable, describe
@@ -112,7 +112,7 @@ class Session:
             raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
         self.worker, self.world = environment.rank, environment.world
         self.epoch = 0
-        self._steps_alone = 0
+        self._steps_taken = 0  # by this worker's own count, also where no group counts on it
         self.timer = PartTimer(time.perf_counter)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._seed = environment.seed
@@ -233,7 +233,7 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps finished, by the group where this worker belongs to one."""
-        return self._steps_alone if self._grouping is None else self._grouping.follower.step
+        return self._steps_taken if self._grouping is None else self._grouping.follower.step
 
     def __enter__(self) -> Self:
         return self
@@ -252,6 +252,8 @@ class Session:
         if self._left:
             return
         self._left = True
+        if error is None:
+            self._wait_for_the_others()
         if self._member is not None and not self._member.coordinator_knows:
             with suppress(LinkError):
                 if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -260,6 +262,24 @@ class Session:
                     text = _in_one_line(error)
                     self._tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
         self._disband()
+
+    def _wait_for_the_others(self) -> None:
+        """Stays until everybody has finished, for who is behind takes the final state from who is not."""
+        if self._grouping is None or self._member is None or not self._strategy.survives:
+            return
+        epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
+        try:
+            self._tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
+            what = "everybody to finish"
+            self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)
+            self._grouping.settle_at_the_end()
+        except BaseException as error:
+            self._left = False
+            self.leave(error)
+            raise
+
+    def _dismissed(self) -> bool:
+        return self._member is not None and self._member.is_dismissed
 
     def _disband(self) -> None:
         for handle in self._handles:
@@ -340,6 +360,8 @@ class Session:
         self._is_dealing = True
         try:
             for taken in indices:
+                if self._member is not None and self._member.epochs_ended > self.epoch:
+                    break
                 self.timer.switch("batch")
                 batch = next(loaded)
                 self.check()
@@ -388,7 +410,7 @@ class Session:
         step_in_epoch = max(0, self._batches_taken - 1)
         try:
             factor = self._slowness.factor(
-                self.worker, self.epoch, step_in_epoch, self._batches_in_epoch, self.step
+                self.worker, self.epoch, step_in_epoch, self._batches_in_epoch, self._steps_taken
             )
         except ValueError as error:
             raise OffbeatError(f"{error}; session.batches knows it, your own loader does not") from error
@@ -436,9 +458,8 @@ class Session:
                     **{f"{part}_s": spent_s for part, spent_s in parts_s.items()},
                 )
             )
-        if self._grouping is None:
-            self._steps_alone += 1
-        else:
+        self._steps_taken += 1
+        if self._grouping is not None:
             self._grouping.finish_step()
         self._samples = 0
         self._averager.rounds_since_step = 0
@@ -481,9 +502,8 @@ class Session:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.epoch = state["epoch"]
-        if self._grouping is None:
-            self._steps_alone = state["step"]
-        else:
+        self._steps_taken = state["step"]
+        if self._grouping is not None:
             self._grouping.follower.step = state["step"]
         self._batches_taken, self._seed = state["batches_taken"], state["seed"]
 
