@@ -12,6 +12,7 @@ from offbeat.policies.calibration import (
     choose,
     excursion_probability,
     false_alarm_bound,
+    not_slow,
     pace_in_hand,
     profile_iterations,
     smallest_limit,
@@ -112,6 +113,30 @@ def test_a_choice_keeps_the_bound_for_as_many_of_the_times_as_are_above_it(seed,
     if choice.k > max(2.0, k_min):  # then no threshold of 2 would have kept it
         above = sum(ratio > 2.0 for ratio in ratios)
         assert smallest_limit(samples=len(ratios), rank=above + 1, judged=100, bound=bound) is None
+
+
+def test_workers_that_are_clearly_slow_are_no_measure_for_the_others():
+    calm = [[1.0, 1.05, 1.1], [1.02, 1.0, 1.08], [1.0, 1.0, 1.2]]
+
+    def kept(*more: list[float], k_min: float = 1.4) -> int:
+        return len(not_slow([*calm, *more], k_min=k_min, k_max=2.0)) // 3
+
+    assert kept() == kept([1.5, 1.6, 1.5]) == kept([2.1, 2.5, 9.0], [1.5, 1.6, 1.5]) == 3
+    assert kept([1.3, 1.3, 1.3]) == kept([1.5, 1.1, 1.6]) == 4  # too little to be worth it; not in all of it
+    assert kept([1.5, 3.0, 1.5], [3.0, 1.1, 1.0]) == 5  # another one was as slow at times
+    assert kept(*[[1.5, 1.5, 1.5]] * 4) == 7  # most of them are: then they are the measure
+    assert kept(*[[2.5, 2.5, 2.5]] * 4) == 3  # but not beyond twice the pace
+
+
+def test_alike_workers_are_hardly_ever_clearly_slow():
+    """1 in C(9, 3) = 84 runs for each of 3 workers and 3 iterations, here of uniform times."""
+    chance = random.Random(0)
+    runs = 20_000
+    dropped = sum(
+        len(not_slow([[chance.random() for _ in range(3)] for _ in range(3)], k_min=0.0, k_max=1.0)) < 9
+        for _ in range(runs)
+    )
+    assert dropped / runs == pytest.approx(3 / 84, rel=0.15)
 
 
 def test_few_times_promise_nothing():

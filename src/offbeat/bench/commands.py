@@ -73,6 +73,18 @@ def log(
     )
 
 
+@bench.command()
+def quality(
+    runs: Annotated[int, typer.Option(min=1, help="Simulated runs of each scenario.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first run.")] = 0,
+    json: Json = None,
+) -> None:
+    """How well stragglers are found, beside the rules that others use; simulated."""
+    from offbeat.bench.quality import run
+
+    _report(json, lambda command: run(command=command, runs=runs, seed=seed))
+
+
 def _report(json: Path | None, measure: Callable[[str], Result]) -> None:
     from offbeat.bench.result import check_writable
 

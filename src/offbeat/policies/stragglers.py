@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, Literal
 
 from offbeat.errors import ProtocolError
@@ -22,7 +21,7 @@ JUDGED_ASSUMED = 1000
 K_MAX = 2.0
 LIMIT_OF_THE_PAPER = 10
 _RATIOS_KEPT = 512
-_PACE_OF_LAST = 5
+_LAST_KEPT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class _Worker:
     takes_part: bool = False  # its iterations are those of the group
     epoch: int = -1
     iteration: int = -1
-    last_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_OF_LAST))
+    last_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_KEPT))
     # Times relative to the pace since the counter was last 0; they count as not slow once it is 0 again.
     held: deque[float] = field(default_factory=lambda: deque(maxlen=_RATIOS_KEPT))
 
@@ -112,14 +111,13 @@ class StragglerClassifier:
     allows; what the arguments `n_profile` and `limit` say is not used. The derivation stands in
     `offbeat.policies.calibration`. k is at most 2 unless such times are too common among normal workers, and
     at least what pays (`offbeat.policies.gate.break_even_factor`): below that, leaving one out costs more
-    than waiting. The times are those of the first profile, without workers that were beyond twice the pace in
-    all of its iterations, later the last 512 judged ones whose counters came back to 0. A worker that is
-    between k's least value and 2 times as slow from the very start is therefore taken for normal. With fewer
-    times than any promise needs, k is 2 and limit 10. Limits change with thresholds only.
+    than waiting. The times are those of the first profile, without workers that are clearly slow in all of
+    it, later the last 512 judged ones whose counters came back to 0. With fewer times than any promise needs,
+    k is 2 and limit 10. Limits change with thresholds only.
 
     *The gate* (`gate="throughput"`) is asked when a normal worker stands at the limit: of all that do, those
-    are classed whose leaving raises the predicted throughput by more than `gate_margin`, by the median of
-    each worker's last 5 times; if none, all stay and are weighed again at the next judgement of one of them.
+    are classed whose leaving raises the predicted throughput by more than `gate_margin`, by the last 20 times
+    of each; if none, all stay and are weighed again at the next judgement of one of them.
     In return a k that was given is lowered to what pays at least, (1 + gate_margin) W / (W - 1), so that the
     counter sees whatever could be worth it: 1.3 times as slow is worth it among 8 workers, not among 4. The
     gate never takes a worker back; its counter does.
@@ -228,9 +226,9 @@ class StragglerClassifier:
         return self._limit
 
     @property
-    def times_s(self) -> dict[int, float]:
-        """How long each worker computes an iteration, in seconds: the median of its last 5."""
-        return {worker: median(it.last_s) for worker, it in self._workers.items() if it.last_s}
+    def last_s(self) -> dict[int, list[float]]:
+        """How long each worker computed its last iterations, 20 at most, in seconds, the newest last."""
+        return {worker: list(it.last_s) for worker, it in self._workers.items()}
 
     def threshold_s(self, epoch: int) -> float | None:
         """Return the threshold that was profiled in `epoch`, in seconds.
@@ -422,10 +420,11 @@ class StragglerClassifier:
         if self._ratios:
             in_hand = calibration.pace_in_hand(minima_s)
         elif pace_s > 0:
-            for worker in sorted(set().union(*window.times_s)):
-                ratios = [times_s[worker] / pace_s for times_s in window.times_s if worker in times_s]
-                if min(ratios) <= max(k_min, K_MAX):  # judging more strictly bent the tail
-                    self._ratios.extend(ratios)
+            ratios: dict[int, list[float]] = {}
+            for times_s in window.times_s:
+                for worker, time_s in times_s.items():
+                    ratios.setdefault(worker, []).append(time_s / pace_s)
+            self._ratios.extend(calibration.not_slow(list(ratios.values()), k_min=k_min, k_max=K_MAX))
         choice = calibration.choose(
             self._ratios,
             judged=self._judged(),
@@ -468,14 +467,14 @@ class StragglerClassifier:
         leaving = {worker}
         gain = ""
         if self._is_gated:
-            times_s, out = self.times_s, self.stragglers
+            last_s, out = self.last_s, self.stragglers
             suspects = [
                 other for other, it in self._workers.items() if not it.straggler and it.count == self._limit
             ]
-            leaving = set(self._gate.choose(times_s, out=out, suspects=suspects))
+            leaving = set(self._gate.choose(last_s, out=out, suspects=suspects))
             if not leaving:
                 return []
-            before, after = (self._gate.batches_per_s(times_s, who) for who in (out, out | leaving))
+            before, after = (self._gate.batches_per_s(last_s, who) for who in (out, out | leaving))
             gain = f"; without it {after:.3g} instead of {before:.3g} batches/s"
         if self._is_everybodys(leaving):
             return self._guard(epoch, iteration, threshold)
@@ -573,7 +572,7 @@ class StragglerClassifier:
                 takes_part=takes_part,
                 epoch=epoch,
                 iteration=iteration,
-                last_s=deque(last_s, maxlen=_PACE_OF_LAST),
+                last_s=deque(last_s, maxlen=_LAST_KEPT),
                 held=deque(held, maxlen=_RATIOS_KEPT),
             )
             for worker, count, straggler, takes_part, epoch, iteration, last_s, held in state["workers"]
