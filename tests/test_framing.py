@@ -16,11 +16,14 @@ from offbeat.runtime.framing import (
     MAGIC,
     MAX_DATA_BYTES,
     MAX_MESSAGE_BYTES,
+    PLACE,
+    PLACE_BYTES,
     VERSION,
     Frame,
     FrameReader,
     Kind,
     encode,
+    place_of,
 )
 
 
@@ -85,9 +88,14 @@ class Receiver:
 
 @st.composite
 def frames(draw: st.DrawFn) -> tuple[int, int, int, int, bytes]:
-    kind = draw(st.sampled_from([Kind.MESSAGE, Kind.DATA, Kind.DATA, Kind.BEAT, Kind.BYE]))
+    kind = draw(st.sampled_from([Kind.DATA, *(kind for kind in Kind if kind >= Kind.MESSAGE)]))
     if kind in (Kind.BEAT, Kind.BYE):
         return kind, 0, 0, 0, b""
+    if kind in (Kind.REGION, Kind.TAKEN, Kind.WITHDRAW):
+        tag = 0 if kind == Kind.TAKEN else draw(st.integers(1, 1 << 63))
+        return kind, tag, 0, 0 if kind == Kind.WITHDRAW else draw(st.integers(1, 1 << 63)), b""
+    if kind == Kind.SHARED:
+        return kind, draw(st.integers(0, 7)), 64, 80_000, draw(st.binary(min_size=24, max_size=24))
     size = draw(st.sampled_from([0, 1, 31, 32, 33, 100, 4000, 4064, 4065, 5000, 40_000, 70_000]))
     payload = bytes([draw(st.integers(0, 255))]) * size
     if kind == Kind.MESSAGE:
@@ -99,7 +107,7 @@ def frames(draw: st.DrawFn) -> tuple[int, int, int, int, bytes]:
 
 def packed(frame: tuple[int, int, int, int, bytes]) -> bytes:
     kind, tag, offset, total, payload = frame
-    return data(tag, offset, payload, total) if kind == Kind.DATA else encode(Kind(kind), payload)
+    return HEADER.pack(MAGIC, VERSION, kind, len(payload), tag, offset, total) + payload
 
 
 SPLITS = st.lists(st.sampled_from([1, 2, 31, 32, 33, 64, 1000, 4096, 100_000]), min_size=1, max_size=4)
@@ -194,8 +202,8 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
     [
         (header(magic=b"GE"), "starts with b'ob', got b'GE'"),
         (header(version=9), f"version {VERSION}, got version 9"),
-        (header(kind=0), "frame kind from 1 to 9, got 0"),
-        (header(kind=10), "frame kind from 1 to 9, got 10"),
+        (header(kind=0), "frame kind from 1 to 13, got 0"),
+        (header(kind=14), "frame kind from 1 to 13, got 14"),
         (
             header(length=MAX_DATA_BYTES + 1, total=1 << 40),
             "at most 1048576 bytes in a DATA frame, got 1048577",
@@ -205,10 +213,17 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
         (header(offset=(1 << 64) - 1), "within a message of 10"),
         (header(length=0), "at least one byte of a message of 10"),
         (header(total=11), "expected 10 bytes, got 11"),
-        (header(kind=Kind.MESSAGE), "no tag, offset or total in a MESSAGE frame"),
+        (header(kind=Kind.MESSAGE), "no tag or offset or total in a MESSAGE frame"),
         (header(kind=Kind.MESSAGE, length=MAX_MESSAGE_BYTES + 1), "at most 1048576 bytes in a MESSAGE frame"),
         (header(kind=Kind.BEAT, tag=0, total=0), "at most 0 bytes in a BEAT frame, got 10"),
-        (header(kind=Kind.BYE, length=0, tag=1, total=0), "no tag, offset or total in a BYE frame"),
+        (header(kind=Kind.BYE, length=0, tag=1, total=0), "no tag or offset or total in a BYE frame"),
+        (header(kind=Kind.SHARED), "expected 24 bytes in a SHARED frame, got 10"),
+        (header(kind=Kind.REGION), "at most 0 bytes in a REGION frame, got 10"),
+        (header(kind=Kind.REGION, length=0, offset=1), "a tag and a total and no offset in a REGION frame"),
+        (header(kind=Kind.REGION, length=0, total=0), "a tag and a total and no offset in a REGION frame"),
+        (header(kind=Kind.WITHDRAW, length=0), "a tag and no offset or total in a WITHDRAW frame"),
+        (header(kind=Kind.TAKEN, length=0), "a total and no tag or offset in a TAKEN frame"),
+        (header(kind=Kind.TAKEN, length=0, tag=0, total=0), "a total and no tag or offset in a TAKEN frame"),
         (header(kind=Kind.HELLO), "a frame that is no handshake, got HELLO"),
     ],
 )
@@ -219,7 +234,22 @@ def test_a_hostile_header_is_refused_with_what_was_expected_and_what_came(bad: b
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Kind.MESSAGE, Kind.DATA, Kind.BEAT, Kind.BYE])
+@settings(max_examples=200, deadline=None)
+@given(*[st.integers(0, 1 << 64)] * 4, st.binary(min_size=PLACE_BYTES, max_size=PLACE_BYTES))
+def test_what_a_shared_frame_tells_of_lies_within_its_message_or_is_a_protocol_error(
+    offset: int, total: int, near: int, far: int, noise: bytes
+) -> None:
+    for payload in noise, PLACE.pack(1, 0, near % MAX_DATA_BYTES), PLACE.pack(1, 0, far % (1 << 64)):
+        frame = Frame(Kind.SHARED, 1, offset, PLACE_BYTES, total, payload)
+        with suppress(ProtocolError):
+            _, _, length = place_of(frame)
+            assert 0 < length <= min(MAX_DATA_BYTES, total - offset)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.MESSAGE, Kind.DATA, Kind.BEAT, Kind.BYE, Kind.REGION, Kind.SHARED, Kind.TAKEN, Kind.WITHDRAW],
+)
 def test_before_the_handshake_is_done_nothing_else_is_allowed(kind: Kind) -> None:
     reader = FrameReader(None)
     bad = HEADER.pack(MAGIC, VERSION, kind, 0, 0, 0, 0)

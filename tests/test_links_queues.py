@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.runtime.framing import HEADER_BYTES, FrameReader, Kind
+from offbeat.errors import ProtocolError
+from offbeat.runtime.framing import HEADER_BYTES, MAX_DATA_BYTES, FrameReader, Kind, place_of
 from offbeat.runtime.inbox import Ranges
 from offbeat.runtime.outbox import Outbox, Outgoing
+from offbeat.runtime.shared import MAX_UNREAD_BYTES, Region, Regions
 
 FRAME_BYTES = 1000
 
@@ -90,6 +95,89 @@ def test_the_rest_of_a_begun_frame_that_is_dropped_is_not_read_from_its_buffer_a
     assert (begun + rest)[HEADER_BYTES:] == b"x" * FRAME_BYTES
     assert not outbox
     assert all(one.done is None for one in finished)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    messages=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(1, 5), st.booleans()), min_size=1, max_size=12
+    ),
+    portions=st.lists(st.integers(0, 200), min_size=1, max_size=5),
+    answers=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    forgotten=st.integers(0, 12),
+)
+def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_once_and_done_when_read(
+    messages: list[tuple[int, int, bool]], portions: list[int], answers: list[int], forgotten: int
+) -> None:
+    """Messages of whole MiB, lent or as they are, of which one may be forgotten on the way."""
+    regions = Regions(lambda region: None)
+    memory = regions.allocate(5 * MAX_DATA_BYTES)
+    assert memory is not None
+    lent = regions.find(memory)
+    assert lent is not None
+    outbox = Outbox(MAX_DATA_BYTES)
+    for tag, (priority, mebibytes, is_lent) in enumerate(messages):
+        size = mebibytes * MAX_DATA_BYTES if is_lent else mebibytes
+        kind = Kind.SHARED if is_lent else Kind.DATA
+        done = lambda tag=tag: ended.append(tag)  # noqa: E731
+        key = (1, priority, tag)
+        outbox.add(Outgoing(kind, key, memory[:size], tag=tag, total=size, done=done, lent=lent))
+    reader = FrameReader(lambda *_: None)
+    stream = bytearray()
+    ended: list[int] = []
+    came = dict.fromkeys(range(len(messages)), 0)
+    unread: list[int] = []
+    for turn in range(2000):
+        if not outbox and not unread:
+            break
+        taken, finished = send(outbox, [*portions, 100][turn % (len(portions) + 1)])
+        stream += taken
+        while stream:
+            buffer = reader.buffers()[0]
+            n = min(len(buffer), len(stream))
+            buffer[:n] = stream[:n]
+            del stream[:n]
+            reader.received(n)
+            while (frame := reader.next_frame()) is not None:
+                assert frame.offset == came[frame.tag]
+                length = frame.length
+                if frame.kind == Kind.SHARED:
+                    number, place, length = place_of(frame)
+                    assert (number, place) == (lent[0].number, frame.offset)
+                    unread.append(length)
+                came[frame.tag] += length
+        assert sum(unread) < MAX_UNREAD_BYTES + MAX_DATA_BYTES
+        n = min(len(unread), [*answers, 1][turn % (len(answers) + 1)])
+        del unread[:n]
+        for item in finished + outbox.read(n):
+            if item.done is not None:
+                item.done()
+        if turn == 5:
+            outbox.drop(forgotten, forgotten + 1)
+    assert not outbox
+    assert lent[0].unread == 0
+    assert sorted(ended) == sorted(set(ended))
+    assert set(range(len(messages))) - set(ended) <= {forgotten}
+    with pytest.raises(ProtocolError, match="at most 0 SHARED frames to be read, got 1"):
+        outbox.read(1)
+
+
+def test_a_descriptor_goes_with_the_first_byte_of_its_own_frame() -> None:
+    outbox = Outbox(FRAME_BYTES)
+    region = Region(7, 99, (shared_bytes := (ctypes.c_char * 10)()))
+    outbox.add(Outgoing(Kind.DATA, (1, 0, 0), memoryview(bytes(500)), tag=1, total=500))
+    send(outbox, 100)
+    outbox.add(Outgoing(Kind.REGION, (0, 0, 1), memoryview(b""), tag=7, total=10, lent=(region, 0)))
+    assert len(outbox.gather()[0]) == 1  # the rest of the begun frame only
+    assert outbox.descriptor is None
+    outbox.taken(HEADER_BYTES + 400)
+    views, size = outbox.gather()
+    assert (len(views), size, outbox.descriptor) == (1, HEADER_BYTES, 99)
+    outbox.taken(0)
+    assert send(outbox, 5)[1] == []
+    assert outbox.gather()[1] == HEADER_BYTES - 5
+    assert outbox.descriptor is None  # it has gone
+    assert region.size == len(shared_bytes)
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,6 +1,6 @@
 """What a node knows about each peer and each connection: plain state, and how a socket is prepared.
 
-This module never decides anything and never sends or receives.
+This module never decides anything and never sends; what is received goes where its reader and `Borrowed` say.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from offbeat.runtime.framing import FrameReader
 from offbeat.runtime.handshake import Acceptor, Dialler
 from offbeat.runtime.inbox import Inbox
 from offbeat.runtime.outbox import Key, Outbox
+from offbeat.runtime.shared import ANCILLARY_BYTES, HAS_SHARED, Borrowed
 
 TCP_FRAME_BYTES = 64 * 1024
 UNIX_FRAME_BYTES = 512 * 1024
@@ -30,6 +31,7 @@ class Link:
     where: str  # the other end, for messages to people
     reader: FrameReader = field(default_factory=lambda: FrameReader(None))
     greeting: Dialler | Acceptor | None = None  # until the handshake is done
+    borrowed: Borrowed | None = None  # memory of the peer; without it, descriptors that come are closed
     full: bool = False  # the kernel takes no more for now
     paused: bool = False  # too much came that nobody has asked for
     watched: int = 0
@@ -63,6 +65,31 @@ class Peer:
     parked: list[Link] = field(default_factory=list)  # proved who they are and wait for WELCOME
     gone: bool = False  # lost, or left in order: what is sent to it is dropped
     turn: Key | None = None  # under which the send scheduler knows it
+
+
+def share(link: Link) -> None:
+    """Let memory be shared over a connection, where its kind carries descriptors."""
+    if HAS_SHARED and link.sock is not None and link.sock.family == socket.AF_UNIX and link.borrowed is None:
+        link.borrowed = Borrowed()
+
+
+def receive(link: Link) -> int:
+    """Receive what has come; return how many bytes, 0 at the end of the stream.
+
+    Raises:
+        OSError: nothing has come, or nothing can come any more.
+        ProtocolError: more descriptors came than can be meant.
+    """
+    assert link.sock is not None
+    buffers, borrowed = link.reader.buffers(), link.borrowed
+    if borrowed is not None:
+        n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if ancillary or flags & socket.MSG_CTRUNC:
+            borrowed.came(ancillary, truncated=bool(flags & socket.MSG_CTRUNC))
+        return n
+    if len(buffers) == 1:
+        return link.sock.recv_into(buffers[0])
+    return link.sock.recvmsg_into(buffers)[0]
 
 
 def prepare(sock: socket.socket) -> socket.socket:

@@ -2,8 +2,9 @@
 
 A frame is a header of 32 bytes and a payload. Control messages and handshakes are whole in one frame; a
 tensor message is cut into DATA frames that name the message (`tag`) and where their bytes belong (`offset` of
-`total`). The reader says into which buffers to receive next, so that the payload of a tensor message lands in
-its destination without a copy and the next header comes with the same system call.
+`total`), or between nodes that share memory into SHARED frames, which say where the bytes lie instead of
+carrying them. The reader says into which buffers to receive next, so that the payload of a tensor message
+lands in its destination without a copy and the next header comes with the same system call.
 
 This module never touches a socket, a thread or a clock, never unpickles, and never allocates more than one
 frame's bounded payload because a header claims it.
@@ -19,11 +20,13 @@ from typing import NamedTuple
 from offbeat.errors import ProtocolError
 
 MAGIC = b"ob"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("!2sBBIQQQ")  # magic, version, kind, payload length, tag, offset, total
 HEADER_BYTES = HEADER.size
+PLACE = struct.Struct("!QQQ")  # region, place in it, length: the payload of a SHARED frame
+PLACE_BYTES = PLACE.size
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_DATA_BYTES = 1 << 20
+MAX_DATA_BYTES = 1 << 20  # in a DATA frame, or told of in a SHARED one
 MAX_HANDSHAKE_BYTES = 4096
 READ_AHEAD_BYTES = 128 * 1024
 # While more than this is missing of a payload, only the next header is received with it: whatever else comes
@@ -43,6 +46,10 @@ class Kind(IntEnum):
     DATA = 7
     BEAT = 8
     BYE = 9
+    REGION = 10  # region `tag` of `total` bytes is lent from now on; its descriptor comes with this frame
+    SHARED = 11  # as DATA, but the bytes lie in a region
+    TAKEN = 12  # `total` SHARED frames more have been read, in the order in which they came
+    WITHDRAW = 13  # region `tag` is not lent any more
 
 
 _HANDSHAKE = frozenset({Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME, Kind.REFUSE})
@@ -51,8 +58,14 @@ _LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
     int(Kind.DATA): MAX_DATA_BYTES,
     int(Kind.BEAT): 0,
     int(Kind.BYE): 0,
+    int(Kind.REGION): 0,
+    int(Kind.SHARED): PLACE_BYTES,
+    int(Kind.TAKEN): 0,
+    int(Kind.WITHDRAW): 0,
 }
-_DATA = int(Kind.DATA)
+_DATA, _SHARED = int(Kind.DATA), int(Kind.SHARED)
+_WITH_TAG = frozenset({Kind.REGION, Kind.WITHDRAW})
+_WITH_TOTAL = frozenset({Kind.REGION, Kind.TAKEN})
 
 
 class Frame(NamedTuple):
@@ -71,8 +84,25 @@ Destination = Callable[[int, int, int, int], memoryview | None]
 
 
 def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return a whole frame of any kind but DATA."""
+    """Return a whole frame of a kind whose header says nothing more."""
     return HEADER.pack(MAGIC, VERSION, kind, len(payload), 0, 0, 0) + payload
+
+
+def place_of(frame: Frame) -> tuple[int, int, int]:
+    """Return the region, the place in it and the length of a SHARED frame's bytes.
+
+    Raises:
+        ProtocolError: they would not lie within the message.
+    """
+    assert frame.payload is not None
+    region, place, length = PLACE.unpack(frame.payload)
+    if length > MAX_DATA_BYTES:
+        raise ProtocolError(f"expected a SHARED frame about at most {MAX_DATA_BYTES} bytes, got {length}")
+    if not length or frame.offset + length > frame.total:
+        raise ProtocolError(
+            f"expected bytes within a message of {frame.total}, got {length} bytes from offset {frame.offset}"
+        )
+    return region, place, length
 
 
 class FrameReader:
@@ -196,9 +226,12 @@ class FrameReader:
                 )
             if not length and total:
                 raise ProtocolError(f"expected at least one byte of a message of {total}, got none")
-        elif tag or offset or total:
+        elif kind == _SHARED:
+            if length != PLACE_BYTES:
+                raise ProtocolError(f"expected {PLACE_BYTES} bytes in a SHARED frame, got {length}")
+        elif offset or bool(tag) != (kind in _WITH_TAG) or bool(total) != (kind in _WITH_TOTAL):
             raise ProtocolError(
-                f"expected no tag, offset or total in a {Kind(kind).name} frame, got {tag}, {offset}, {total}"
+                f"expected {_fields(kind)} in a {Kind(kind).name} frame, got {tag}, {offset}, {total}"
             )
         return kind, length, tag, offset, total
 
@@ -230,6 +263,12 @@ class FrameReader:
             if kept:
                 self._ahead[:kept] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, kept
+
+
+def _fields(kind: int) -> str:
+    fields = {"tag": kind in _WITH_TAG, "offset": False, "total": kind in _WITH_TOTAL}
+    without = " or ".join(name for name, is_used in fields.items() if not is_used)
+    return " and ".join([*("a " + name for name, is_used in fields.items() if is_used), f"no {without}"])
 
 
 def _nowhere(tag: int, offset: int, length: int, total: int) -> memoryview | None:

@@ -19,6 +19,7 @@ EARLY_FRAME_COST_BYTES = 512  # what keeping an early frame costs besides its pa
 MAX_FORGOTTEN_RANGES = 65536
 
 OnData = Callable[[int, int], None]
+OnShared = Callable[[int, memoryview], None]
 
 
 class Ranges:
@@ -56,11 +57,12 @@ class Ranges:
 
 
 class _Posting:
-    __slots__ = ("came", "into", "missing", "on_data")
+    __slots__ = ("came", "into", "missing", "on_data", "on_shared")
 
-    def __init__(self, into: memoryview, on_data: OnData) -> None:
+    def __init__(self, into: memoryview, on_data: OnData, on_shared: OnShared | None) -> None:
         self.into = into
         self.on_data = on_data
+        self.on_shared = on_shared
         self.missing = len(into)
         self.came = Ranges()
 
@@ -99,7 +101,7 @@ class Inbox:
         self._posted: dict[int, _Posting] = {}
         self._early: dict[int, _Early] = {}
 
-    def post(self, tag: int, into: memoryview, on_data: OnData) -> None:
+    def post(self, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None) -> None:
         """Let the bytes of message `tag` go into `into`; what came early is delivered at once.
 
         Raises:
@@ -112,7 +114,7 @@ class Inbox:
             raise ValueError(
                 f"expected one receive for message {tag:#x}, got a second; never use a tag twice"
             )
-        posting = _Posting(into, on_data)
+        posting = _Posting(into, on_data, on_shared)
         self._posted[tag] = posting
         early = self._pop_early(tag)
         if early is None:
@@ -139,15 +141,22 @@ class Inbox:
             posting.place(tag, frame.offset, frame.length, frame.total)[:] = payload
             self._deliver(tag, posting, frame.offset, frame.length)
         elif not self._forgotten.overlaps(tag, tag + 1):
-            early = self._early.get(tag)
-            if early is None:
-                early = self._early[tag] = _Early(frame.total)
-            if early.total != frame.total:
-                raise ProtocolError(
-                    f"expected message {tag:#x} to have {early.total} bytes, got {frame.total}"
-                )
-            early.frames.append((frame.offset, payload))
-            self.early_bytes += frame.length + EARLY_FRAME_COST_BYTES
+            self._keep(tag, frame.offset, payload, frame.total)
+
+    def shared(self, tag: int, offset: int, total: int, source: memoryview) -> None:
+        """Take bytes that lie in the sender's memory, where they must not be looked for later."""
+        posting = self._posted.get(tag)
+        if posting is None:
+            if not self._forgotten.overlaps(tag, tag + 1):
+                self._keep(tag, offset, bytes(source), total)
+            return
+        into = posting.place(tag, offset, len(source), total)
+        if posting.on_shared is None:
+            into[:] = source
+            self._deliver(tag, posting, offset, len(source))
+        else:
+            self._count(tag, posting, len(source))
+            posting.on_shared(offset, source)
 
     def drop(self, first: int, last: int) -> None:
         """Drop posted receives and early data with first <= tag < last."""
@@ -162,11 +171,23 @@ class Inbox:
         self._early.clear()
         self.early_bytes = 0
 
+    def _keep(self, tag: int, offset: int, payload: bytes | bytearray, total: int) -> None:
+        early = self._early.get(tag)
+        if early is None:
+            early = self._early[tag] = _Early(total)
+        if early.total != total:
+            raise ProtocolError(f"expected message {tag:#x} to have {early.total} bytes, got {total}")
+        early.frames.append((offset, payload))
+        self.early_bytes += len(payload) + EARLY_FRAME_COST_BYTES
+
     def _deliver(self, tag: int, posting: _Posting, offset: int, length: int) -> None:
+        self._count(tag, posting, length)
+        posting.on_data(offset, length)
+
+    def _count(self, tag: int, posting: _Posting, length: int) -> None:
         posting.missing -= length
         if not posting.missing:
             del self._posted[tag]
-        posting.on_data(offset, length)
 
     def _pop_early(self, tag: int) -> _Early | None:
         early = self._early.pop(tag, None)

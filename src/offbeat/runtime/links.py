@@ -8,6 +8,9 @@ the protocol is reported by name.
 All state belongs to the I/O thread; the public methods hand their work over, or do it at once when they are
 called from that thread (from inside a callback), which costs no lock and no system call.
 
+Between nodes on one host, bytes in memory of `Endpoint.allocate` are not sent: the peer is told where they
+lie.
+
 This module never imports torch or numpy, never copies tensor bytes that come on time, never unpickles, and
 never waits for a peer without a deadline.
 """
@@ -28,19 +31,23 @@ from typing import Any
 
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime import addresses as places
-from offbeat.runtime.connections import TCP_FRAME_BYTES, UNIX_FRAME_BYTES, Link, Peer
-from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind
+from offbeat.runtime.connections import TCP_FRAME_BYTES, UNIX_FRAME_BYTES, Link, Peer, receive, share
+from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind, place_of
 from offbeat.runtime.handshake import check_name
-from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, Ranges
+from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, OnShared, Ranges
 from offbeat.runtime.loop import READ, WRITE, Loop
 from offbeat.runtime.opening import Opening
 from offbeat.runtime.outbox import Key, Outgoing
+from offbeat.runtime.shared import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Region, Regions
 
 ALL_TAGS = 1 << 64
 WRITES_A_TURN = 16  # then what has come is looked at again
 HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
 
-_DATA, _MESSAGE, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BYE)
+_DATA, _MESSAGE, _BEAT, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BEAT), int(Kind.BYE)
+_REGION, _SHARED, _TAKEN, _WITHDRAW = (
+    int(kind) for kind in (Kind.REGION, Kind.SHARED, Kind.TAKEN, Kind.WITHDRAW)
+)
 _NOTHING = memoryview(bytearray())
 _log = logging.getLogger("offbeat.links")
 
@@ -71,7 +78,8 @@ class Endpoint:
 
     Attributes:
         addresses: where this node can be reached, best first; None of it holds after `close`.
-        bytes_sent, bytes_received: over all connections since the start, headers included.
+        bytes_sent, bytes_received: over all connections since the start, headers included; what peers read of
+            each other's memory is not.
         frames_received: control messages and pieces of tensors since the start.
 
     Raises:
@@ -122,6 +130,8 @@ class Endpoint:
         self._closing = False
         self._failure: BaseException | None = None
         self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended)
+        self._regions = Regions(partial(self._loop.call, self._released))
+        self._has_neighbours = False
         self._opening = Opening(
             self._loop,
             name,
@@ -145,7 +155,27 @@ class Endpoint:
             ValueError: an address or the name makes no sense.
         """
         parsed = tuple(places.parse(address) for address in addresses)
+        if any(address.name and not address.why_unusable() for address in parsed):
+            self._has_neighbours = True
         self._hand_over(self._introduce, self._checked(peer), parsed)
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Return zeroed memory whose bytes peers on this host can read where they lie.
+
+        It lives as long as a view of it. Where there is nobody to share with, or nothing to share, it is
+        ordinary memory.
+        """
+        shared = self._regions.allocate(size_bytes) if self._has_neighbours else None
+        return memoryview(bytearray(size_bytes)) if shared is None else shared
+
+    def is_read(self, memory: memoryview) -> bool:
+        """Whether a peer may still read this memory, or what is allocated together with it.
+
+        It may as long as a `put` of it is not done, whatever was forgotten since; and for ever if the peer
+        was lost before. Such memory must not be written again: take other memory in its place.
+        """
+        found = self._regions.find(_as_bytes(memory))
+        return found is not None and found[0].unread > 0
 
     def send(self, peer: str, message: bytes) -> None:
         """Queue a control message; it goes before all tensor bytes, after the control messages before it.
@@ -177,7 +207,9 @@ class Endpoint:
 
         Nothing is copied: the bytes must not change until `done` is called, in the I/O thread, when the
         kernel has taken them; or until they are dropped because the peer is lost or leaves, or by `forget` or
-        `close`, after which `done` is not called.
+        `close`, after which `done` is not called. The peer reads what is in memory of `allocate` itself, if
+        it is on this host: then `done` means that it has, and dropped bytes must not change as long as they
+        are being read (`is_read`).
 
         Args:
             peer: the receiver.
@@ -201,22 +233,28 @@ class Endpoint:
                 f"expected bytes within a message and a tag of 64 bits, got bytes {offset} to {end} "
                 f"of {total} and tag {tag:#x}"
             )
-        item = Outgoing(
-            Kind.DATA, (1, priority, next(self._order)), view, tag=tag, offset=offset, total=total, done=done
-        )
+        lent = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
+        key = (1, priority, next(self._order))
+        item = Outgoing(Kind.DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent)
         if total and not len(view):
             if done is not None:
                 self._hand_over(done)
             return
         self._hand_over(self._enqueue, self._checked(peer), item)
 
-    def expect(self, peer: str, tag: int, into: memoryview, on_data: OnData) -> None:
+    def expect(
+        self, peer: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None
+    ) -> None:
         """Let the bytes of message `tag` from `peer` go straight into `into`, which is as long as the
         message.
 
         `on_data(offset, length)` is called for each piece, in order of arrival; every byte comes once. What
         came early is delivered at once. Early data is kept up to 256 MiB a peer; beyond that nothing is read
         from that peer, control messages included, until something is expected or forgotten.
+
+        With `on_shared(offset, source)`, that is called in place of `on_data` for bytes that lie in the
+        memory of a peer on this host. It has to put into `into` what it wants of them before it returns;
+        `source` must not be written, nor read later.
 
         Raises:
             ValueError: `into` is read-only or not contiguous.
@@ -225,14 +263,15 @@ class Endpoint:
         view = _as_bytes(into)
         if view.readonly and len(view):
             raise ValueError("expected a writable buffer to receive into, got a read-only one")
-        self._hand_over(self._expect, self._checked(peer), tag, view, on_data)
+        self._hand_over(self._expect, self._checked(peer), tag, view, on_data, on_shared)
 
     def forget(self, first: int, last: int) -> None:
         """Cancel every message with first <= tag < last, of all peers, for good.
 
         Queued puts, posted receives and early data are dropped, and so is what comes later. When this
-        returns, their buffers are neither read nor written any more, and their callbacks are not called any
-        more (one that is running is waited for: do not hold a lock that it takes). Tags are remembered as
+        returns, their buffers are neither read nor written any more, but for memory that a peer on this host
+        reads (`is_read`), and their callbacks are not called any more (one that is running is waited for: do
+        not hold a lock that it takes). Tags are remembered as
         ranges, so forget runs that touch, as far as possible: of more than 65536 separate ranges the lowest
         is no longer remembered.
 
@@ -308,16 +347,19 @@ class Endpoint:
             return
         peer.outbox.add(item)
         if peer.link is not None:
+            self._lend(peer, peer.link, item)
             self._schedule(peer)
         else:
             self._opening.dial(peer)
 
-    def _expect(self, name: str, tag: int, into: memoryview, on_data: OnData) -> None:
+    def _expect(
+        self, name: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None
+    ) -> None:
         peer = self._peer(name)
         if self._closing:
             return
         try:
-            peer.inbox.post(tag, into, on_data)
+            peer.inbox.post(tag, into, on_data, on_shared)
         except ProtocolError as error:
             self._lose(peer, f"{name} broke the protocol: {error}")
         else:
@@ -371,7 +413,10 @@ class Endpoint:
             return
         assert link.sock is not None
         try:
-            n = link.sock.sendmsg(views)
+            if outbox.descriptor is None:
+                n = link.sock.sendmsg(views)
+            else:
+                n = socket.send_fds(link.sock, views, [outbox.descriptor])
         except BlockingIOError:
             n = 0
         except OSError as error:
@@ -419,6 +464,42 @@ class Endpoint:
             self._loop.rewatch(link.sock, wanted, watcher)
         link.watched = wanted
 
+    # Sharing memory
+
+    def _lend(self, peer: Peer, link: Link, item: Outgoing) -> None:
+        """Let the peer read a queued message where it lies, if it can."""
+        if item.lent is None or link.borrowed is None:
+            return
+        known, (region, _) = peer.outbox.known, item.lent
+        if region.number not in known:
+            if len(known) == MAX_REGIONS:
+                return
+            known.add(region.number)
+            key = (0, 0, next(self._order))
+            peer.outbox.add(
+                Outgoing(
+                    Kind.REGION, key, item.data[:0], tag=region.number, total=region.size, lent=item.lent
+                )
+            )
+        item.kind = _SHARED
+
+    def _released(self, region: Region) -> None:
+        """Nobody holds a region's memory any more."""
+        self._regions.remove(region)
+        for peer in self._peers.values():
+            if region.number in peer.outbox.known:
+                peer.outbox.known.remove(region.number)
+                key = (0, 0, next(self._order))
+                peer.outbox.add(Outgoing(Kind.WITHDRAW, key, _NOTHING, tag=region.number))
+                self._schedule(peer)
+
+    def _answer(self, peer: Peer, borrowed: Borrowed) -> None:
+        """Tell the peer what has been read of its memory."""
+        key = (0, 0, next(self._order))
+        peer.outbox.add(Outgoing(Kind.TAKEN, key, _NOTHING, total=borrowed.read))
+        borrowed.answered()
+        self._schedule(peer)
+
     # Receiving
 
     def _opened(self, peer: Peer, link: Link) -> None:
@@ -429,6 +510,9 @@ class Endpoint:
         link.reader.establish(peer.inbox.destination)
         unix = link.sock.family == socket.AF_UNIX
         peer.outbox.frame_bytes = UNIX_FRAME_BYTES if unix else TCP_FRAME_BYTES
+        share(link)
+        for item in peer.outbox.items():
+            self._lend(peer, link, item)
         self._loop.unwatch(link.sock)
         self._watch(peer, link)
         if self._closing:
@@ -447,12 +531,12 @@ class Endpoint:
             self._read(peer, link)
 
     def _read(self, peer: Peer, link: Link) -> None:
-        sock, reader = link.sock, link.reader
-        assert sock is not None
-        buffers = reader.buffers()
         try:
-            n = sock.recv_into(buffers[0]) if len(buffers) == 1 else sock.recvmsg_into(buffers)[0]
+            n = receive(link)
         except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._lose(peer, f"{peer.name} broke the protocol: {error}")
             return
         except OSError as error:
             self._lose(peer, f"{peer.name} {_cause(error)}")
@@ -462,7 +546,7 @@ class Endpoint:
             return
         self.bytes_received += n
         link.heard = True
-        reader.received(n)
+        link.reader.received(n)
         self._dispatch(peer, link)
 
     def _dispatch(self, peer: Peer, link: Link) -> None:
@@ -471,14 +555,18 @@ class Endpoint:
         try:
             while peer.link is link and (frame := next_frame()) is not None:
                 self.frames_received += 1
-                self._act(peer, frame)
+                self._act(peer, link, frame)
+            if peer.link is link and link.borrowed is not None:
+                link.borrowed.check(partial=link.reader.partial)
+                if link.borrowed.read:
+                    self._answer(peer, link.borrowed)
         except ProtocolError as error:
             self._lose(peer, f"{peer.name} broke the protocol: {error}")
         if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
             link.paused = True
             self._watch(peer, link)
 
-    def _act(self, peer: Peer, frame: Frame) -> None:
+    def _act(self, peer: Peer, link: Link, frame: Frame) -> None:
         kind = frame.kind
         if kind == _BYE:
             self._leave(peer)
@@ -489,6 +577,25 @@ class Endpoint:
         elif kind == _MESSAGE:
             assert isinstance(frame.payload, bytes)
             self._on_message(peer.name, frame.payload)
+        elif kind == _TAKEN:
+            for item in peer.outbox.read(frame.total):
+                if item.done is not None:
+                    item.done()
+            self._schedule(peer)
+        elif kind != _BEAT:
+            self._act_on_shared(peer, link, frame)
+
+    def _act_on_shared(self, peer: Peer, link: Link, frame: Frame) -> None:
+        borrowed = link.borrowed
+        if borrowed is None:
+            raise ProtocolError(f"expected no {Kind(frame.kind).name} frame from another host")
+        if frame.kind == _SHARED:
+            source = borrowed.piece(*place_of(frame))
+            peer.inbox.shared(frame.tag, frame.offset, frame.total, source)
+        elif frame.kind == _REGION:
+            borrowed.map(frame.tag, frame.total)
+        elif frame.kind == _WITHDRAW:
+            borrowed.withdraw(frame.tag)
 
     def _resume(self, peer: Peer) -> None:
         link = peer.link
@@ -515,7 +622,7 @@ class Endpoint:
             if link.silent_ticks * self._beat_s >= self._silent_s:
                 self._lose(peer, f"{peer.name} has been silent for {self._silent_s:g} s")
                 continue
-            if not link.spoke and not peer.outbox:
+            if not link.spoke and peer.outbox.key is None:
                 peer.outbox.add(Outgoing(Kind.BEAT, (0, 0, next(self._order)), _NOTHING))
                 self._schedule(peer)
             link.spoke = False
@@ -572,6 +679,10 @@ class Endpoint:
         self._closing = True
         for sock in self._opening.sockets:
             sock.close()
+        for peer in self._peers.values():
+            for link in (peer.link, peer.dial.link if peer.dial is not None else None):
+                if link is not None and link.borrowed is not None:
+                    link.borrowed.close()
         for sent in self._flushing:
             sent.set()
         if error is not None:

@@ -21,7 +21,7 @@ from time import monotonic
 
 from offbeat.errors import ProtocolError
 from offbeat.runtime.addresses import Address, SocketAddress
-from offbeat.runtime.connections import Dial, Link, Peer, prepare
+from offbeat.runtime.connections import Dial, Link, Peer, prepare, receive, share
 from offbeat.runtime.handshake import Acceptor, Dialler, RefusedError, refuse
 from offbeat.runtime.loop import READ, WRITE, Loop
 
@@ -118,6 +118,8 @@ class Opening:
             self._loop.unwatch(sock)
             self.sockets.discard(sock)
             sock.close()
+        if link.borrowed is not None:
+            link.borrowed.close()
 
     # Dialling
 
@@ -192,6 +194,7 @@ class Opening:
             sock.close()
             return os.strerror(code).lower()
         link = dial.link = Link(sock, address.text)
+        share(link)  # memory may be lent right behind the WELCOME
         dial.spoken = False
         link.greeting = Dialler(job=self._job, token=self._token, me=self._name, you=peer.name)
         self.sockets.add(sock)
@@ -376,9 +379,8 @@ class Opening:
 
     def _receive(self, link: Link) -> str | None:
         """Receive what has come; return why nothing more will come, or None."""
-        assert link.sock is not None
         try:
-            n = link.sock.recv_into(link.reader.buffers()[0])
+            n = receive(link)
         except BlockingIOError:
             return None
         except OSError as error:

@@ -4,28 +4,52 @@ Control messages go before all tensor bytes; tensor messages go by (priority, or
 number first. A frame that the kernel has begun to take is finished; everything behind it can still be
 overtaken.
 
+Of a tensor message whose bytes are lent, only where they lie is sent. How much of that a peer may be told of
+before it has read it is limited, for what it was told of cannot be overtaken.
+
 This module never touches a socket and never copies tensor bytes, but for the rest of a begun frame that is
 forgotten.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind
+from offbeat.errors import ProtocolError
+from offbeat.runtime.framing import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_DATA_BYTES,
+    PLACE,
+    PLACE_BYTES,
+    VERSION,
+    Kind,
+)
+from offbeat.runtime.shared import MAX_UNREAD_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
+SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
+
+_DATA, _SHARED, _REGION = int(Kind.DATA), int(Kind.SHARED), int(Kind.REGION)
+_TENSORS = frozenset({_DATA, _SHARED})
 
 Key = tuple[int, int, int]
 """(0 for control or 1 for tensor bytes, priority, order of arrival)."""
 
 
 class Outgoing:
-    """One message on its way out: `data` is what is sent of it, from `offset` of `total` bytes on."""
+    """One message on its way out: `data` is what is sent of it, from `offset` of `total` bytes on.
 
-    __slots__ = ("data", "done", "key", "kind", "offset", "sent", "tag", "total")
+    Attributes:
+        kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame is about
+            that region, and `data` an empty view that keeps its memory.
+    """
+
+    __slots__ = ("data", "done", "key", "kind", "lent", "offset", "sent", "tag", "total")
 
     def __init__(
         self,
@@ -37,7 +61,9 @@ class Outgoing:
         offset: int = 0,
         total: int = 0,
         done: Callable[[], None] | None = None,
+        lent: tuple[Region, int] | None = None,
     ) -> None:
+        self.lent = lent
         self.kind = int(kind)
         self.key = key
         self.data = data
@@ -52,22 +78,25 @@ class Outbox:
     """The messages to one peer.
 
     `gather()` the next buffers to send, tell `taken(n)` how many of their bytes the kernel took, and get the
-    messages that are wholly out.
+    messages that are wholly out. Those whose bytes are lent are done when the peer has read them.
 
     Attributes:
         frame_bytes: payload of one frame at most; a multiple of 64 KiB.
+        known: numbers of the regions that the peer was told of.
+        descriptor: what has to be sent along with what was gathered.
     """
 
     def __init__(self, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
         self._heap: list[tuple[Key, Outgoing]] = []
-        self._gathered: list[tuple[Outgoing, int]] = []
+        self.known: set[int] = set()
+        self.descriptor: int | None = None
+        self._unread: deque[tuple[Outgoing, int, bool]] = deque()  # message, bytes, whether they end it
+        self._unread_bytes = 0
+        self._gathered: list[tuple[Outgoing, int, int]] = []  # message, bytes of it, bytes of the frame
         self._begun: list[memoryview] = []  # what is left of the frame that the kernel has begun to take
         self._begun_of: Outgoing | None = None
-        headers = memoryview(bytearray(HEADER_BYTES * MAX_FRAMES_AT_ONCE))
-        self._headers = [
-            headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(MAX_FRAMES_AT_ONCE)
-        ]
+        self._headers = [memoryview(bytearray(SHARED_BYTES)) for _ in range(MAX_FRAMES_AT_ONCE)]
 
     def __bool__(self) -> bool:
         return bool(self._heap) or self._begun_of is not None
@@ -79,8 +108,8 @@ class Outbox:
 
     @property
     def key(self) -> Key | None:
-        """How urgent the most urgent thing here is; None where there is nothing."""
-        head = self._heap[0][0] if self._heap else None
+        """How urgent the most urgent thing here is; None where there is nothing that may go now."""
+        head = self._heap[0][0] if self._heap and not self._waits(self._heap[0][1]) else None
         if self._begun_of is None:
             return head
         return self._begun_of.key if head is None else min(head, self._begun_of.key)
@@ -89,37 +118,44 @@ class Outbox:
         """Queue a message."""
         heappush(self._heap, (item.key, item))
 
+    def items(self) -> list[Outgoing]:
+        """Return every queued message, in no order."""
+        return [item for _, item in self._heap]
+
     def gather(self) -> tuple[list[memoryview], int]:
         """Return the buffers to send next, about one frame's worth, and their bytes in all."""
         views = list(self._begun)
         size = sum(map(len, views))
         gathered = self._gathered
         gathered.clear()
+        self.descriptor = None
         heap, frame_bytes = self._heap, self.frame_bytes
+        unread_bytes = self._unread_bytes
         while heap and size < frame_bytes and len(gathered) < MAX_FRAMES_AT_ONCE:
-            item = heappop(heap)[1]
-            sent = item.sent
-            length = len(item.data) - sent
-            control = item.kind != Kind.DATA
-            if length > frame_bytes and not control:
-                length = frame_bytes
+            item = heap[0][1]
+            if item.kind == _SHARED and unread_bytes >= MAX_UNREAD_BYTES:
+                break
+            if item.kind == _REGION:
+                if views:
+                    break  # a descriptor goes with the first bytes of what is sent: its frame's own
+                assert item.lent is not None
+                self.descriptor = item.lent[0].descriptor
+            heappop(heap)
             header = self._headers[len(gathered)]
-            HEADER.pack_into(
-                header,
-                0,
-                MAGIC,
-                VERSION,
-                item.kind,
-                length,
-                item.tag,
-                0 if control else item.offset + sent,
-                item.total,
-            )
-            views.append(header)
-            if length:
-                views.append(item.data[sent : sent + length])
-            gathered.append((item, length))
-            size += HEADER_BYTES + length
+            length = self._pack(item, header)
+            if item.kind == _SHARED:
+                views.append(header)
+                size_now = SHARED_BYTES
+                unread_bytes += length
+            else:
+                views.append(header[:HEADER_BYTES])
+                if length:
+                    views.append(item.data[item.sent : item.sent + length])
+                size_now = HEADER_BYTES + length
+            gathered.append((item, length, size_now))
+            size += size_now
+            if self.descriptor is not None:
+                break
         return views, size
 
     def taken(self, n: int) -> list[Outgoing]:
@@ -128,33 +164,87 @@ class Outbox:
         begun_of = self._begun_of
         if begun_of is not None:
             n = self._take_begun(n)
-            if self._begun_of is None and begun_of.sent == len(begun_of.data):
+            if self._begun_of is None and begun_of.kind != _SHARED and begun_of.sent == len(begun_of.data):
                 finished.append(begun_of)
-        for i, (item, length) in enumerate(self._gathered):
-            size = HEADER_BYTES + length
+        for i, (item, length, size) in enumerate(self._gathered):
             if n > 0:
                 item.sent += length
+                is_out = item.sent == len(item.data)
+                if item.kind == _SHARED:
+                    self._tell(item, length, is_out)
                 if n < size:
                     self._begun = [memoryview(bytes(self._headers[i]))]
-                    if length:  # an empty view could never be taken, and the frame never be done
-                        self._begun.append(item.data[item.sent - length : item.sent])
+                    if item.kind != _SHARED:
+                        self._begun = [self._begun[0][:HEADER_BYTES]]
+                        if length:  # an empty view could never be taken, and the frame never be done
+                            self._begun.append(item.data[item.sent - length : item.sent])
                     self._begun_of = item
                     self._take_begun(n)
-                elif item.sent == len(item.data):
+                elif is_out and item.kind != _SHARED:
                     finished.append(item)
                 n -= size
-                if item.sent == len(item.data):
+                if is_out:
                     continue
             heappush(self._heap, (item.key, item))
         self._gathered.clear()
         return finished
 
+    def read(self, n: int) -> list[Outgoing]:
+        """Take note that the peer has read `n` more SHARED frames; return the messages that this ends.
+
+        Raises:
+            ProtocolError: it was not told of as many.
+        """
+        if n > len(self._unread):
+            raise ProtocolError(f"expected at most {len(self._unread)} SHARED frames to be read, got {n}")
+        finished: list[Outgoing] = []
+        for _ in range(n):
+            item, length, is_last = self._unread.popleft()
+            assert item.lent is not None
+            item.lent[0].unread -= 1
+            self._unread_bytes -= length
+            if is_last:
+                finished.append(item)
+        return finished
+
+    def _pack(self, item: Outgoing, header: memoryview) -> int:
+        """Write the header of an item's next frame; return how many of its bytes that is about."""
+        kind, sent = item.kind, item.sent
+        length = len(item.data) - sent
+        if kind == _SHARED:
+            assert item.lent is not None
+            length = min(length, MAX_DATA_BYTES)
+            region, place = item.lent
+            HEADER.pack_into(
+                header, 0, MAGIC, VERSION, kind, PLACE_BYTES, item.tag, item.offset + sent, item.total
+            )
+            PLACE.pack_into(header, HEADER_BYTES, region.number, place + sent, length)
+            return length
+        if kind == _DATA:
+            length = min(length, self.frame_bytes)
+        offset = item.offset + sent if kind == _DATA else 0
+        HEADER.pack_into(header, 0, MAGIC, VERSION, kind, length, item.tag, offset, item.total)
+        return length
+
+    def _tell(self, item: Outgoing, length: int, is_last: bool) -> None:
+        """Take note that the peer is told where `length` bytes lie, and will read them."""
+        assert item.lent is not None
+        item.lent[0].unread += 1
+        self._unread.append((item, length, is_last))
+        self._unread_bytes += length
+
     def drop(self, first: int, last: int) -> None:
-        """Forget tensor messages with first <= tag < last; their bytes are not read any more."""
+        """Forget tensor messages with first <= tag < last; their bytes are not read any more from here.
+
+        A peer still reads what it was told of: that cannot be taken back.
+        """
         kept = [entry for entry in self._heap if not _within(entry[1], first, last)]
         if len(kept) < len(self._heap):
             self._heap = kept
             heapify(self._heap)
+        for item, _, _ in self._unread:
+            if _within(item, first, last):
+                item.done = None
         begun = self._begun_of
         if begun is not None and _within(begun, first, last):
             self._begun = [memoryview(bytes(view)) for view in self._begun]
@@ -165,12 +255,18 @@ class Outbox:
     def clear(self, *, keep_control: bool = False) -> None:
         """Drop everything, or everything but control messages and the rest of a begun frame."""
         if keep_control:
-            self._heap = [entry for entry in self._heap if entry[1].kind != Kind.DATA]
+            self._heap = [entry for entry in self._heap if entry[1].kind not in _TENSORS]
             heapify(self._heap)
         else:
             self._heap.clear()
             self._begun = []
             self._begun_of = None
+            self._unread.clear()
+            self._unread_bytes = 0
+            self.known.clear()
+
+    def _waits(self, item: Outgoing) -> bool:
+        return item.kind == _SHARED and self._unread_bytes >= MAX_UNREAD_BYTES
 
     def _take_begun(self, n: int) -> int:
         """Take `n` bytes off the begun frame; return how many are left over."""
@@ -187,4 +283,4 @@ class Outbox:
 
 
 def _within(item: Outgoing, first: int, last: int) -> bool:
-    return item.kind == Kind.DATA and first <= item.tag < last
+    return item.kind in _TENSORS and first <= item.tag < last

@@ -1,0 +1,538 @@
+"""Memory shared between nodes on one host: what it spares, who may write when, and what hostile peers get."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nodes
+from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
+from offbeat.errors import ProtocolError
+from offbeat.runtime import shared
+from offbeat.runtime.framing import (
+    HEADER,
+    MAGIC,
+    MAX_DATA_BYTES,
+    PLACE,
+    VERSION,
+    Frame,
+    FrameReader,
+    Kind,
+    place_of,
+)
+from offbeat.runtime.shared import MAX_REGIONS, MAX_UNREAD_BYTES, MIN_SHARED_BYTES, Borrowed, Regions
+
+node, pair = nodes.node, nodes.pair  # the fixtures
+
+pytestmark = pytest.mark.skipif(not shared.HAS_SHARED, reason="memory is shared on Linux only")
+
+F_SEALED = shared._SEALS
+
+
+def filled(at: Node, size: int, seed: int = 0) -> memoryview:
+    """Memory that peers can read, with something in it."""
+    memory = at.links.allocate(size)
+    memory[:] = contents(size, seed)
+    assert at.links._regions.find(memory)
+    return memory
+
+
+def exchange_messages(a: Node, b: Node) -> None:
+    """What both have said before has been heard when this returns."""
+    for one, other in (a, b), (b, a):
+        one.links.send(other.links.name, b"heard?")
+        other.message()
+
+
+def frame(kind: Kind, *, tag: int = 0, offset: int = 0, total: int = 0, payload: bytes = b"") -> bytes:
+    return HEADER.pack(MAGIC, VERSION, kind, len(payload), tag, offset, total) + payload
+
+
+def told(
+    tag: int, length: int, *, region: int = 1, place: int = 0, offset: int = 0, total: int | None = None
+) -> bytes:
+    payload = PLACE.pack(region, place, length)
+    return frame(Kind.SHARED, tag=tag, offset=offset, total=total or length, payload=payload)
+
+
+def memfd(size: int, seals: int = F_SEALED) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    if seals:
+        shared.fcntl.fcntl(descriptor, shared.fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def write_only(descriptor: int) -> int:
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY)
+    finally:
+        os.close(descriptor)
+
+
+def a_file(size: int) -> int:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size)
+        return os.dup(file.fileno())
+
+
+@contextmanager
+def no_descriptor_is_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# What is spared
+
+
+@pytest.mark.parametrize("size", [MIN_SHARED_BYTES, MAX_DATA_BYTES, 9 * MIB + 7])
+def test_bytes_in_shared_memory_arrive_exactly_and_are_not_sent(pair: tuple[Node, Node], size: int) -> None:
+    a, b = pair
+    memory = filled(a, size)
+    arrival = Arrival(b, "a", 7, size)
+    a.links.put("b", 7, memory)
+    assert arrival.whole() == contents(size)
+    assert a.in_thread(lambda: a.links.bytes_sent) < 2 * KIB
+
+
+def test_any_part_of_a_region_may_be_put_in_any_order(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    memory = filled(a, MIB)
+    arrival = Arrival(b, "a", 1, 700 * KIB)
+    for first, last in (300, 700), (0, 1), (1, 300):
+        piece = memory[(100 + first) * KIB : (100 + last) * KIB]
+        a.links.put("b", 1, piece, offset=first * KIB, total=700 * KIB)
+    assert arrival.whole() == contents(MIB)[100 * KIB : 800 * KIB]
+
+
+def test_who_asks_to_is_shown_the_senders_memory_instead(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    memory = filled(a, 3 * MIB)
+    into = memoryview(bytearray(3 * MIB))
+    came = threading.Event()
+    pieces: list[tuple[int, bytes]] = []
+
+    def on_shared(offset: int, source: memoryview) -> None:
+        pieces.append((offset, bytes(source)))
+        if sum(len(piece) for _, piece in pieces) == 3 * MIB:
+            came.set()
+
+    b.links.expect("a", 1, into, lambda *_: pieces.append((-1, b"")), on_shared)
+    a.links.put("b", 1, memory)
+    assert came.wait(DEADLINE_S)
+    assert pieces == [(i * MIB, contents(3 * MIB)[i * MIB : (i + 1) * MIB]) for i in range(3)]
+    assert into == bytes(3 * MIB)
+
+
+@pytest.mark.parametrize("a_on_unix", [True, False])
+def test_a_peer_reached_over_tcp_is_sent_the_bytes(node: Callable[..., Node], a_on_unix: bool) -> None:
+    a, b, c = node("a"), node("b", unix=False), node("c")
+    for other in (b, c) if a_on_unix else (b,):
+        a.links.introduce(other.links.name, other.links.addresses)
+    memory = a.links.allocate(MIB)
+    memory[:] = contents(MIB)
+    arrival = Arrival(b, "a", 1, MIB)
+    a.links.put("b", 1, memory)
+    assert arrival.whole() == contents(MIB)
+    assert a.in_thread(lambda: a.links.bytes_sent) > MIB
+
+
+def test_what_was_told_of_before_it_was_expected_is_delivered_at_once(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    done = threading.Event()
+    memory = filled(a, 2 * MIB)
+    a.links.put("b", 1, memory, done=done.set)
+    assert done.wait(DEADLINE_S)
+    memory[:] = bytes(2 * MIB)  # done: it may be written
+    assert Arrival(b, "a", 1, 2 * MIB).whole() == contents(2 * MIB)
+
+
+def test_a_region_is_lent_once_a_connection_and_given_back_when_nobody_holds_it(
+    pair: tuple[Node, Node],
+) -> None:
+    a, b = pair
+    exchange_messages(a, b)
+    with no_descriptor_is_left():
+        memory = filled(a, MIB)
+        for tag in range(3):
+            arrival = Arrival(b, "a", tag, MIB)
+            a.links.put("b", tag, memory)
+            assert arrival.whole() == contents(MIB)
+        borrowed = b.in_thread(lambda: b.links._peers["a"].link.borrowed)
+        assert len(borrowed) == 1
+        exchange_messages(a, b)
+        del memory
+        exchange_messages(a, b)
+        assert len(borrowed) == 0
+        assert a.links._regions._sorted == ([], [])
+
+
+def test_after_a_loss_regions_are_lent_anew(node: Callable[..., Node]) -> None:
+    a = node("a")
+    first = node("b")
+    a.links.introduce("b", first.links.addresses)
+    memory = filled(a, MIB)
+    done = threading.Event()
+    a.links.put("b", 1, memory, done=done.set)
+    assert done.wait(DEADLINE_S)
+    first.links.close()
+    assert a.left.get(timeout=DEADLINE_S) == "b"
+    second = node("b")
+    a.links.introduce("b", second.links.addresses)
+    arrival = Arrival(second, "a", 2, MIB)
+    a.links.put("b", 2, memory)
+    assert arrival.whole() == contents(MIB)
+
+
+def test_beyond_the_limit_memory_is_ordinary(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    kept = [a.links.allocate(MIN_SHARED_BYTES) for _ in range(MAX_REGIONS + 1)]
+    assert all(a.links._regions.find(memory) for memory in kept[:-1])
+    assert not a.links._regions.find(kept[-1])
+    arrivals = [Arrival(b, "a", tag, MIN_SHARED_BYTES) for tag in range(len(kept))]
+    for tag, memory in enumerate(kept):
+        memory[:] = contents(MIN_SHARED_BYTES, tag)
+        a.links.put("b", tag, memory)
+    for tag, arrival in enumerate(arrivals):
+        assert arrival.whole() == contents(MIN_SHARED_BYTES, tag)
+
+
+def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
+    released: list[shared.Region] = []
+    regions = Regions(released.append)
+    memory = regions.allocate(MIB)
+    assert memory is not None
+    region, place = regions.find(memory[1000:5000])
+    assert (region.size, place) == (MIB, 1000)
+    assert regions.find(memoryview(bytearray(MIB))) is None
+    assert regions.find(memoryview(bytes(10))) is None
+    assert regions.find(memory[:0]) is None
+    with pytest.raises(PermissionError):
+        os.ftruncate(region.descriptor, 0)
+    del memory
+    assert released == [region]
+    with pytest.raises(OSError) as caught:
+        os.fstat(region.descriptor)
+    assert caught.value.errno == errno.EBADF
+    # Until it is removed, its address may become somebody else's, who must not be taken for it.
+    with mmap.mmap(-1, MIB) as others:
+        region.start = shared.ctypes.addressof(shared.ctypes.c_char.from_buffer(others))
+        regions._sort([region])
+        assert regions.find(memoryview(others)) is None
+        gc.collect()
+    regions.remove(region)
+    assert regions._sorted == ([], [])
+
+
+# Who may write, and when
+
+
+def test_done_means_that_the_peer_has_read(node: Callable[..., Node]) -> None:
+    a = node("a")
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    memory = filled(a, 2 * MIB)
+    done = threading.Event()
+    a.links.put("b", 1, memory, done=done.set)
+    assert [b.frame().kind for _ in range(3)] == [Kind.REGION, Kind.SHARED, Kind.SHARED]
+    b.sock.sendall(frame(Kind.TAKEN, total=1) + frame(Kind.MESSAGE, payload=b"one"))
+    a.message()
+    assert not done.is_set()
+    assert a.links.is_read(memory)
+    b.sock.sendall(frame(Kind.TAKEN, total=1) + frame(Kind.MESSAGE, payload=b"two"))
+    a.message()
+    assert done.is_set()
+    assert not a.links.is_read(memory)
+
+
+def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_forgotten(
+    node: Callable[..., Node],
+) -> None:
+    a = node("a")
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    memory = filled(a, 16 * MIB)
+    done = threading.Event()
+    a.links.put("b", 1, memory, done=done.set)
+    assert b.frame().kind == Kind.REGION
+    first = [place_of(b.frame()) for _ in range(MAX_UNREAD_BYTES // MIB)]
+    assert [length for _, _, length in first] == [MIB] * 4
+    a.links.forget(1, 2)
+    assert a.links.is_read(memory)
+    assert a.links.is_read(memory[5:6])
+    assert not a.links.is_read(memoryview(bytearray(10)))
+    b.sock.sendall(frame(Kind.TAKEN, total=4) + frame(Kind.MESSAGE, payload=b"read"))
+    a.message()
+    assert not a.links.is_read(memory)
+    assert not done.is_set()
+    a.links.send("b", b"behind")
+    assert b.frame().payload == b"behind"  # the rest was not told of
+
+
+def test_what_a_lost_peer_was_told_of_counts_as_read_for_ever(node: Callable[..., Node]) -> None:
+    a = node("a")
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    memory = filled(a, MIB)
+    a.links.put("b", 1, memory)
+    assert [b.frame().kind, b.frame().kind] == [Kind.REGION, Kind.SHARED]
+    b.sock.close()
+    assert a.loss().peer == "b"
+    assert a.links.is_read(memory)
+
+
+def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]) -> None:
+    b = node("b")
+    came: list[bytes] = []
+    over = threading.Event()
+
+    def on_shared(offset: int, source: memoryview) -> None:
+        child.communicate()  # it ends with its standard input
+        assert child.returncode == -signal.SIGKILL
+        came.append(bytes(source))
+        over.set()
+
+    b.links.expect("a", 1, memoryview(bytearray(MIB)), lambda *_: None, on_shared)
+    code = (
+        "import sys, os, signal, threading\n"
+        "from offbeat.runtime.links import Endpoint\n"
+        "a = Endpoint('a', job='job', token='secret', on_message=print, on_lost=print)\n"
+        "a.introduce('b', sys.argv[1:])\n"
+        "memory = a.allocate(1 << 20)\n"
+        "memory[:] = b'x' * (1 << 20)\n"
+        "a.put('b', 1, memory)\n"
+        "sys.stdin.read()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", code, *b.links.addresses]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert over.wait(DEADLINE_S)
+    assert came == [b"x" * MIB]
+    assert b.loss().peer == "a"
+
+
+# The order of urgency
+
+
+def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callable[..., Node]) -> None:
+    a = node("a")
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    memory, urgent = filled(a, 16 * MIB), filled(a, MIB)
+    a.links.put("b", 1, memory, priority=5)
+    kinds = [b.frame().kind for _ in range(5)]
+    assert kinds == [Kind.REGION, *[Kind.SHARED] * 4]
+    a.links.send("b", b"urgent")
+    assert b.frame().payload == b"urgent"
+    a.links.put("b", 2, urgent, priority=4)
+    assert b.frame().kind == Kind.REGION  # nothing more, until it says that it has read
+    b.sock.sendall(frame(Kind.TAKEN, total=2))
+    assert [b.frame().tag, b.frame().tag] == [2, 1]
+
+
+def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Callable[..., Node]) -> None:
+    a = node("a", beat_s=0.05)
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    a.links.put("b", 1, filled(a, 16 * MIB))
+    kinds = [b.frame().kind for _ in range(7)]
+    assert kinds[5:] == [Kind.BEAT, Kind.BEAT]
+
+
+# Hostile peers
+
+
+def say(stranger: Stranger, stream: bytes, descriptors: list[int]) -> None:
+    """Send bytes and descriptors, which are closed here."""
+    if descriptors:
+        socket.send_fds(stranger.sock, [stream], descriptors)
+    else:
+        stranger.sock.sendall(stream)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+REGION = frame(Kind.REGION, tag=1, total=MIB)
+
+HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
+    "no descriptor": (lambda: [(REGION, [])], "expected the descriptor of region 1, got none"),
+    "no memory": (
+        lambda: [(REGION, [os.open("/dev/null", os.O_RDONLY)])],
+        "expected the descriptor of shared memory",
+    ),
+    "a file": (
+        lambda: [(REGION, [a_file(MIB)])],
+        "shared memory|cannot shrink",
+    ),
+    "not sealed": (lambda: [(REGION, [memfd(MIB, 0)])], "expected memory that cannot shrink"),
+    "smaller": (lambda: [(REGION, [memfd(MIB - 1)])], "expected a region of 1048576 bytes, got one of"),
+    "larger": (lambda: [(REGION, [memfd(MIB + 1)])], "expected a region of 1048576 bytes, got one of"),
+    "claimed to be huge": (
+        lambda: [(frame(Kind.REGION, tag=1, total=(1 << 64) - 1), [memfd(MIB)])],
+        "expected a region of 18446744073709551615 bytes",
+    ),
+    "huge": (
+        lambda: [(frame(Kind.REGION, tag=1, total=1 << 62), [memfd(1 << 62)])],
+        "cannot map region 1 of 4611686018427387904 bytes",
+    ),
+    "not readable": (
+        lambda: [(REGION, [write_only(memfd(MIB))])],
+        "cannot map region 1",
+    ),
+    "twice": (lambda: [(REGION, [memfd(MIB)]), (REGION, [memfd(MIB)])], "expected a new region, got 1 again"),
+    "two at once": (lambda: [(REGION, [memfd(MIB), memfd(MIB)])], "expected one descriptor a region"),
+    "many at once": (
+        lambda: [(REGION, [memfd(MIB) for _ in range(200)])],
+        "expected one descriptor a region",
+    ),
+    "with a message": (
+        lambda: [(frame(Kind.MESSAGE, payload=b"hello"), [memfd(MIB)])],
+        "expected descriptors only with REGION frames",
+    ),
+    "with tensor bytes": (
+        lambda: [(frame(Kind.DATA, tag=1, total=2, payload=b"xy"), [memfd(MIB)])],
+        "expected descriptors only with REGION frames",
+    ),
+    "with half a message": (
+        lambda: [(frame(Kind.BEAT)[:5], [memfd(MIB)]), (frame(Kind.BEAT)[5:], [])],
+        "expected descriptors only with REGION frames",
+    ),
+    "too many regions": (
+        lambda: [(frame(Kind.REGION, tag=i + 1, total=4096), [memfd(4096)]) for i in range(MAX_REGIONS + 1)],
+        f"expected at most {MAX_REGIONS} regions",
+    ),
+    "unknown": (lambda: [(told(1, 10), [])], "expected a region that was lent, got 1"),
+    "withdrawn": (
+        lambda: [(REGION, [memfd(MIB)]), (frame(Kind.WITHDRAW, tag=1) + told(1, 10), [])],
+        "expected a region that was lent, got 1",
+    ),
+    "withdrawn, but never lent": (
+        lambda: [(frame(Kind.WITHDRAW, tag=1), [])],
+        "expected a region that was lent, got 1",
+    ),
+    "beyond the end": (
+        lambda: [(REGION, [memfd(MIB)]), (told(1, 10, place=MIB - 9), [])],
+        "expected bytes within a region of 1048576",
+    ),
+    "far beyond the end": (
+        lambda: [(REGION, [memfd(MIB)]), (told(1, 10, place=(1 << 64) - 5), [])],
+        "expected bytes within a region of 1048576",
+    ),
+    "beyond the message": (
+        lambda: [(REGION, [memfd(MIB)]), (told(1, 10, offset=1, total=10), [])],
+        "expected bytes within a message of 10",
+    ),
+    "too much in a frame": (
+        lambda: [(frame(Kind.REGION, tag=1, total=2 * MIB), [memfd(2 * MIB)]), (told(1, MIB + 1), [])],
+        "about at most 1048576 bytes",
+    ),
+    "too much at a time": (
+        lambda: [(REGION, [memfd(MIB)]), (b"".join(told(tag, MIB) for tag in range(9)), [])],
+        "expected to be told of 4194304 bytes at a time",
+    ),
+    "nothing": (
+        lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],
+        "expected bytes within a message of 10, got 0",
+    ),
+    "read what it was never told of": (
+        lambda: [(frame(Kind.TAKEN, total=1), [])],
+        "expected at most 0 SHARED frames to be read, got 1",
+    ),
+    "bytes twice": (
+        lambda: [(REGION, [memfd(MIB)]), (told(9, 60, total=100) + told(9, 60, offset=40, total=100), [])],
+        "overlap what has already come",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_peer_is_lost_and_leaves_no_descriptor(node: Callable[..., Node], case: str) -> None:
+    script, said = HOSTILE[case]
+    b = node("b")
+    Arrival(b, "a", 9, 100)
+    with no_descriptor_is_left():
+        a = Stranger("a", b, unix=True).greet()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may be cut off before it has said all
+            for stream, descriptors in script():
+                say(a, stream, descriptors)
+        error = b.loss()
+        a.sock.close()
+    assert error.peer == "a"
+    assert re.search(said, str(error)), error
+
+
+def test_over_tcp_nothing_can_be_lent(node: Callable[..., Node]) -> None:
+    b = node("b")
+    a = Stranger("a", b).greet()
+    a.sock.sendall(told(1, 10))
+    assert "expected no SHARED frame from another host" in str(b.loss())
+
+
+def test_descriptors_of_strangers_are_closed(node: Callable[..., Node]) -> None:
+    b = node("b")
+    with no_descriptor_is_left():
+        a = Stranger("a", b, unix=True)
+        say(a, a.greeting.hello(), [memfd(MIB), memfd(MIB)])
+        a.greeting.receive(a.frame())
+        a.sock.close()
+        b.in_thread(lambda: None)
+        for half_open in list(b.links._opening._half_open):
+            b.in_thread(lambda half_open=half_open: b.links._opening.close(half_open))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_frames_and_descriptors_are_pieces_of_memory_or_a_protocol_error(
+    more: st.DataObject,
+) -> None:
+    """As the links do it: descriptors come with some bytes, and every frame that is complete is acted on."""
+    small = st.one_of(st.integers(0, 3), st.sampled_from([4095, 4096, 4097, 1 << 62, (1 << 64) - 1]))
+    with no_descriptor_is_left():
+        reader, borrowed = FrameReader(lambda *_: None), Borrowed()
+        with suppress(ProtocolError):
+            for _ in range(more.draw(st.integers(1, 12))):
+                kind = more.draw(st.sampled_from([Kind.REGION, Kind.SHARED, Kind.SHARED, Kind.WITHDRAW]))
+                payload = PLACE.pack(*(more.draw(small) for _ in range(3))) if kind == Kind.SHARED else b""
+                tag, total = more.draw(small), more.draw(small)
+                stream = frame(kind, tag=tag, total=total, payload=payload)
+                wanted = more.draw(st.sampled_from([int(kind == Kind.REGION), 0, 1, 2]))
+                sizes = [more.draw(st.sampled_from([4096, 4096, 0, 4095])) for _ in range(wanted)]
+                fds = [memfd(size, more.draw(st.sampled_from([F_SEALED, F_SEALED, 0]))) for size in sizes]
+                borrowed.came(
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds).tobytes())], truncated=False
+                )
+                reader.buffers()[0][: len(stream)] = stream
+                reader.received(len(stream))
+                came = reader.next_frame()
+                assert came is not None
+                act(borrowed, came)
+                borrowed.check(partial=reader.partial)
+        borrowed.close()
+
+
+def act(borrowed: Borrowed, came: Frame) -> None:
+    if came.kind == Kind.REGION:
+        borrowed.map(came.tag, came.total)
+    elif came.kind == Kind.WITHDRAW:
+        borrowed.withdraw(came.tag)
+    else:
+        _, _, length = place_of(came)
+        assert bytes(borrowed.piece(*place_of(came))) == bytes(length)
