@@ -5,6 +5,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 
 from cluster import run, start, values
 from offbeat.errors import WorkerError
-from offbeat.runtime.exchange import LinkExchange, TorchExchange
+from offbeat.numerics.buckets import Bucket
+from offbeat.runtime.exchange import LinkExchange, TensorMemory, TorchExchange
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.shared import HAS_SHARED
+from offbeat.runtime.slots import Slot
 
 DEADLINE_S = 20.0
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16, torch.uint8]
@@ -97,6 +101,10 @@ def groups():
         assert not one.lost
 
 
+def zeros(endpoint, length, dtype=torch.float32):
+    return TensorMemory(endpoint).zeros(length, dtype, device=torch.device("cpu"))
+
+
 def wait(pending):
     for one in pending:
         one.wait(DEADLINE_S)
@@ -116,6 +124,65 @@ def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
             assert torch.equal(flat, vector(rank, length, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size, dtype):
+    chosen = groups[size]
+    for length in [0, 1, size + 1, 100_003, 1_500_001]:
+        flats = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+        for rank, flat in enumerate(flats):
+            flat.copy_(vector(rank, length, dtype))
+        sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+        sent = [one.bytes_sent for one in chosen.endpoints]
+        exchange_id = chosen.new_id()
+        wait(
+            [
+                member.all_reduce(flat, into, exchange_id=exchange_id)
+                for member, flat, into in zip(chosen.members, flats, sums, strict=True)
+            ]
+        )
+        for rank, (flat, into) in enumerate(zip(flats, sums, strict=True)):
+            assert torch.equal(into, total(size, length, dtype)), (length, into)
+            assert torch.equal(flat, vector(rank, length, dtype))
+        if size > 1 and HAS_SHARED and length * dtype.itemsize > 2**20:
+            for one, before in zip(chosen.endpoints, sent, strict=True):
+                assert one.bytes_sent - before < length * dtype.itemsize // 10
+
+
+@pytest.mark.skipif(not HAS_SHARED, reason="memory is shared on Linux only")
+def test_memory_that_a_member_may_still_read_is_not_written_again():
+    """A member that was told where a part lies and is held up reads it late, whatever was abandoned since."""
+    with group(2) as two:
+        two.sum([torch.ones(10), torch.ones(10)])
+        memory = TensorMemory(two.endpoints[0])
+        own, into = (zeros(two.endpoints[0], 2**20) for _ in range(2))
+        release = threading.Event()
+        two.endpoints[1].call(lambda: release.wait(DEADLINE_S))
+        pending = two.members[0].all_reduce(own, into, exchange_id=two.new_id())
+        assert two.endpoints[0].flush(DEADLINE_S)
+        two.members[0].abandon(WorkerError("somebody else was lost"))
+        with pytest.raises(WorkerError):
+            pending.wait(DEADLINE_S)
+        assert memory.is_read(own)
+        again = LinkExchange(two.endpoints[0], [one.name for one in two.endpoints], 0)
+        assert not memory.is_read(into)
+        for begin in partial(again.prepare, own), partial(again.all_reduce, into, own):
+            with pytest.raises(ValueError, match="some that a member may still read"):
+                begin(exchange_id=two.new_id())
+        bucket = Bucket(dtype=torch.float32, entries=(0,), offsets=(0,), elements=2**20)
+        slot = Slot(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))
+        slot.own.flat = own.fill_(3.0)
+        kept = slot.bank
+        slot.leave_to_readers(memory.is_read)
+        assert slot.own.flat is not own
+        assert slot.own.flat.unique().tolist() == [3.0]
+        assert slot.bank is kept
+        slot.bank.flat = own
+        slot.leave_to_readers(memory.is_read)
+        assert slot.bank is not kept
+        release.set()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, dtype):
@@ -130,14 +197,25 @@ def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    size=st.integers(1, 5), lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=6), seed=st.integers()
+    size=st.integers(1, 5),
+    lengths=st.lists(st.integers(0, 3000) | st.integers(3000, 300_000), min_size=1, max_size=6),
+    is_shared=st.booleans(),
+    seed=st.integers(),
 )
-def test_exchanges_in_flight_at_once_do_not_meet(groups, size, lengths, seed):
+def test_exchanges_in_flight_at_once_do_not_meet(groups, size, lengths, is_shared, seed):
     """The members begin and await them in orders of their own."""
     chosen = groups[size]
     exchange_id = chosen.new_id()
     flats = [[vector(rank + i, length) for i, length in enumerate(lengths)] for rank in range(size)]
     sums = [[torch.empty_like(flat) for flat in own] for own in flats]
+    if is_shared:
+        flats, sums = (
+            [
+                [zeros(member._endpoint, flat.numel(), flat.dtype).copy_(flat) for flat in own]
+                for member, own in zip(chosen.members, side, strict=True)
+            ]
+            for side in (flats, sums)
+        )
     generator = torch.Generator().manual_seed(seed % 2**63)
     orders = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]
     prepared = [torch.randperm(len(lengths), generator=generator).tolist() for _ in range(size)]

@@ -165,8 +165,9 @@ class GradientAverager:
         dtypes = [t.dtype for t in tensors] + [torch.float64 if precise else torch.float32]
         sizes = [shape.numel() for shape in shapes]
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
-        device = self._parameters[0].device
-        return [Slot(bucket, shapes, len(self._parameters), device) for bucket in plan]
+        assert self._grouping is not None
+        zeros = partial(self._grouping.memory.zeros, device=self._parameters[0].device)
+        return [Slot(bucket, shapes, len(self._parameters), zeros) for bucket in plan]
 
     def attach(self) -> None:
         """Puts the hooks on the model."""
@@ -346,6 +347,8 @@ class GradientAverager:
                 is_told = True
             self._seat = self._exchange_id = None
             self._launched = 0
+            for slot in self._slots:
+                slot.leave_to_readers(self._grouping.memory.is_read)
 
     def _forget_own_part(self) -> None:
         """Takes part with weight zero: the gradients are those of parameters that have been replaced."""

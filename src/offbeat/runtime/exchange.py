@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from offbeat.errors import LinkError, WorkerError
+from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.numerics.schedules import Operation, Schedule, chain_broadcast, ring, segments, span
 from offbeat.runtime.links import Endpoint
 
@@ -52,6 +52,9 @@ class Exchange(Protocol):
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: tells apart the tensors of one exchange id, less than 2**20.
+
+        Raises:
+            ValueError: a member may still read `into` (`TensorMemory.is_read`).
         """
 
     def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
@@ -65,6 +68,30 @@ class Exchange(Protocol):
 
     def abandon(self, error: WorkerError) -> None:
         """Ends every pending exchange, and every later one, with `error`. Any thread may call it."""
+
+
+class TensorMemory:
+    """Memory from which a worker's tensors are sent best, in whatever exchange.
+
+    Args:
+        endpoint: this worker's links, every other worker on this host introduced.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def zeros(self, elements: int, dtype: torch.dtype, *, device: torch.device) -> torch.Tensor:
+        """A new 1-D tensor of zeros; on the CPU, workers on this host read it where it lies."""
+        if device.type != "cpu" or not elements:
+            return torch.zeros(elements, dtype=dtype, device=device)
+        return torch.frombuffer(self._endpoint.allocate(elements * dtype.itemsize), dtype=dtype)
+
+    def is_read(self, flat: torch.Tensor) -> bool:
+        """Whether another worker may still read this tensor, on account of an exchange that was abandoned.
+
+        Then it must not be written any more: take another in its place.
+        """
+        return flat.device.type == "cpu" and self._endpoint.is_read(_bytes_of(flat))
 
 
 class LinkExchange:
@@ -131,6 +158,8 @@ class LinkExchange:
         return plan
 
     def _run(self, into: torch.Tensor, root: int | None, exchange_id: int, index: int) -> _ScheduleRun:
+        if root != self._position and self._endpoint.is_read(_bytes_of(into)):
+            raise ValueError("expected memory to write into, got some that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
         plan = self._plan(root, into.numel())
         return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
@@ -264,8 +293,10 @@ class _ScheduleRun:
             self.prepare()
         self._expect("copy")
         backlog, self._backlog = self._backlog, None
-        for arrival in backlog or []:
-            self._arrived(*arrival)
+        for number, first, last in backlog or []:
+            base = self._plan.spans[number][0]
+            size = self._itemsize
+            self._came(number, base, (first - base) * size, (last - first) * size)
         self._see_whether_done()
 
     def _expect(self, operation: Operation) -> None:
@@ -275,19 +306,38 @@ class _ScheduleRun:
             if step.recv_from is not None and start < stop and step.op == operation:
                 place = self._into_bytes[start * size : stop * size]
                 peer = self._names[step.recv_from]
-                self._endpoint.expect(peer, self._tag + number, place, partial(self._came, number, start))
+                on_data, on_shared = partial(self._came, number, start), partial(self._shown, number, start)
+                self._endpoint.expect(peer, self._tag + number, place, on_data, on_shared)
 
     def _came(self, number: int, base: int, offset: int, length: int) -> None:
-        first = base + offset // self._itemsize
-        last = first + length // self._itemsize
+        """Some of what a step receives is in its place."""
+        first, last = self._elements(base, offset, length)
         if self._backlog is None:
+            if self._plan.steps[number].op == "add":
+                self._into[first:last].add_(self._flat[first:last])
             self._arrived(number, first, last)
         else:
             self._backlog.append((number, first, last))
 
+    def _shown(self, number: int, base: int, offset: int, source: memoryview) -> None:
+        """Some of what a step receives lies in the sender's memory: it is added from there."""
+        first, last = self._elements(base, offset, len(source))
+        theirs = torch.frombuffer(source, dtype=self._into.dtype)
+        if self._backlog is None and self._plan.steps[number].op == "add":
+            torch.add(theirs, self._flat[first:last], out=self._into[first:last])
+            self._arrived(number, first, last)
+        else:
+            self._into[first:last].copy_(theirs)
+            self._came(number, base, offset, len(source))
+
+    def _elements(self, base: int, offset: int, length: int) -> tuple[int, int]:
+        size = self._itemsize
+        if offset % size or length % size:
+            raise ProtocolError(f"expected whole elements of {size} bytes, got {length} bytes from {offset}")
+        return base + offset // size, base + (offset + length) // size
+
     def _arrived(self, number: int, first: int, last: int) -> None:
-        if self._plan.steps[number].op == "add":
-            self._into[first:last].add_(self._flat[first:last])
+        """Sends on what a step has made of these elements."""
         for forward in self._plan.after[number]:
             start, stop = max(first, forward.start), min(last, forward.stop)
             if start < stop:

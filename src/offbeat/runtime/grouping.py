@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from offbeat.errors import LinkError, WorkerError
 from offbeat.events import Group
 from offbeat.policies.follower import Follower, Turn
-from offbeat.runtime.exchange import Exchange
+from offbeat.runtime.exchange import Exchange, TensorMemory
 from offbeat.runtime.member import Member
 from offbeat.runtime.state import StateCopier
 
@@ -52,6 +52,7 @@ class Grouping:
         deadline_s: how long to wait for a group at most, in seconds.
 
     Attributes:
+        memory: where tensors lie best that are exchanged, in whatever group.
         has_taken: this worker's state has been replaced since that was last set to False.
     """
 
@@ -71,6 +72,7 @@ class Grouping:
         self._seat_generation = -1
         self._handing_over: Exchange | None = None
         self._giving: threading.Thread | None = None
+        self.memory = TensorMemory(member.endpoint)
         self.has_taken = False
         member.on_abandon = self._abandon
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -44,11 +44,15 @@ class BufferList:
         return found
 
 
+Zeros = Callable[[int, torch.dtype], torch.Tensor]
+"""(elements, dtype) -> a new tensor of zeros, in memory that suits the exchange."""
+
+
 class Bank:
     """A bucket's memory: first gradients, then buffers, then the epilogue."""
 
-    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], device: torch.device) -> None:
-        self.flat = torch.zeros(bucket.elements, dtype=bucket.dtype, device=device)
+    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], zeros: Zeros) -> None:
+        self.flat = zeros(bucket.elements, bucket.dtype)
         self.views = [
             self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
             for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
@@ -73,16 +77,28 @@ class Slot:
     bank of which somebody still keeps a gradient is left to him and replaced.
     """
 
-    def __init__(
-        self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, device: torch.device
-    ) -> None:
+    def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: Zeros) -> None:
         self.entries = bucket.entries
         self.parameters = sum(entry < parameters for entry in bucket.entries)
         self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
         self.missing = self.parameters
         self.pending: Pending | None = None
-        self._plan = bucket, shapes, device
+        self._plan = bucket, shapes, zeros
         self.own, self.bank, self._other = (Bank(*self._plan) for _ in range(3))
+
+    def leave_to_readers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
+        """Replaces what another worker may still read (`TensorMemory.is_read`), so that it is not written.
+
+        Due before anything is written after an exchange was abandoned. This worker's own part keeps its
+        values.
+        """
+        if is_read(self.own.flat):
+            before, self.own = self.own, Bank(*self._plan)
+            self.own.flat.copy_(before.flat)
+        if is_read(self.bank.flat):
+            self.bank = Bank(*self._plan)
+        if is_read(self._other.flat):
+            self._other = Bank(*self._plan)
 
     def hand_out(self) -> None:
         """Leaves the bank to the gradients that lie in it now and turns to the other."""
