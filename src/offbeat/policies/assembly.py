@@ -34,30 +34,35 @@ _NAMED_MAX = 16
 class Assembly:
     """Starts the job once every worker is here with the same model and strategy, or says why it cannot.
 
-    Before the Start, the first thing that is wrong ends the job with one Stop. After a Start or a Stop,
-    nothing but a Refuse to whoever comes still.
+    Before the Start, the first thing that is wrong ends the job with one Stop. After a Stop, nothing but a
+    Refuse to whoever comes still; after a Start too, unless the job is `open`: then whoever comes with an id
+    that nobody has had, and with the same model and strategy, is answered with a Start of all who are here.
 
     Args:
         world: how many workers make up the job, at least 1; their ids are 0 to `world` - 1.
         deadline_s: how long after the first event the last worker may come. The default leaves a cluster
             time to start its processes and import torch on a cold file system.
+        is_open: whether workers may come while the job runs.
 
     Raises:
         ValueError: a world or deadline out of range.
     """
 
-    def __init__(self, world: int, deadline_s: float = 30.0) -> None:
+    def __init__(self, world: int, deadline_s: float = 30.0, *, is_open: bool = False) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if not deadline_s > 0:
             raise ValueError(f"expected a deadline of more than 0 seconds, got {deadline_s}")
         self._world = world
         self._deadline_s = deadline_s
+        self._is_open = is_open
         self._first_event_s: float | None = None
         self._present: dict[int, tuple[Peer, str]] = {}  # the peer and its place, in the order they came
         self._strategy = ""  # as the first that came has it; everybody present has the same
         self._model: tuple[str, ...] = ()  # likewise
         self._over: str | None = None  # why nobody may come any more
+        self._has_started = False
+        self._gone_ids: set[int] = set()  # of workers that are here no more, while the job is open
 
     def handle(self, event: Event) -> list[Action]:
         """Answer with a Start, a Stop, a Refuse or nothing.
@@ -90,6 +95,8 @@ class Assembly:
             "strategy": self._strategy,
             "model": list(self._model),
             "over": self._over,
+            "has_started": self._has_started,
+            "gone": sorted(self._gone_ids),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,10 +112,14 @@ class Assembly:
         self._strategy = state["strategy"]
         self._model = tuple(state["model"])
         self._over = state["over"]
+        self._has_started = state["has_started"]
+        self._gone_ids = set(state["gone"])
 
     def _joined(self, event: Joined) -> list[Action]:
         if self._over is not None:
             return [Refuse(peer=event.peer, reason=self._refusal(event))]
+        if self._has_started:
+            return self._joined_later(event)
         wrong = self._wrong(event)
         if wrong is not None:
             return self._stop(event.worker, None, wrong)
@@ -118,9 +129,23 @@ class Assembly:
         self._present[event.worker] = (peer, event.place)
         if len(self._present) < self._world:
             return []
-        self._over = "the job has started without it"
+        self._has_started = True
+        if not self._is_open:
+            self._over = "the job has started without it"
         peers = tuple(self._present[worker][0] for worker in range(self._world))
         return [Start(peers=peers, reason=f"all {self._world} workers are here with the same model")]
+
+    def _joined_later(self, event: Joined) -> list[Action]:
+        if event.worker in self._present or event.worker in self._gone_ids:
+            wrong: str | None = f"its id, {event.worker}, has been used: give every newcomer one of its own"
+        else:
+            wrong = self._unlike(event, f"worker {event.worker} ({event.place})")
+        if wrong is not None:
+            return [Refuse(peer=event.peer, reason=wrong)]
+        peer = Peer(worker=event.worker, name=event.peer, addresses=event.addresses)
+        self._present[event.worker] = (peer, event.place)
+        peers = tuple(self._present[worker][0] for worker in sorted(self._present))
+        return [Start(peers=peers, reason=f"worker {event.worker} ({event.place}) is new")]
 
     def _wrong(self, event: Joined) -> str | None:
         """Say why this worker cannot take part in this job, if it cannot."""
@@ -140,6 +165,10 @@ class Assembly:
                 f"two workers call themselves worker {event.worker}, at {self._present[event.worker][1]} "
                 f"and at {event.place}: give every worker a RANK of its own"
             )
+        return self._unlike(event, newcomer)
+
+    def _unlike(self, event: Joined, newcomer: str) -> str | None:
+        """Say how a worker's strategy or model differs from those of who are here, if they do."""
         if not self._present:
             return None
         earlier, place = next(iter(self._present.values()))
@@ -163,6 +192,10 @@ class Assembly:
         return f"worker {event.worker} ({event.place}) cannot take part: {self._over}"
 
     def _gone(self, event: Lost | Failed | Left) -> list[Action]:
+        if self._has_started and self._is_open:
+            if self._present.pop(event.worker, None) is not None:
+                self._gone_ids.add(event.worker)
+            return []
         if not 0 <= event.worker < self._world:
             raise ProtocolError(
                 f"expected a worker from 0 to {self._world - 1}, "
@@ -185,7 +218,7 @@ class Assembly:
 
     def _tick(self, now_s: float) -> list[Action]:
         assert self._first_event_s is not None
-        if self._over is not None or now_s - self._first_event_s <= self._deadline_s:
+        if self._over is not None or self._has_started or now_s - self._first_event_s <= self._deadline_s:
             return []
         missing = [worker for worker in range(self._world) if worker not in self._present]
         names = ", ".join(str(worker) for worker in missing[:_NAMED_MAX]) + _more(len(missing))

@@ -44,11 +44,12 @@ class Follower:
         self._has_begun = False
         self._is_void = False  # the exchange under way has been abandoned
         self._needs_state = False
+        self._followed = 0
 
     @property
     def generation(self) -> int:
-        """Of the group in force, 0 before the first."""
-        return 0 if self.group is None else self.group.generation
+        """Of the last group that it has followed, 0 before the first; a joiner follows with the state."""
+        return self._followed
 
     @property
     def is_member(self) -> bool:
@@ -80,7 +81,8 @@ class Follower:
 
     def hear_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
         """Stands still as the Halt says; returns the answer, None to one that is out of date."""
-        latest = max(self.generation, self._named.generation if self._named else 0)
+        known = self._named or self.group
+        latest = known.generation if known else 0
         if halt.generation <= (self._halt.generation if self._halt else latest):
             return None
         self._halt = halt
@@ -102,6 +104,9 @@ class Follower:
         """Takes note of the next group; one that a later Halt has made void is forgotten."""
         if self._halt is not None and group.generation < self._halt.generation:
             return
+        known = self._named or self.group
+        if known is not None and group.generation <= known.generation:
+            return  # said again
         self._halt = self._halted_step = None
         self._named = group
         self._adopt()
@@ -127,6 +132,7 @@ class Follower:
         assert self.group is not None
         self.step, self.round = self.group.step, round
         self._needs_state = False
+        self._followed = self.group.generation
 
     def finish_round(self) -> bool:
         """Counts an exchange as finished; False if it was abandoned, and then it is not."""
@@ -153,5 +159,7 @@ class Follower:
         elif self.worker not in named.members:
             self._needs_state = False
         self.group, self._named = named, None
+        if not self._needs_state:
+            self._followed = named.generation
         self._is_void = False
         self.exchange_id = named.exchange_id

@@ -134,7 +134,12 @@ class PartialGroups:
         self._left_after: dict[int, int] = {}  # members that left or finished, after how many steps
         self._passed: set[int] = set()  # those of them whose end others have gone past
         self._fence: _Fence | None = None
-        self._open: dict[int, float] = {}  # round: when the first member was Ready for it
+        self._asked: frozenset[int] = frozenset()  # who has to answer a Halt: all that may be exchanging
+        self._member_set: frozenset[int] = frozenset()
+        self._open: dict[int, tuple[float, int]] = {}  # round: since when, how many members are Ready for it
+        self._moved_s = 0.0  # when the last Group was named
+        self._exchange_id = self._step = 0  # the first ones of the last Group
+        self._is_settled = False  # nothing that `_review` looks at has changed since it last did
         self._epoch_began: dict[int, int] = {}  # epoch: its first round
         self._is_in_window = True
         self._epochs_ended = 0
@@ -190,7 +195,11 @@ class PartialGroups:
                 "since_s": fence.since_s,
                 "answers": [asdict(answer) for answer in fence.answers.values()],
             },
-            "open": [list(one) for one in self._open.items()],
+            "open": [[round_, *one] for round_, one in self._open.items()],
+            "moved_s": self._moved_s,
+            "exchange_id": self._exchange_id,
+            "step": self._step,
+            "is_settled": self._is_settled,
             "epoch_began": [list(one) for one in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
             "why": [list(one) for one in self._why.items()],
@@ -215,7 +224,11 @@ class PartialGroups:
         if fence is not None:
             answers = {one["worker"]: Halted(**one) for one in fence["answers"]}
             self._fence = _Fence(**{**fence, "answers": answers})
-        self._open = dict(state["open"])
+        self._open = {round_: (since_s, count) for round_, since_s, count in state["open"]}
+        self._moved_s, self._exchange_id = state["moved_s"], state["exchange_id"]
+        self._step = state["step"]
+        self._set_groups(self._members, self._before)
+        self._is_settled = state["is_settled"]
         self._epoch_began = dict(state["epoch_began"])
         self._is_in_window = state["is_in_window"]
         self._why = dict(state["why"])
@@ -237,37 +250,80 @@ class PartialGroups:
             return []
         for state in self._workers.values():
             state.can_join = False
-        self._members = tuple(sorted(self._workers))
+        self._set_groups(tuple(sorted(self._workers)), ())
+        self._moved_s = event.now_s
         reason = f"all {self._world} workers are here"
-        return [self._group(step=0, exchange_id=0, joining=(), reason=reason)]
+        return [self._group(step=0, joining=(), reason=reason)]
 
     def _handle_ready(self, event: Ready) -> list[Action]:
+        """Take note of a Ready; with many workers this is called far more often than all else together."""
+        worker = event.worker
         state = self._known(event)
-        state.is_hung = False
-        ended = self._end_epochs(event.epoch) if event.worker in self._asked() else []
-        if event.worker in self._members and event.generation == self._generation:
-            self._before = ()
-            self._arriving.discard(event.worker)
+        if state.is_hung:
+            state.is_hung = self._is_settled = False
+        is_asked = worker in self._asked
+        ended: list[Action] = []
+        if event.epoch >= self._epochs_ended and is_asked:
+            ended = self._end_epochs(event.epoch)
+        if not is_asked:
+            self._ready_outside(event, state)
+        elif event.generation == self._generation and worker in self._member_set:
+            if self._before or worker in self._arriving:
+                self._arriving.discard(worker)
+                self._set_groups(self._members, ())
             self._ready_inside(event, state)
-        elif event.worker in self._asked() and event.worker not in self._arriving:
+        elif worker not in self._arriving:
             self._ready_inside(event, state)  # still in a step of the group before
         else:
             self._ready_outside(event, state)
-        return ended + self._review(event.now_s)
+        return ended if self._is_settled else ended + self._review(event.now_s)
 
     def _ready_inside(self, event: Ready, state: _Worker) -> None:
-        self._passed |= {worker for worker, steps in self._left_after.items() if steps <= event.step}
-        state.round = event.round
-        began = self._epoch_began.setdefault(event.epoch, event.round)
-        for epoch in [epoch for epoch in self._epoch_began if epoch < event.epoch - 1]:
-            del self._epoch_began[epoch]
-        self._observe(event, max(0, event.round - began))
-        self._is_in_window = self._classifier.in_window(event.round - began + 1)
-        self._open.setdefault(event.round, event.now_s)
-        self._close_rounds()
+        before, round_ = state.round, event.round
+        if round_ <= before:  # said again, to a coordinator that was started again
+            return
+        state.round = round_
+        if self._left_after:
+            self._passed |= {worker for worker, steps in self._left_after.items() if steps <= event.step}
+            self._is_settled = False
+        began = self._epoch_began.get(event.epoch)
+        if began is None:
+            began = self._epoch_began[event.epoch] = round_
+            for epoch in [epoch for epoch in self._epoch_began if epoch < event.epoch - 1]:
+                del self._epoch_began[epoch]
+        self._observe(event, max(0, round_ - began))
+        if self._monitor == "epoch_window":
+            is_in_window = self._classifier.in_window(round_ - began + 1)
+            if is_in_window != self._is_in_window:
+                self._is_in_window, self._is_settled = is_in_window, False
+        if event.worker in self._member_set:
+            self._count_ready(before, round_, event.now_s)
+
+    def _count_ready(self, before: int, round_: int, now_s: float) -> None:
+        """A member Ready for round `before` is so for `round_`; a round of which all are is closed."""
+        is_open = False
+        for other in tuple(self._open):
+            if before < other <= round_:
+                is_open |= other == round_
+                since_s, count = self._open[other]
+                if count + 1 == len(self._members):
+                    del self._open[other]
+                else:
+                    self._open[other] = (since_s, count + 1)
+        if not is_open:
+            self._open_round(round_, now_s)
+
+    def _open_round(self, round_: int, now_s: float) -> None:
+        count = sum(
+            self._workers[member].round >= round_ for member in self._members if member in self._workers
+        )
+        if count < len(self._members):
+            self._open[round_] = (now_s, count)
 
     def _ready_outside(self, event: Ready, state: _Worker) -> None:
-        state.can_join = event.worker not in self._members
+        if not state.can_join:
+            state.can_join = event.worker not in self._member_set
+            self._is_settled = False
         state.iteration = state.iteration + 1 if state.epoch == event.epoch else 0
         state.epoch = event.epoch
         self._observe(event, state.iteration)
@@ -278,20 +334,19 @@ class PartialGroups:
         )
         for verdict in verdicts:
             self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
-
-    def _close_rounds(self) -> None:
-        """Forgets the rounds for which every member has been Ready."""
-        if self._open:
-            last = min((self._workers[member].round for member in self._members), default=-1)
-            for round_ in [round_ for round_ in self._open if round_ <= last]:
-                del self._open[round_]
+            self._is_settled = False
 
     def _handle_finished(self, event: Finished) -> list[Action]:
         state = self._known(event)
         state.has_finished, state.is_hung = True, False
-        state.can_join = event.worker not in self._asked()
+        state.can_join = event.worker not in self._asked
+        self._is_settled = False
         if not state.can_join:
             self._left_after[event.worker] = event.step
+            if event.worker in self._arriving:
+                self._arriving.discard(event.worker)
+                if event.step <= self._step:  # it has ended without the state that it was to take
+                    self._passed.add(event.worker)
         if self._first_finished_s is None:
             self._first_finished_s = event.now_s
         self._why[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
@@ -308,11 +363,15 @@ class PartialGroups:
         if event.worker in self._gone:  # its answer crossed its own leave
             return []
         self._known(event)
+        state = self._workers[event.worker]
+        if state.is_hung:  # it lives
+            state.is_hung = self._is_settled = False
+            state.can_join = event.worker not in self._asked and not state.has_finished
         fence = self._fence
-        if fence is None or event.generation != fence.generation or event.worker not in self._asked():
-            return []
-        fence.answers[event.worker] = event
-        return self._see_whether_all_answered(event.now_s)
+        if fence is not None and event.generation == fence.generation and event.worker in self._asked:
+            fence.answers[event.worker] = event
+            return self._see_whether_all_answered(event.now_s)
+        return [] if self._is_settled else self._review(event.now_s)
 
     def _handle_gone(self, event: Left | Lost | Failed) -> list[Action]:
         if event.worker not in self._workers:
@@ -321,7 +380,9 @@ class PartialGroups:
             raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
         del self._workers[event.worker]
         self._gone.add(event.worker)
-        self._classifier.remove(event.worker)
+        self._is_settled = False
+        for verdict in self._classifier.remove(event.worker):
+            self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
         match event:
             case Left():
                 self._left_after[event.worker] = event.step
@@ -348,7 +409,9 @@ class PartialGroups:
             if now_s - fence.since_s <= self._answer_s:
                 return []
             silent = [
-                worker for worker in self._asked() if self._answers(worker) and worker not in fence.answers
+                worker
+                for worker in sorted(self._asked)
+                if self._answers(worker) and worker not in fence.answers
             ]
             why = f"did not answer within {self._answer_s:g} s"
         else:
@@ -356,30 +419,33 @@ class PartialGroups:
             why = "kept the others waiting and was not heard of"
         for worker in silent:
             self._workers[worker].is_hung = True
-            self._workers[worker].can_join = False
+            self._workers[worker].can_join = self._is_settled = False
             self._why[worker] = f"worker {worker} {why}"
         return self._review(now_s) if silent else []
 
     def _overdue(self, now_s: float) -> list[int]:
-        """Return the members that keep the oldest open round waiting for too long."""
-        if not self._open:
-            return []
-        round_ = min(self._open)
-        waited_s = now_s - self._open[round_]
-        return [
-            member
-            for member in self._members
-            if member in self._workers
-            and self._workers[member].round < round_
-            and waited_s > (self._join_s if member in self._arriving else self._patience())
-        ]
+        """Return the members that are not heard of for too long while others wait."""
+        late = []
+        if now_s - self._moved_s > self._join_s:
+            late += [member for member in sorted(self._arriving) if member in self._workers]
+        if self._open:
+            round_ = min(self._open)
+            if now_s - self._open[round_][0] > self._patience():
+                late += [
+                    member
+                    for member in self._members
+                    if member in self._workers
+                    and member not in self._arriving
+                    and self._workers[member].round < round_
+                ]
+        return late
 
     def _unfinished(self, now_s: float) -> list[int]:
         """Return the workers outside that do not come to an end although every member has."""
         if self._first_finished_s is None or now_s - self._first_finished_s <= self._join_s:
             return []
         working = [worker for worker, state in self._workers.items() if not state.has_finished]
-        return [] if set(working) & set(self._members) else working
+        return [] if set(working) & self._member_set else working
 
     def _patience(self) -> float:
         epoch = max(self._epoch_began, default=0)
@@ -390,9 +456,10 @@ class PartialGroups:
 
     def _review(self, now_s: float) -> list[Action]:
         """Begin a change if the group should be another one, or if one under way cannot be finished."""
+        self._is_settled = True
         broken = [
             worker
-            for worker in self._asked()
+            for worker in sorted(self._asked)
             if worker in self._passed or not (self._answers(worker) or worker in self._left_after)
         ]
         if self._fence is not None:
@@ -408,9 +475,12 @@ class PartialGroups:
             return []
         return self._halt(now_s, abandon=False, why=set(wanted) ^ set(self._members))
 
-    def _asked(self) -> list[int]:
-        """Return who has to answer a Halt: all that may be exchanging."""
-        return sorted({*self._members, *self._before})
+    def _set_groups(self, members: tuple[int, ...], before: tuple[int, ...]) -> None:
+        """Take note of who is in the group, and who may still be in the one before."""
+        self._members, self._before = members, before
+        self._member_set = frozenset(members)
+        self._asked = self._member_set.union(before)
+        self._is_settled = False
 
     def _answers(self, worker: int) -> bool:
         return worker in self._workers and not self._workers[worker].is_hung
@@ -424,7 +494,7 @@ class PartialGroups:
             for worker, state in self._workers.items()
             if self._answers(worker)
             and worker not in self._passed
-            and (worker in self._members or (state.can_join and not state.has_finished))
+            and (worker in self._member_set or (state.can_join and not state.has_finished))
         ]
         takes_all = self._monitor == "epoch_window" and self._is_in_window
         slow = frozenset() if takes_all else self._classifier.stragglers
@@ -449,12 +519,15 @@ class PartialGroups:
 
     def _see_whether_all_answered(self, now_s: float) -> list[Action]:
         fence = self._fence
-        if fence is None or any(
-            worker not in fence.answers for worker in self._asked() if self._answers(worker)
-        ):
+        if fence is None:
             return []
+        asked = sorted(worker for worker in self._asked if worker in self._workers)
+        if any(worker not in fence.answers for worker in asked if self._answers(worker)):
+            return []
+        answers = [fence.answers[worker] for worker in asked if self._answers(worker)]
+        if len(answers) < len(asked) and not any(answer.has_state for answer in answers):
+            return []  # who hangs may have the state
         self._fence = None
-        answers = [fence.answers[worker] for worker in self._asked() if self._answers(worker)]
         return self._repeat(answers, now_s) if fence.abandon else self._change(answers, now_s)
 
     def _change(self, answers: list[Halted], now_s: float) -> list[Action]:
@@ -462,7 +535,11 @@ class PartialGroups:
         if not any(answer.has_state for answer in answers):
             return self._end()
         holders = {answer.worker for answer in answers if answer.has_state}
-        members = [worker for worker in self._wanted() if worker in holders or self._workers[worker].can_join]
+        members = [
+            worker
+            for worker in self._wanted()
+            if worker in holders or self._workers[worker].can_join or self._all_have_finished()
+        ]
         kept = [worker for worker in members if worker in holders]
         if not kept:  # somebody must have the state
             kept = sorted(holders)
@@ -473,9 +550,8 @@ class PartialGroups:
             return self._halt(now_s, abandon=True, why=ended)
         joining = tuple(worker for worker in members if worker not in kept)
         reason = self._reason(set(members) ^ set(self._members))
-        self._move(tuple(members), joining)
-        exchange_id = max(answer.exchange_id for answer in answers) + _EXCHANGES_IN_A_STEP_MAX
-        group = self._group(step=step, exchange_id=exchange_id, joining=joining, reason=reason)
+        self._move(answers, tuple(members), joining, now_s)
+        group = self._group(step=step, joining=joining, reason=reason)
         return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
     def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:
@@ -490,37 +566,49 @@ class PartialGroups:
             if answer not in members and answer.worker not in self._passed | self._classifier.stragglers:
                 self._workers[answer.worker].can_join = True
                 self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
-        reason = self._reason(set(self._asked()) - {answer.worker for answer in members})
-        self._move(tuple(sorted(answer.worker for answer in members)), ())
-        exchange_id = max(answer.exchange_id for answer in answers) + _EXCHANGES_IN_A_STEP_MAX
+        reason = self._reason(set(self._asked) - {answer.worker for answer in members})
+        self._move(answers, tuple(sorted(answer.worker for answer in members)), (), now_s)
         step = min(answer.step for answer in members)
-        group = self._group(step=step, exchange_id=exchange_id, joining=(), reason=reason)
-        self._before = ()  # it holds at once
-        self._open.clear()
+        group = self._group(step=step, joining=(), reason=reason)
+        self._set_groups(self._members, ())  # it holds at once
         return [group, *self._review(now_s)]
 
     def _end(self) -> list[Action]:
         """Stop: all that had a state are gone."""
         self._is_over = True
-        reason = self._reason(self._asked()) or "every member is gone"
+        reason = self._reason(self._asked) or "every member is gone"
         return [
             Stop(worker=None, step=None, reason=f"{reason}; nobody has the state of the training any more")
         ]
 
-    def _move(self, members: tuple[int, ...], joining: tuple[int, ...]) -> None:
-        self._before, self._members = self._members, members
+    def _move(
+        self, answers: list[Halted], members: tuple[int, ...], joining: tuple[int, ...], now_s: float
+    ) -> None:
+        before = tuple(worker for worker in self._members if worker in self._workers)
+        self._set_groups(members, before)
         self._arriving = set(joining)
+        self._moved_s = now_s
         for worker in members:
             self._workers[worker].can_join = False
+        for worker in joining:
+            self._workers[worker].round = -1
         self._left_after.clear()
         self._passed.clear()
+        used = max(answer.exchange_id for answer in answers)
+        self._exchange_id = max(used, self._exchange_id) + _EXCHANGES_IN_A_STEP_MAX
+        self._open.clear()
+        rounds = {self._workers[member].round for member in members}
+        first = max(answer.round for answer in answers)
+        for round_ in sorted({first, *(round_ for round_ in rounds if round_ > first)}):
+            self._open_round(round_, now_s)
 
-    def _group(self, *, step: int, exchange_id: int, joining: tuple[int, ...], reason: str) -> Group:
+    def _group(self, *, step: int, joining: tuple[int, ...], reason: str) -> Group:
         self._generation = self._halted_generation
+        self._step = step
         return Group(
             generation=self._generation,
             step=step,
-            exchange_id=exchange_id,
+            exchange_id=self._exchange_id,
             members=self._members,
             joining=joining,
             weights=(1.0 / len(self._members),) * len(self._members),
