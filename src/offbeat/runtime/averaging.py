@@ -27,6 +27,7 @@ from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.timing import PartTimer
 
 _WORD_S = 5.0
+_LANES = 3
 
 
 class Host(Protocol):
@@ -44,6 +45,12 @@ class Host(Protocol):
 
     def ready(self, compute_s: float) -> None:
         """Hears that this worker's gradients are on their way, before anybody is waited for."""
+
+    def hyperparameters(self) -> list[float]:
+        """Numbers of which all members are to use the first one's, as many on all of them."""
+
+    def take_hyperparameters(self, values: list[float]) -> None:
+        """Hears the first member's."""
 
 
 class _Hook:
@@ -63,15 +70,24 @@ def _do_nothing(*_: Any) -> None:
     return
 
 
+def _spread(value: float) -> list[float]:
+    """Numbers of single precision whose sum, in double precision, is the value to its last bit."""
+    lanes = []
+    for _ in range(_LANES):
+        lanes.append(float(torch.tensor(value, dtype=torch.float32)))
+        value -= lanes[-1]
+    return lanes
+
+
 class GradientAverager:
     """Keeps the gradients and buffers of `model` equal on all members of a group.
 
     Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
     the session dealt them. Buffers follow the first member's, as in DistributedDataParallel. The last
     bucket ends in an epilogue of a few numbers (weights, which parameters have a gradient, how long each
-    worker took), so that none of it costs a message of its own. A round that is abandoned because the group
-    has changed is repeated in the new group with the same gradients; a worker that no group counts on keeps
-    its gradients to itself, and `drop` throws them away.
+    worker took, the first member's hyperparameters), so that none of it costs a message of its own. A round
+    that is abandoned because the group has changed is repeated in the new group with the same gradients;
+    a worker that no group counts on keeps its gradients to itself, and `drop` throws them away.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
     follow the reversed order of registration and are not rebuilt; parameters without a gradient are always
@@ -158,7 +174,8 @@ class GradientAverager:
         return self._workers if size <= self._workers else 1 << (size - 1).bit_length()
 
     def _planned_slots(self) -> list[Slot]:
-        epilogue = torch.Size([2 + self._places + len(self._parameters)])
+        shared = _LANES * len(self._host.hyperparameters())
+        epilogue = torch.Size([2 + self._places + len(self._parameters) + shared])
         tensors = self._parameters + self._buffers.tensors()
         shapes = [t.shape for t in tensors] + [epilogue]
         precise = any(t.dtype == torch.float64 for t in self._parameters)
@@ -404,6 +421,9 @@ class GradientAverager:
         for entry, parameter in enumerate(self._parameters):
             is_there = entry in self._ready_entries or parameter.grad is not None
             values[first + entry] = float(is_there)
+        if self._seat.position == 0:
+            lanes = [lane for value in self._host.hyperparameters() for lane in _spread(value)]
+            values[first + len(self._parameters) :] = lanes
         epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
 
     def _launch_next(self) -> None:
@@ -451,6 +471,11 @@ class GradientAverager:
         assert self._seat is not None
         mean_weight = epilogue[0]
         used = epilogue[2 + self._places :]
+        lanes = used[len(self._parameters) :]
+        if self._seat.position:
+            self._host.take_hyperparameters(
+                [sum(lanes[lane : lane + _LANES]) for lane in range(0, len(lanes), _LANES)]
+            )
         buffers = self._buffers.tensors()
         for slot in self._slots:
             if mean_weight not in (0.0, 1.0) and slot.gradient_elements:

@@ -41,6 +41,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
         log_path: where the run log goes, None for no log.
         about: further plain data for the log's header.
         tick_s: how often policies hear that time passed.
+        silent_s: a worker from whom nothing came for so long is lost.
         stay_s: how long after its start a coordinator that has not started the job stays for workers who may
             still come, to tell them why; as long as they are waited for.
     """
@@ -52,6 +53,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str | None = None
     about: dict[str, Any] = {}
     tick_s: float = 0.5
+    silent_s: float = 10.0
     stay_s: float = 30.0
 
 
@@ -93,6 +95,7 @@ class Coordinator:
             on_left=lambda peer: self._inbox.put(LinkError(peer, "it hung up before it left the job")),
             on_error=self._inbox.put,
             host=configuration.host,
+            silent_s=configuration.silent_s,
         )
 
     @property

@@ -31,6 +31,7 @@ class Member:
         worker: this worker's id.
         on_failure: hears of the first failure.
         survives: the loss of another worker does not end this one; the coordinator says what it means.
+        silent_s: who has said nothing for so long is lost.
 
     Attributes:
         follower: what the coordinator's Halts and Groups allow; to be used under `lock`.
@@ -48,6 +49,7 @@ class Member:
         on_failure: Callable[[WorkerError], None],
         *,
         survives: bool = False,
+        silent_s: float = 10.0,
     ) -> None:
         self.worker = worker
         self.follower = Follower(worker)
@@ -72,6 +74,7 @@ class Member:
             on_left=self._miss,
             on_error=lambda error: self._fail(WorkerError(f"the links of worker {worker} failed: {error!r}")),
             host=meeting.host,
+            silent_s=silent_s,
         )
         self.endpoint.introduce(Coordinator.NAME, meeting.coordinator)
 

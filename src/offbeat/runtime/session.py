@@ -37,6 +37,8 @@ from offbeat.runtime.timing import PartTimer
 
 _STATE_VERSION = 1
 _ERROR_CHARACTERS_MAX = 2000
+_SILENT_S = 10.0
+_SILENT_AND_SURVIVED_S = 300.0  # the policy leaves out who is not heard of, and takes it back
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -126,6 +128,7 @@ class Session:
         self._meeting: Meeting | None = None
         self._member: Member | None = None
         self._grouping: Grouping | None = None
+        self._silent_s = _SILENT_AND_SURVIVED_S if strategy.survives else _SILENT_S
         self._handles: list[RemovableHandle] = []
         self._group: dist.ProcessGroup | None = None
         log = str(run_log) if run_log is not None else environment.run_log
@@ -144,7 +147,13 @@ class Session:
     def _enter(self, environment: Environment, log: str | None) -> None:
         if self.world > 1 or log is not None:
             meeting = self._meeting = meet(environment, lambda *where: self._configure(*where, log=log))
-            self._member = Member(meeting, self.worker, self._abandon, survives=self._strategy.survives)
+            self._member = Member(
+                meeting,
+                self.worker,
+                self._abandon,
+                survives=self._strategy.survives,
+                silent_s=self._silent_s,
+            )
             self._member.join(
                 world=self.world,
                 place=f"{socket.gethostname()}, process {os.getpid()}",
@@ -153,6 +162,7 @@ class Session:
             )
         if self.world > 1:
             self._join_group()
+        self._shared_numbers = _numbers(self._optimizer)
         self._averager = self._strategy.averager(self._model, self._grouping, self, workers=self.world)
         self._watch = Watch(self._model, self._optimizer)
         self._averager.attach()
@@ -178,6 +188,7 @@ class Session:
             policies=policies,
             log_path=None if log is None else os.path.abspath(log),
             about=about,
+            silent_s=self._silent_s,
         )
 
     def _join_group(self) -> None:
@@ -234,6 +245,12 @@ class Session:
     def step(self) -> int:
         """Optimizer steps finished, by the group where this worker belongs to one."""
         return self._steps_taken if self._grouping is None else self._grouping.follower.step
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers that average with one another now; this one is not always among them."""
+        group = None if self._grouping is None else self._grouping.follower.group
+        return (self.worker,) if group is None else group.members
 
     def __enter__(self) -> Self:
         return self
@@ -434,6 +451,21 @@ class Session:
             )
         )
 
+    def hyperparameters(self) -> list[float]:
+        """The learning rates and the like.
+
+        Schedulers are each worker's own, and one that was left out is behind with them.
+        """
+        groups = self._optimizer.param_groups
+        return [float(groups[index][name]) for index, name in self._shared_numbers]
+
+    def take_hyperparameters(self, values: list[float]) -> None:
+        """Uses the first member's learning rates and the like."""
+        for (index, name), value in zip(self._shared_numbers, values, strict=True):
+            group = self._optimizer.param_groups[index]
+            if group[name] != value:
+                group[name] = value
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
@@ -506,6 +538,16 @@ class Session:
         if self._grouping is not None:
             self._grouping.follower.step = state["step"]
         self._batches_taken, self._seed = state["batches_taken"], state["seed"]
+
+
+def _numbers(optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Where the hyperparameters are that are one number: index of the group, and name."""
+    return [
+        (index, name)
+        for index, group in enumerate(optimizer.param_groups)
+        for name in sorted(group)
+        if isinstance(group[name], float | int) and not isinstance(group[name], bool)
+    ]
 
 
 def _in_one_line(error: BaseException) -> str:
