@@ -25,6 +25,7 @@ import nodes
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import ProtocolError
 from offbeat.runtime import shared
+from offbeat.runtime.addresses import listen_unix
 from offbeat.runtime.framing import (
     HEADER,
     MAGIC,
@@ -36,6 +37,7 @@ from offbeat.runtime.framing import (
     Kind,
     place_of,
 )
+from offbeat.runtime.handshake import Acceptor
 from offbeat.runtime.shared import MAX_REGIONS, MAX_UNREAD_BYTES, MIN_SHARED_BYTES, Borrowed, Regions
 
 node, pair = nodes.node, nodes.pair  # the fixtures
@@ -140,6 +142,7 @@ def test_who_asks_to_is_shown_the_senders_memory_instead(pair: tuple[Node, Node]
     assert came.wait(DEADLINE_S)
     assert pieces == [(i * MIB, contents(3 * MIB)[i * MIB : (i + 1) * MIB]) for i in range(3)]
     assert into == bytes(3 * MIB)
+    assert not b.in_thread(lambda: b.links._peers["a"].inbox._posted)  # all has come
 
 
 @pytest.mark.parametrize("a_on_unix", [True, False])
@@ -242,6 +245,28 @@ def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
     assert regions._sorted == ([], [])
 
 
+def test_what_is_lent_right_behind_the_welcome_is_mapped(node: Callable[..., Node]) -> None:
+    """The dialler may receive both at once, while it still waits for the handshake to end."""
+    b = node("b")
+    listener, address = listen_unix()
+    with listener:
+        b.links.introduce("a", [address])
+        arrival = Arrival(b, "a", 1, MIB)
+        b.links.send("a", b"hello")
+        sock, _ = listener.accept()
+    with sock:
+        sock.settimeout(DEADLINE_S)
+        acceptor, reader = Acceptor(job="job", token="secret", me="a"), FrameReader(None)
+        while acceptor.peer is None:
+            reader.received(sock.recv_into(reader.buffers()[0]))
+            while (came := reader.next_frame()) is not None:
+                sock.sendall(acceptor.receive(came))
+        descriptor = memfd(MIB)
+        socket.send_fds(sock, [acceptor.welcome() + REGION + told(1, MIB)], [descriptor])
+        os.close(descriptor)
+        assert arrival.whole() == bytes(MIB)
+
+
 # Who may write, and when
 
 
@@ -271,11 +296,12 @@ def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_f
     a.links._has_neighbours = True
     memory = filled(a, 16 * MIB)
     done = threading.Event()
-    a.links.put("b", 1, memory, done=done.set)
+    a.links.put("b", 1, memory[: 2 * MIB], done=done.set)
+    a.links.put("b", 2, memory, done=done.set)
     assert b.frame().kind == Kind.REGION
     first = [place_of(b.frame()) for _ in range(MAX_UNREAD_BYTES // MIB)]
     assert [length for _, _, length in first] == [MIB] * 4
-    a.links.forget(1, 2)
+    a.links.forget(1, 3)
     assert a.links.is_read(memory)
     assert a.links.is_read(memory[5:6])
     assert not a.links.is_read(memoryview(bytearray(10)))

@@ -38,7 +38,7 @@ from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, 
 from offbeat.runtime.loop import READ, WRITE, Loop
 from offbeat.runtime.opening import Opening
 from offbeat.runtime.outbox import Key, Outgoing
-from offbeat.runtime.shared import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Region, Regions
+from offbeat.runtime.shared import MIN_SHARED_BYTES, Borrowed, Region, Regions
 
 ALL_TAGS = 1 << 64
 WRITES_A_TURN = 16  # then what has come is looked at again
@@ -472,8 +472,6 @@ class Endpoint:
             return
         known, (region, _) = peer.outbox.known, item.lent
         if region.number not in known:
-            if len(known) == MAX_REGIONS:
-                return
             known.add(region.number)
             key = (0, 0, next(self._order))
             peer.outbox.add(
