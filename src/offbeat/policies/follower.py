@@ -6,6 +6,7 @@ is what runs. Nothing here knows why groups change, sends anything, or looks at 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from enum import Enum, auto
 
 from offbeat.events import Group, Halt, Halted
@@ -45,6 +46,7 @@ class Follower:
         self._is_void = False  # the exchange under way has been abandoned
         self._needs_state = False
         self._followed = 0
+        self._is_inside = False  # the group in force has this worker
 
     @property
     def generation(self) -> int:
@@ -54,7 +56,7 @@ class Follower:
     @property
     def is_member(self) -> bool:
         """Whether the group in force counts on this worker and the worker holds its state."""
-        return self.group is not None and self.worker in self.group.members and not self._needs_state
+        return self._is_inside and not self._needs_state
 
     @property
     def is_void(self) -> bool:
@@ -118,7 +120,7 @@ class Follower:
             return Turn.WAIT
         if self.group is None:
             return Turn.WAIT
-        if self.worker not in self.group.members:
+        if not self._is_inside:
             return Turn.OUT
         if self._needs_state:
             return Turn.TAKE
@@ -153,12 +155,15 @@ class Follower:
         named = self._named
         if named is None or (self.is_member and not self._is_void and self.step < named.step):
             return
-        if self.worker in named.joining:
+        place = bisect_left(named.members, self.worker)
+        is_inside = place < len(named.members) and named.members[place] == self.worker
+        if is_inside and self.worker in named.joining:
             self._needs_state = True
             self._has_begun = False
-        elif self.worker not in named.members:
+        elif not is_inside:
             self._needs_state = False
         self.group, self._named = named, None
+        self._is_inside = is_inside
         if not self._needs_state:
             self._followed = named.generation
         self._is_void = False

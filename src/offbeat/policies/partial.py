@@ -43,7 +43,8 @@ class _Worker:
 
     Attributes:
         can_join: it stands outside the group, works, and would take a state.
-        is_hung: it keeps others waiting and is not heard of.
+        is_hung: it does not answer.
+        is_late: it has kept the others waiting for too long, and has not been Ready since.
         has_finished: its loop is over.
         round: of its last Ready as a member.
         epoch: of its last Ready.
@@ -52,6 +53,7 @@ class _Worker:
 
     can_join: bool = False
     is_hung: bool = False
+    is_late: bool = False
     has_finished: bool = False
     round: int = -1
     epoch: int = -1
@@ -139,6 +141,7 @@ class PartialGroups:
         self._open: dict[int, tuple[float, int]] = {}  # round: since when, how many members are Ready for it
         self._moved_s = 0.0  # when the last Group was named
         self._exchange_id = self._step = 0  # the first ones of the last Group
+        self._working = -1  # somebody who has not finished, as long as that is so; else looked for
         self._is_settled = False  # nothing that `_review` looks at has changed since it last did
         self._epoch_began: dict[int, int] = {}  # epoch: its first round
         self._is_in_window = True
@@ -259,8 +262,8 @@ class PartialGroups:
         """Take note of a Ready; with many workers this is called far more often than all else together."""
         worker = event.worker
         state = self._known(event)
-        if state.is_hung:
-            state.is_hung = self._is_settled = False
+        if state.is_hung or state.is_late:
+            state.is_hung = state.is_late = self._is_settled = False
         is_asked = worker in self._asked
         ended: list[Action] = []
         if event.epoch >= self._epochs_ended and is_asked:
@@ -338,7 +341,7 @@ class PartialGroups:
 
     def _handle_finished(self, event: Finished) -> list[Action]:
         state = self._known(event)
-        state.has_finished, state.is_hung = True, False
+        state.has_finished, state.is_hung, state.is_late = True, False, False
         state.can_join = event.worker not in self._asked
         self._is_settled = False
         if not state.can_join:
@@ -350,7 +353,8 @@ class PartialGroups:
         if self._first_finished_s is None:
             self._first_finished_s = event.now_s
         self._why[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
-        return self._end_epochs(event.epoch + 1) + self._review(event.now_s)
+        ended = self._end_epochs(event.epoch + 1)
+        return ended + self._review(event.now_s) if self._passed or self._all_have_finished() else ended
 
     def _end_epochs(self, count: int) -> list[Action]:
         """Say that the first `count` epochs are over, once a member is done with them."""
@@ -364,8 +368,10 @@ class PartialGroups:
             return []
         self._known(event)
         state = self._workers[event.worker]
-        if state.is_hung:  # it lives
+        is_new = state.round < 0 and state.epoch < 0  # and has nothing to be Ready with
+        if state.is_hung or (state.is_late and is_new):  # it lives
             state.is_hung = self._is_settled = False
+            state.is_late &= not is_new
             state.can_join = event.worker not in self._asked and not state.has_finished
         fence = self._fence
         if fence is not None and event.generation == fence.generation and event.worker in self._asked:
@@ -413,14 +419,16 @@ class PartialGroups:
                 for worker in sorted(self._asked)
                 if self._answers(worker) and worker not in fence.answers
             ]
-            why = f"did not answer within {self._answer_s:g} s"
+            for worker in silent:
+                self._workers[worker].is_hung = True
+                self._why[worker] = f"worker {worker} did not answer within {self._answer_s:g} s"
         else:
             silent = self._overdue(now_s) or self._unfinished(now_s)
-            why = "kept the others waiting and was not heard of"
+            for worker in silent:
+                self._workers[worker].is_late = True
+                self._why[worker] = f"worker {worker} has kept the others waiting for too long"
         for worker in silent:
-            self._workers[worker].is_hung = True
             self._workers[worker].can_join = self._is_settled = False
-            self._why[worker] = f"worker {worker} {why}"
         return self._review(now_s) if silent else []
 
     def _overdue(self, now_s: float) -> list[int]:
@@ -436,6 +444,7 @@ class PartialGroups:
                     for member in self._members
                     if member in self._workers
                     and member not in self._arriving
+                    and not self._workers[member].has_finished
                     and self._workers[member].round < round_
                 ]
         return late
@@ -460,7 +469,7 @@ class PartialGroups:
         broken = [
             worker
             for worker in sorted(self._asked)
-            if worker in self._passed or not (self._answers(worker) or worker in self._left_after)
+            if worker in self._passed or not (self._keeps_up(worker) or worker in self._left_after)
         ]
         if self._fence is not None:
             return self._halt(now_s, abandon=True, why=broken) if broken and not self._fence.abandon else []
@@ -469,7 +478,8 @@ class PartialGroups:
         wanted = self._wanted()
         if wanted == self._members and self._all_have_finished():
             return self._dismiss()
-        if wanted == self._members or (self._before and not self._left_after):
+        has_ended = bool(self._left_after) or self._all_have_finished()
+        if wanted == self._members or (self._before and not has_ended):
             return []
         if self._arriving:  # the others may have begun a step that needs them
             return []
@@ -485,14 +495,17 @@ class PartialGroups:
     def _answers(self, worker: int) -> bool:
         return worker in self._workers and not self._workers[worker].is_hung
 
+    def _keeps_up(self, worker: int) -> bool:
+        return self._answers(worker) and not self._workers[worker].is_late
+
     def _wanted(self) -> tuple[int, ...]:
         """Return who should be in the group; never nobody, while anybody is there."""
         if self._all_have_finished():
-            return tuple(sorted(worker for worker in self._workers if self._answers(worker)))
+            return tuple(sorted(worker for worker in self._workers if self._keeps_up(worker)))
         able = [
             worker
             for worker, state in self._workers.items()
-            if self._answers(worker)
+            if self._keeps_up(worker)
             and worker not in self._passed
             and (worker in self._member_set or (state.can_join and not state.has_finished))
         ]
@@ -502,7 +515,14 @@ class PartialGroups:
         return tuple(sorted(wanted or able))
 
     def _all_have_finished(self) -> bool:
-        return all(state.has_finished for state in self._workers.values() if not state.is_hung)
+        if self._is_working(self._working):
+            return False
+        working = [worker for worker in self._workers if self._is_working(worker)]
+        self._working = working[len(working) // 2] if working else -1  # the next to finish is hardly this one
+        return not working
+
+    def _is_working(self, worker: int) -> bool:
+        return worker in self._workers and self._keeps_up(worker) and not self._workers[worker].has_finished
 
     def _dismiss(self) -> list[Action]:
         self._is_over = True
@@ -563,7 +583,7 @@ class PartialGroups:
         wanted = self._wanted()
         members = [answer for answer in ahead if answer.worker in wanted] or ahead
         for answer in answers:
-            if answer not in members and answer.worker not in self._passed | self._classifier.stragglers:
+            if answer not in members and self._may_come_back(answer.worker):
                 self._workers[answer.worker].can_join = True
                 self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
         reason = self._reason(set(self._asked) - {answer.worker for answer in members})
@@ -572,6 +592,9 @@ class PartialGroups:
         group = self._group(step=step, joining=(), reason=reason)
         self._set_groups(self._members, ())  # it holds at once
         return [group, *self._review(now_s)]
+
+    def _may_come_back(self, worker: int) -> bool:
+        return not (worker in self._passed | self._classifier.stragglers or self._workers[worker].is_late)
 
     def _end(self) -> list[Action]:
         """Stop: all that had a state are gone."""
@@ -589,7 +612,7 @@ class PartialGroups:
         self._arriving = set(joining)
         self._moved_s = now_s
         for worker in members:
-            self._workers[worker].can_join = False
+            self._workers[worker].can_join = self._workers[worker].is_late = False
         for worker in joining:
             self._workers[worker].round = -1
         self._left_after.clear()
