@@ -392,6 +392,16 @@ def test_counters_are_bounded_and_somebody_always_takes_part_whatever_comes(run,
     assert drive(classifier(3, **variant), steps, per_epoch, seed, reload_at=reload_at) == verdicts
 
 
+def test_a_restored_classifier_knows_whom_it_found_and_that_the_guard_has_been():
+    made = classifier()
+    epoch_of(made, 0, 40, lambda worker, _: SLOW_S if worker else FAST_S)
+    state = json.loads(json.dumps(made.state_dict()))
+    assert (state["found"], state["may_guard"]) == ([1, 2, 3], False)
+    restored = StragglerClassifier()
+    restored.load_state_dict(state)
+    assert json.loads(json.dumps(restored.state_dict())) == state
+
+
 def test_a_verdict_is_given_only_when_the_class_changes():
     made, chance = classifier(limit=2), random.Random(3)
     straggles: set[int] = set()
@@ -673,6 +683,17 @@ def test_automatic_limits_change_only_with_thresholds_and_keep_stragglers_stragg
                 assert made.stragglers == {1}
         limits.add(made.limit)
     assert len(limits) > 1
+
+
+def test_a_limit_that_falls_classes_nobody_by_itself():
+    made = classifier(k="auto", iterations_per_epoch=60)
+    epoch_of(made, 0, 60, lambda *_: FAST_S)
+    before = made.limit
+    window = [at for at in range(60) if made.in_window(at)]
+    slow = min(len(window) - 1, before - 1)
+    verdicts = epoch_of(made, 1, 60, lambda worker, at: SLOW_S if worker == 1 and at < slow else FAST_S)
+    assert made.limit < slow < before
+    assert verdicts == []
 
 
 def test_with_too_few_times_for_a_promise_it_judges_as_the_paper_does():
