@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check format lint types clean
 
 demo: $(STAMP)
-	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --slow none --slow 1:5
+	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
