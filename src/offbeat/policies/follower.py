@@ -91,6 +91,7 @@ class Follower:
         self._halted_step = self.step if self._has_begun and not halt.abandon else None
         if halt.abandon:
             self._is_void = True
+            self._named = None  # else it would hold at once, before its step
         return Halted(
             now_s=now_s,
             worker=self.worker,

@@ -368,7 +368,8 @@ class PartialGroups:
             return []
         self._known(event)
         state = self._workers[event.worker]
-        is_new = state.round < 0 and state.epoch < 0  # and has nothing to be Ready with
+        # A newcomer that waits for a state has nothing to be Ready with.
+        is_new = not event.has_state and state.round < 0 and state.epoch < 0
         if state.is_hung or (state.is_late and is_new):  # it lives
             state.is_hung = self._is_settled = False
             state.is_late &= not is_new

@@ -1,0 +1,313 @@
+"""Groups around the slow, the dead and the new, by hand: each rule of `PartialGroups` with its actions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Dismiss,
+    EpochEnded,
+    Finished,
+    Group,
+    Halt,
+    Halted,
+    Joined,
+    Left,
+    Lost,
+    Ready,
+    Stop,
+    Tick,
+)
+from offbeat.policies.partial import PartialGroups
+
+
+class Job:
+    """A policy and the events that workers in good order would send it."""
+
+    def __init__(self, world: int, **arguments: Any) -> None:
+        arguments = {"answer_s": 1.0, "patience_s": 1.0, "join_s": 5.0, "deadline_s": 9.0, **arguments}
+        self.policy = PartialGroups(world, **arguments)
+        self.now_s = 0.0
+        self.begun = [action for worker in range(world) for action in self.join(worker)]
+
+    def join(self, worker: int) -> list[Action]:
+        return self.policy.handle(
+            Joined(
+                now_s=self.now_s,
+                worker=worker,
+                world=1,
+                peer=f"worker-{worker}",
+                place="",
+                addresses=(),
+                model=(),
+                strategy="",
+            )
+        )
+
+    def ready(self, worker: int, round: int, *, generation: int = 0, compute_s: float = 0.1) -> list[Action]:
+        return self.policy.handle(
+            Ready(
+                now_s=self.now_s,
+                worker=worker,
+                generation=generation,
+                epoch=0,
+                step=round,
+                round=round,
+                compute_s=compute_s,
+                samples=0,
+            )
+        )
+
+    def answer(
+        self,
+        worker: int,
+        generation: int,
+        *,
+        step: int,
+        begun: bool = False,
+        round: int | None = None,
+        state: bool = True,
+        exchange_id: int = 0,
+    ) -> list[Action]:
+        return self.policy.handle(
+            Halted(
+                now_s=self.now_s,
+                worker=worker,
+                generation=generation,
+                has_state=state,
+                step=step,
+                has_begun=begun,
+                round=step if round is None else round,
+                exchange_id=exchange_id,
+            )
+        )
+
+    def lose(self, worker: int) -> list[Action]:
+        return self.policy.handle(Lost(now_s=self.now_s, worker=worker, cause="it was killed"))
+
+    def tick(self, now_s: float) -> list[Action]:
+        self.now_s = now_s
+        return self.policy.handle(Tick(now_s=now_s))
+
+
+def only(actions: list[Action], kind: type[Any]) -> Any:
+    (action,) = actions
+    assert isinstance(action, kind)
+    return action
+
+
+def settle(job: Job, generation: int, members: tuple[int, ...], *, step: int, begun: bool = False) -> Group:
+    """All answer, and the Group is named with the last answer."""
+    actions: list[Action] = []
+    for worker in members:
+        assert actions == []
+        actions = job.answer(worker, generation, step=step, begun=begun, exchange_id=step)
+    return only(actions, Group)
+
+
+def test_the_first_group_is_of_everybody():
+    group = only(Job(3).begun, Group)
+    assert (group.generation, group.step, group.members, group.joining) == (0, 0, (0, 1, 2), ())
+    assert sum(group.weights) == pytest.approx(1)
+
+
+def test_while_all_keep_up_a_ready_is_not_answered():
+    job = Job(3)
+    assert [job.ready(worker, round) for round in range(30) for worker in range(3)] == [[]] * 90
+
+
+def test_a_straggler_is_halted_and_left_out_from_the_first_step_that_nobody_has_begun():
+    job = Job(4, detector={"n_profile": 1, "limit": 3})
+    said = [
+        action
+        for round in range(3)
+        for worker in range(4)
+        for action in job.ready(worker, round, compute_s=0.5 if worker == 2 else 0.1)
+    ]
+    halt = only(said, Halt)
+    assert (halt.generation, halt.abandon) == (1, False)
+    assert "worker 2" in halt.reason
+    for worker, begun in ((0, True), (1, False), (2, False)):
+        assert job.answer(worker, 1, step=2, begun=begun) == []
+    group = only(job.answer(3, 1, step=2, exchange_id=3), Group)
+    assert (group.step, group.members, group.joining) == (3, (0, 1, 3), ())
+    assert group.exchange_id > 3
+
+
+def test_a_straggler_that_has_recovered_joins_with_the_state_of_another():
+    job = Job(3, detector={"n_profile": 1, "limit": 2})
+    for round in range(2):
+        for worker in (0, 1, 2):
+            job.ready(worker, round, compute_s=0.5 if worker == 2 else 0.1)
+    settle(job, 1, (0, 1, 2), step=1)
+    job.ready(0, 2, generation=1)
+    halt = only(job.ready(2, 1, generation=1), Halt)
+    assert not halt.abandon
+    group = settle(job, 2, (0, 1), step=2)
+    assert (group.members, group.joining) == ((0, 1, 2), (2,))
+
+
+def test_a_joiner_s_ready_under_its_old_generation_is_no_arrival():
+    job = Job(2)
+    job.join(2)
+    settle(job, 1, (0, 1), step=0)
+    job.join(3)
+    assert job.ready(0, 0, generation=1) == []  # worker 2 has not come: the others may wait for it
+    assert job.ready(2, 0, generation=0) == []
+    assert only(job.ready(2, 0, generation=1), Halt).generation == 2
+
+
+def test_a_newcomer_is_taken_with_the_next_change():
+    job = Job(2)
+    assert "worker 2 is new" in only(job.join(2), Halt).reason
+    group = settle(job, 1, (0, 1), step=4, begun=True)
+    assert (group.step, group.members, group.joining) == (5, (0, 1, 2), (2,))
+
+
+def test_after_a_death_what_is_under_way_is_given_up_and_repeated():
+    job = Job(3)
+    assert only(job.lose(1), Halt).abandon
+    job.answer(0, 1, step=4, begun=True, exchange_id=5)
+    group = only(job.answer(2, 1, step=4, begun=True, exchange_id=5), Group)
+    assert (group.step, group.members, group.joining) == (4, (0, 2), ())
+    assert group.exchange_id > 5
+
+
+def test_who_has_finished_a_round_that_others_have_not_goes_on_and_they_come_back():
+    job = Job(4)
+    job.lose(3)
+    job.answer(0, 1, step=5, round=5)
+    job.answer(1, 1, step=4, begun=True, round=4)
+    group, halt = job.answer(2, 1, step=4, begun=True, round=4)
+    assert isinstance(group, Group)
+    assert (group.members, group.step) == ((0,), 5)
+    assert isinstance(halt, Halt)
+    assert not halt.abandon
+    again = only(job.answer(0, 2, step=5), Group)
+    assert (again.members, again.joining) == ((0, 1, 2), (1, 2))
+
+
+def test_several_deaths_at_once_leave_the_rest():
+    job = Job(5)
+    job.lose(1)
+    for worker in (0, 2, 4):
+        assert job.answer(worker, 1, step=2, begun=True) == []
+    assert only(job.lose(3), Group).members == (0, 2, 4)
+
+
+def test_who_does_not_answer_a_halt_is_left_out_and_heard_again_later():
+    job = Job(3)
+    job.join(3)
+    job.answer(0, 1, step=2)
+    job.answer(1, 1, step=2)
+    assert job.tick(0.9) == []
+    assert only(job.tick(1.1), Halt).abandon
+    job.answer(0, 2, step=2)
+    group, halt = job.answer(1, 2, step=2)
+    assert isinstance(group, Group)
+    assert group.members == (0, 1)
+    assert isinstance(halt, Halt)  # for the newcomer
+    assert set(settle(job, 3, (0, 1), step=2).joining) == {3}
+    job.ready(0, 3, generation=3)
+    job.ready(3, 3, generation=3)
+    assert "worker 2" in only(job.ready(2, 2, generation=0), Halt).reason
+
+
+def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
+    job = Job(3)
+    for worker in (0, 1):
+        job.ready(worker, 0)
+    assert job.tick(8.9) == []  # no threshold is known yet: deadline_s
+    halt = only(job.tick(9.1), Halt)
+    assert halt.abandon
+    assert "worker 2" in halt.reason
+    group = None
+    for worker in (0, 1, 2):  # it answers, and is left out nevertheless
+        for action in job.answer(worker, 1, step=0, begun=worker < 2):
+            group = action
+    assert isinstance(group, Group)
+    assert group.members == (0, 1)
+    assert only(job.ready(2, 0, generation=1), Halt).generation == 2
+
+
+def test_patience_is_the_time_that_it_takes_to_class_a_straggler():
+    job = Job(3, detector={"n_profile": 1, "limit": 10})
+    for worker in range(3):
+        job.ready(worker, 0, compute_s=0.1)  # threshold 0.2 s, ten of them
+    for worker in (0, 1):
+        job.ready(worker, 1)
+    assert job.tick(1.9) == []
+    assert only(job.tick(2.1), Halt).abandon
+
+
+def test_who_has_the_only_state_is_waited_for_though_it_hangs():
+    job = Job(1)
+    job.join(1)
+    assert only(job.tick(1.1), Halt).abandon
+    assert job.tick(9.0) == []
+    group, halt = job.answer(0, 2, step=3)
+    assert group.members == (0,)
+    assert isinstance(halt, Halt)
+
+
+def test_without_anybody_who_has_the_state_the_job_stops():
+    job = Job(1)
+    job.join(1)
+    *_, stop = job.lose(0)
+    assert isinstance(stop, Stop)
+    assert "nobody has the state" in stop.reason
+    assert job.policy.handle(Tick(now_s=0.1)) == []
+
+
+def test_exchange_ids_grow_also_where_nobody_has_followed_the_last_group():
+    """Somebody who has died since may have used them."""
+    job = Job(3)
+    job.join(3)
+    first = settle(job, 1, (0, 1, 2), step=0)
+    job.lose(1)
+    job.answer(0, 2, step=0, exchange_id=0)
+    job.answer(2, 2, step=0, exchange_id=0)
+    actions = job.answer(3, 2, step=0, state=False, exchange_id=0)
+    assert isinstance(actions[0], Group)
+    assert actions[0].exchange_id > first.exchange_id
+
+
+def test_who_left_in_order_is_not_waited_for_and_its_step_is_kept():
+    job = Job(3)
+    job.policy.handle(Left(now_s=0.0, worker=1, step=5))
+    job.answer(0, 1, step=5)
+    group = only(job.answer(2, 1, step=4, begun=True), Group)
+    assert (group.step, group.members) == (5, (0, 2))
+
+
+def test_a_step_that_has_begun_and_needs_one_who_has_left_is_given_up():
+    job = Job(3)
+    job.policy.handle(Left(now_s=0.0, worker=1, step=5))
+    job.answer(0, 1, step=5, begun=True)
+    assert only(job.answer(2, 1, step=5), Halt).abandon
+
+
+def test_when_all_have_finished_they_are_dismissed():
+    job = Job(2)
+    assert only(job.policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=9)), EpochEnded).epoch == 0
+    assert only(job.policy.handle(Finished(now_s=0.0, worker=1, epoch=0, step=9)), Dismiss)
+    assert job.ready(0, 9) == []
+
+
+def test_nobody_but_a_worker_that_has_joined_is_heard():
+    with pytest.raises(ProtocolError, match="job that has started"):
+        Job(2).ready(7, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"monitor": "x"}, {"answer_s": 0}, {"patience_s": -1}, {"detector": {"k": 1.0}}]
+)
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(ValueError):
+        PartialGroups(2, **arguments)
+    with pytest.raises(ValueError):
+        PartialGroups(0)
