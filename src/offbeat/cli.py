@@ -20,12 +20,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from offbeat import simulating
 from offbeat.bench.commands import bench
 from offbeat.errors import OffbeatError, WorkerError
 
 if TYPE_CHECKING:
     from offbeat.data import Splits
     from offbeat.job import Job
+    from offbeat.policies import Policy
     from offbeat.timesheet import TimeSheet
     from offbeat.training import Settings
 
@@ -294,7 +296,17 @@ def replay(
         print("the run was cut off while it wrote its log: its last, partial line was left out")
 
 
+def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
+    """What builds the coordinator's policies under a strategy."""
+    from offbeat.record import build_policy
+    from offbeat.strategies import parse_strategy
+
+    specs = parse_strategy(strategy).policies(world)
+    return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
+
+
 app.add_typer(bench, name="bench")
+simulating.register(app, _policies)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -386,13 +398,13 @@ def _run(
     steps: int,
     show: Callable[[TimeSheet], None] = lambda sheet: None,
 ) -> TimeSheet:
-    """Run a training behind a progress bar of the steps that all workers have finished."""
+    """Run a training behind a progress bar of the steps of whoever has finished most."""
     from offbeat import job
 
     task = progress.add_task(f"{label}: starting {training.workers} workers", total=steps)
 
     def update(sheet: TimeSheet) -> None:
-        done = min((sheet.steps_finished.get(worker, 0) for worker in range(training.workers)), default=0)
+        done = max(sheet.steps_finished.values(), default=0)
         progress.update(task, completed=done, description=label if done else None)
         show(sheet)
 

@@ -1,0 +1,245 @@
+"""`offbeat simulate`: a strategy on a cluster that is not there, or fault campaigns over many seeds.
+
+It reads arguments, runs the simulator and prints; which policies a strategy has, the command line says.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from offbeat.policies import Policy
+    from offbeat.simulator.cluster import Cluster, Setting
+    from offbeat.simulator.times import ComputeTimes
+
+Build = Callable[[str, int], Callable[[], Sequence["Policy"]]]
+
+_SEED_MAX = 2**63 - 1
+
+
+def register(app: typer.Typer, build: Build) -> None:
+    """Adds the command.
+
+    Args:
+        app: to what.
+        build: from a strategy as text and a world to what builds the coordinator's policies.
+    """
+
+    @app.command()
+    def simulate(
+        workers: Annotated[int, typer.Option(help="How many workers are there at the start.")] = 4,
+        steps: Annotated[int, typer.Option(help="Optimizer steps of each worker.")] = 1000,
+        steps_per_epoch: Annotated[int, typer.Option(help="Steps in an epoch.")] = 100,
+        strategy: Annotated[
+            str, typer.Option(help="How the workers keep together: name or name:key=value,key=value.")
+        ] = "partial",
+        compute: Annotated[
+            str,
+            typer.Option(
+                help="How long gradients take: constant, jittered, bursty, drifting or heavy, each also "
+                "with :key=value,key=value (jittered:mean_s=0.1,deviation=0.05), or log=FILE for a run "
+                "log's times."
+            ),
+        ] = "jittered",
+        slow: Annotated[
+            list[str] | None,
+            typer.Option(help="WORKER:FACTOR, as for train; may be given more than once."),
+        ] = None,
+        fault: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="die:1@2.5 (worker 1 after 2.5 s), hang:1@2.5+30, late:1@2.5+0.2, cut:1@2.5+3 (from the "
+                "coordinator), cut:1-2@2.5+3 (from worker 2), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the "
+                "coordinator); may be given more than once."
+            ),
+        ] = None,
+        size_mb: Annotated[float, typer.Option(help="Gradients of a worker, in MB.")] = 4.0,
+        latency_ms: Annotated[float, typer.Option(help="Of every message, in ms.")] = 0.1,
+        rate_mbit: Annotated[float, typer.Option(help="Each worker's line, in Mbit/s.")] = 1000.0,
+        seed: Annotated[int, typer.Option(help="Of all chance; of a campaign's first run.")] = 0,
+        campaign: Annotated[
+            int | None,
+            typer.Option(
+                help="Instead, so many runs of random clusters of partial with random faults, one a seed."
+            ),
+        ] = None,
+        json: Annotated[
+            Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")
+        ] = None,
+    ) -> None:
+        """Run a strategy's decisions under a virtual clock, with slow, dying and partitioned workers.
+
+        The policies are those that the coordinator asks in a real run. What must never happen ends the run
+        with exit code 1 and the command that repeats it.
+        """
+        from offbeat.bench.result import check_writable
+
+        if not 0 <= seed <= _SEED_MAX:
+            raise ValueError(f"the seed must be from 0 to {_SEED_MAX}, got {seed}")
+        if json is not None:
+            check_writable(json)
+        if campaign is not None:
+            if campaign < 1:
+                raise ValueError(f"expected a campaign of at least 1 run, got {campaign}")
+            figures, rows = _campaign(seed, campaign)
+        else:
+            setting = _setting(
+                workers, steps, steps_per_epoch, compute, slow or [], fault or [],
+                size_mb, latency_ms, rate_mbit, seed,
+            )  # fmt: skip
+            figures, rows = _one(setting, build(strategy, workers), strategy)
+        _report(figures, rows, seed, json)
+
+
+def _setting(
+    workers: int,
+    steps: int,
+    steps_per_epoch: int,
+    compute: str,
+    slow: Sequence[str],
+    fault: Sequence[str],
+    size_mb: float,
+    latency_ms: float,
+    rate_mbit: float,
+    seed: int,
+) -> Setting:
+    from offbeat.policies import slowness
+    from offbeat.simulator import faults
+    from offbeat.simulator.cluster import Setting
+    from offbeat.simulator.network import Network
+
+    return Setting(
+        world=workers,
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        times=_times(compute),
+        slow=tuple(slowness.parse(rule) for rule in slow),
+        faults=tuple(faults.parse(text) for text in fault),
+        network=Network(latency_s=latency_ms / 1000, bytes_per_s=rate_mbit * 1e6 / 8),
+        size_bytes=int(size_mb * 1e6),
+        seed=seed,
+    )
+
+
+def _times(compute: str) -> ComputeTimes:
+    from offbeat import record
+    from offbeat.simulator import times
+
+    if not compute.startswith("log="):
+        return times.parse(compute)
+    path = Path(compute.removeprefix("log="))
+    path = path / "log.jsonl" if path.is_dir() else path
+    try:
+        return times.recorded(record.read_log(path).entries)
+    except OSError as error:
+        raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _one(
+    setting: Setting, build: Callable[[], Sequence[Policy]], strategy: str
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    from offbeat.simulator.cluster import Cluster
+
+    cluster = Cluster(setting, build)
+    begin_s = time.process_time()
+    with _progress() as progress:
+        task = progress.add_task(f"{strategy}, {setting.world} workers", total=setting.steps)
+        every_s = 0.0
+
+        def show(_: Any = None) -> None:
+            nonlocal every_s
+            progress.update(task, completed=max(one.follower.step for one in cluster.workers.values()))
+            every_s = max(1.0, cluster.engine.now_s / 20)
+            cluster.engine.at(cluster.engine.now_s + every_s, show)
+
+        cluster.engine.at(1.0, show)
+        _run(cluster)
+    figures = {
+        "simulated_s": cluster.progress_s,
+        "steps": float(max(one.follower.step for one in cluster.workers.values())),
+        "groups_count": float(len(cluster.groups)),
+        "cpu_s": time.process_time() - begin_s,
+    }
+    rows = [
+        {
+            "time_s": at_s,
+            "generation": group.generation,
+            "step": group.step,
+            "members": len(group.members),
+            "joining": len(group.joining),
+            "reason": group.reason[:200],
+        }
+        for at_s, group in cluster.groups
+    ]
+    if cluster.stopped is not None:
+        rows.append({"time_s": cluster.engine.now_s, "reason": f"stopped: {cluster.stopped.reason[:200]}"})
+    return figures, rows
+
+
+def _run(cluster: Cluster) -> None:
+    from offbeat.simulator.cluster import ViolationError
+
+    try:
+        cluster.run()
+    except ViolationError as error:
+        _fail(f"{error}; again: {shlex.join(['offbeat', *sys.argv[1:]])}")
+
+
+def _campaign(seed: int, count: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    from offbeat.simulator import campaign
+    from offbeat.simulator.cluster import ViolationError
+
+    begin_s = time.process_time()
+    faults = steps = 0
+    with _progress() as progress:
+        task = progress.add_task(f"{count} runs from seed {seed}", total=count)
+        for one in range(seed, seed + count):
+            try:
+                cluster = campaign.run(one)
+            except ViolationError as error:
+                _fail(str(error))
+            faults += len(cluster.setting.faults)
+            steps += max(worker.follower.step for worker in cluster.workers.values())
+            progress.advance(task)
+    figures = {
+        "runs_count": float(count),
+        "faults_count": float(faults),
+        "steps": float(steps),
+        "violations_count": 0.0,
+        "cpu_s": time.process_time() - begin_s,
+    }
+    return figures, []
+
+
+def _fail(text: str) -> None:
+    print(f"offbeat: {text}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _report(figures: dict[str, float], rows: list[dict[str, Any]], seed: int, json: Path | None) -> None:
+    from offbeat.bench.result import Result
+
+    command = shlex.join(["offbeat", *sys.argv[1:]])
+    result = Result(name="simulate", command=command, kind="simulated", seed=seed, figures=figures, rows=rows)
+    result.print()
+    if json is not None:
+        result.write(json)

@@ -1,0 +1,202 @@
+"""Fault campaigns: random clusters with random faults, one a seed, and what must hold in each of them.
+
+Nothing here mends anything; a seed that fails says so in one line, with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.policies import Policy
+from offbeat.policies.assembly import Assembly
+from offbeat.policies.partial import PartialGroups
+from offbeat.policies.slowness import Burst, EpochPart, SlowRule
+from offbeat.simulator.cluster import Cluster, Setting, ViolationError
+from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, spell
+from offbeat.simulator.network import Network
+from offbeat.simulator.replicas import History, LeastSquares, Problem
+from offbeat.simulator.times import Bursty, ComputeTimes, Constant, Drifting, HeavyTailed, Jittered
+
+_QUIET_S = 9.0  # more than any wait of the policies below
+_STUCK_S = 8.0
+_CHANGE_S = 2.0
+_BATCHES_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One seed's cluster.
+
+    Attributes:
+        setting: the cluster and its faults.
+        arguments: of `PartialGroups`.
+        has_gradients: whether it trains a small problem.
+    """
+
+    setting: Setting
+    arguments: dict[str, Any]
+    has_gradients: bool
+
+    def build(self) -> list[Policy]:
+        """Return fresh policies."""
+        return [
+            Assembly(self.setting.world, is_open=True),
+            PartialGroups(self.setting.world, **self.arguments),
+        ]
+
+    def __str__(self) -> str:
+        faults = " ".join(spell(fault) for fault in self.setting.faults) or "no faults"
+        return f"{self.setting.world} workers, {faults}"
+
+
+def case(seed: int) -> Case:
+    """Draw a cluster; the same for the same seed."""
+    chance = random.Random(f"campaign {seed}")
+    world = chance.randint(2, 12)
+    lost_after_s = chance.choice([1.5, 3.0])
+    faults = sorted(_faults(chance, world, lost_after_s), key=lambda fault: fault.at_s)
+    ends_s = max((fault.at_s + getattr(fault, "length_s", 0.0) for fault in faults), default=0.0)
+    has_end = chance.random() < 0.4
+    steps_per_epoch = chance.randint(8, 60)
+    setting = Setting(
+        world=world,
+        steps=chance.randint(20, 120) if has_end else None,
+        until_s=ends_s + _QUIET_S + (60.0 if has_end else 0.0),
+        steps_per_epoch=steps_per_epoch,
+        rounds_per_step=chance.choice([1, 1, 1, 2]),
+        times=_times(chance),
+        slow=tuple(_slow(chance, world)),
+        network=Network(
+            latency_s=chance.choice([1e-4, 1e-3, 5e-3]), bytes_per_s=chance.choice([1e9, 1e8]), spread=0.5
+        ),
+        size_bytes=chance.choice([10_000, 1_000_000]),
+        apply_s=chance.choice([0.0, 0.002]),
+        faults=tuple(faults),
+        tick_s=chance.choice([0.1, 0.5]),
+        detect_s=chance.choice([0.001, 0.01, 0.1]),
+        lost_after_s=lost_after_s,
+        stuck_after_s=_STUCK_S,
+        seed=seed,
+    )
+    arguments: dict[str, Any] = {
+        "detector": {"n_profile": chance.choice([2, 5]), "limit": chance.choice([3, 10])},
+        "monitor": chance.choice(["continuous", "continuous", "epoch_window"]),
+        "answer_s": 0.5,
+        "patience_s": 0.5,
+        "join_s": 2.0,
+        "deadline_s": 2.0,
+    }
+    return Case(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
+
+
+def _times(chance: random.Random) -> ComputeTimes:
+    kinds: list[Callable[[], ComputeTimes]] = [
+        lambda: Constant(mean_s=_BATCHES_S),
+        lambda: Jittered(mean_s=_BATCHES_S, deviation=chance.choice([0.05, 0.3])),
+        lambda: Bursty(mean_s=_BATCHES_S, length=10, period=100),
+        lambda: Drifting(mean_s=_BATCHES_S),
+        lambda: HeavyTailed(mean_s=_BATCHES_S),
+    ]
+    return chance.choice(kinds)()
+
+
+def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
+    for _ in range(chance.choice([0, 0, 1, 2])):
+        when = chance.choice([None, EpochPart(start=0.0, end=0.5), Burst(slow_steps=15, period_steps=40)])
+        who = chance.choice([None, chance.randrange(world)])
+        yield SlowRule(worker=who, factor=chance.choice([1.5, 3.0, 6.0]), when=when)
+
+
+def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[Fault]:
+    alive = set(range(world))
+    now_s, newest = 0.05, world
+    for _ in range(chance.randint(0, 6)):
+        now_s += chance.choice([0.0, 0.01, 0.1, chance.random(), chance.random()])
+        worker = chance.choice(sorted(alive))
+        length_s = chance.choice([0.05, 0.3, 1.0, 1.4, 4.0]) * (0.8 + 0.4 * chance.random())
+        kind = chance.choice(["die", "hang", "hang", "late", "cut", "split", "join", "leave", "restart"])
+        if kind in ("die", "leave") and len(alive) == 1:
+            kind = "join"
+        match kind:
+            case "die":
+                dying = chance.sample(sorted(alive), chance.randint(1, min(3, len(alive) - 1)))
+                alive -= set(dying)
+                yield Death(at_s=now_s, workers=tuple(sorted(dying)))
+            case "hang":
+                if length_s < lost_after_s or len(alive) > 1:
+                    alive -= {worker} if length_s >= lost_after_s else set()
+                    yield Hang(at_s=now_s, worker=worker, length_s=length_s)
+            case "late":
+                yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
+            case "cut":
+                if length_s < lost_after_s or len(alive) > 1:
+                    alive -= {worker} if length_s >= lost_after_s else set()
+                    yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s)
+            case "split" if len(alive) > 1:
+                peer = chance.choice(sorted(alive - {worker}))
+                yield Cut(at_s=now_s, worker=worker, peer=peer, length_s=min(length_s, 1.5))
+            case "leave":
+                alive -= {worker}
+                yield Departure(at_s=now_s, worker=worker)
+            case "restart" if now_s > 0.2:
+                yield Restart(at_s=now_s, length_s=min(length_s, 1.0))
+                now_s += 1.1
+            case _:
+                alive.add(newest)
+                yield Arrival(at_s=now_s, worker=newest)
+                newest += 1
+
+
+def run(seed: int, build: Callable[[Case], list[Policy]] = Case.build) -> Cluster:
+    """Run one seed.
+
+    Raises:
+        ViolationError: something happened that must not; the text ends with the command that repeats it.
+    """
+    this = case(seed)
+    problem: Problem = LeastSquares(seed) if this.has_gradients else History()
+    cluster = Cluster(this.setting, lambda: build(this), problem=problem)
+    try:
+        cluster.run()
+        check(this, cluster)
+    except ViolationError as error:
+        raise ViolationError(
+            f"{error} ({this}); again: offbeat simulate --campaign 1 --seed {seed}"
+        ) from None
+    return cluster
+
+
+def check(this: Case, cluster: Cluster) -> None:
+    """See that a run ended as it must."""
+    now_s = cluster.engine.now_s
+    members = cluster.groups[-1][1].members if cluster.groups else ()
+    left = [cluster.workers[one] for one in members if cluster.workers[one].has_left]
+    left = [one for one in left if not one.is_leaving]
+    alive = [one for one in cluster.workers.values() if one.is_alive]
+    stragglers = set()
+    for policy in cluster.policies:
+        classifier = policy.state_dict().get("classifier", {"workers": []})
+        for worker, count, is_slow, *_ in classifier["workers"]:
+            if not 0 <= count <= classifier["limit"]:
+                cluster.violated(f"the counter of worker {worker} is {count}")
+            if is_slow:
+                stragglers.add(worker)
+    if cluster.stopped is not None:
+        return  # the cluster has seen that nobody has the state any more
+    for one in left:
+        if not cluster.problem.same(one.state, left[0].state):
+            cluster.violated(f"workers {left[0].worker} and {one.worker} ended with different states")
+    if this.setting.steps is not None:
+        if alive:
+            doing = ", ".join(f"{one.worker} {one.doing}" for one in alive)
+            cluster.violated(f"the job does not end: {doing}")
+        return
+    is_changing = now_s - cluster.changed_s < _CHANGE_S
+    for one in alive:
+        if now_s - one.active_s > _STUCK_S / 2 and one.doing != "computing":
+            cluster.violated(f"worker {one.worker} has been {one.doing} since {one.active_s:.3f} s")
+        if not (is_changing or one.worker in stragglers or one.worker in members):
+            cluster.violated(f"worker {one.worker} lives, is not slow, and is not among {members}")

@@ -1,0 +1,530 @@
+"""A cluster that is not there: workers, a coordinator that asks the real policies, and what goes wrong.
+
+Nothing here decides who takes part, and nothing waits for real time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
+
+from offbeat.errors import OffbeatError
+from offbeat.events import (
+    Action,
+    Dismiss,
+    EpochEnded,
+    Event,
+    Group,
+    Halt,
+    Joined,
+    Lost,
+    Ready,
+    Refuse,
+    Start,
+    Stop,
+    Tick,
+)
+from offbeat.policies import Policy, decide
+from offbeat.policies.lockstep import Lockstep
+from offbeat.policies.slowness import Slowness, SlowRule
+from offbeat.simulator.engine import Engine
+from offbeat.simulator.exchange import Exchange
+from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, check
+from offbeat.simulator.network import Network
+from offbeat.simulator.replicas import History, Problem
+from offbeat.simulator.times import ComputeTimes, Constant, Stopwatch
+from offbeat.simulator.worker import SimulatedWorker
+
+_NEVER = 10**18
+
+
+class ViolationError(OffbeatError):
+    """Something happened that must never happen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """All that makes up a simulated run but its policies.
+
+    Attributes:
+        world: workers at the start.
+        steps: after how many each worker leaves, None for never.
+        until_s: the virtual time at which the run ends at the latest.
+        steps_per_epoch: of each worker.
+        rounds_per_step: exchanges in a step (gradient accumulation).
+        times: the model of compute time.
+        slow: who is slowed on top.
+        network: what messages cost.
+        size_bytes: what an exchange carries; a state is three times as much.
+        apply_s: how long an optimizer step takes.
+        faults: what goes wrong.
+        tick_s: how often policies hear that time passed.
+        detect_s: after how long the coordinator learns of a death.
+        lost_after_s: how long a node may be silent until it counts as lost.
+        stuck_after_s: nobody finishes a step for so long: the run is stuck.
+        seed: of all chance.
+    """
+
+    world: int = 4
+    steps: int | None = None
+    until_s: float = math.inf
+    steps_per_epoch: int = 100
+    rounds_per_step: int = 1
+    times: ComputeTimes = field(default_factory=Constant)
+    slow: tuple[SlowRule, ...] = ()
+    network: Network = field(default_factory=Network)
+    size_bytes: int = 4_000_000
+    apply_s: float = 0.0
+    faults: tuple[Fault, ...] = ()
+    tick_s: float = 0.5
+    detect_s: float = 0.005
+    lost_after_s: float = 10.0
+    stuck_after_s: float = 900.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("world", "steps_per_epoch", "rounds_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"expected at least 1 step, got {self.steps}")
+        if self.steps is None and self.until_s == math.inf:
+            raise ValueError("expected steps or until_s, got neither: the run would not end")
+        if self.size_bytes < 0:
+            raise ValueError(f"expected a size of at least 0 bytes, got {self.size_bytes}")
+        check(self.faults, self.world)
+
+
+class Cluster:
+    """One run.
+
+    Args:
+        setting: what is simulated.
+        policies: builds the coordinator's policies, anew for each coordinator.
+        problem: what is trained; by default only a history.
+        keeps_log: whether `log` is kept; it is where coordinators restart.
+
+    Attributes:
+        log: every event with its answers.
+        stopped: the Stop that ended the job, if one did.
+        workers: all that ever were.
+        progress_s: when somebody last finished a step.
+        changed_s: when the last Halt or Group was said.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        policies: Callable[[], Sequence[Policy]],
+        *,
+        problem: Problem | None = None,
+        keeps_log: bool = False,
+    ) -> None:
+        self.setting = setting
+        self.engine = Engine()
+        self.chance = random.Random(f"cluster {setting.seed}")
+        self.problem: Problem = problem or History()
+        self.network, self.world = setting.network, setting.world
+        self.steps = setting.steps if setting.steps is not None else _NEVER
+        self.steps_per_epoch, self.rounds_per_step = setting.steps_per_epoch, setting.rounds_per_step
+        self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
+        self.exchanges: dict[int, Exchange] = {}
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.hung_at_s: dict[int, float] = {}
+        self.progress_s = self.changed_s = 0.0
+        self.stopped: Stop | None = None
+        self.log: list[tuple[Event, tuple[Action, ...]]] = []
+        self.groups: list[tuple[float, Group]] = []
+        self._hung_until_s: dict[int, float] = {}
+        self._cuts: dict[frozenset[int], float] = {}
+        self._exchange_ids: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._keeps_log = keeps_log or any(isinstance(fault, Restart) for fault in setting.faults)
+        self._durable = 0  # as much of the log as a killed coordinator has written
+        self._build = policies
+        self.policies = list(policies())
+        self._incarnation = 0
+        self._is_down = False
+        self._behind_s = 0.0  # the coordinator's clock goes on where its log ended
+        self._present: set[int] = set()
+        self._gone: set[int] = set()
+        self._said: list[Action] = []  # the last Start, Group and Halt
+        self._slowness = (
+            Slowness(setting.slow, workers=setting.world, seed=setting.seed) if setting.slow else None
+        )
+        self._alive = 0
+        self.lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
+
+    # Running -------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs to the end.
+
+        Raises:
+            ViolationError: something happened that must not.
+        """
+        setting, engine = self.setting, self.engine
+        for worker in range(setting.world):
+            self._add(worker, is_new=False)
+        for fault in setting.faults:
+            engine.at(fault.at_s, self._fail, fault)
+        engine.at(setting.tick_s, self._tick)
+        engine.run(setting.until_s)
+
+    def _add(self, worker: int, *, is_new: bool) -> None:
+        stopwatch = Stopwatch(
+            self.setting.times,
+            worker,
+            seed=self.setting.seed,
+            slowness=self._slowness if worker < self.world else None,
+        )
+        one = self.workers[worker] = SimulatedWorker(self, worker, stopwatch, is_new=is_new)
+        self._alive += 1
+        self.engine.at(self.engine.now_s, one.meet)
+
+    def violated(self, what: str) -> None:
+        """Ends the run: this must never happen."""
+        raise ViolationError(f"after {self.engine.now_s:.6f} s: {what}")
+
+    def end_if_empty(self) -> None:
+        """Ends the run, a second later, if nobody is left."""
+        self._alive -= 1
+        if not self._alive and not self._comes_later():
+            self.engine.at(self.engine.now_s + 1.0, lambda _: self.engine.stop())
+
+    def _comes_later(self) -> bool:
+        now_s = self.engine.now_s
+        return any(isinstance(fault, Arrival) and fault.at_s > now_s for fault in self.setting.faults)
+
+    def _tick(self, _: Any) -> None:
+        now_s = self.engine.now_s
+        if not self._is_down:
+            self._ask(Tick(now_s=now_s - self._behind_s))
+            self._durable = len(self.log)
+        if now_s - self.progress_s > self.setting.stuck_after_s and any(
+            one.is_alive and not one.is_hung for one in self.workers.values()
+        ):
+            doing = ", ".join(f"{one.worker} {one.doing}" for one in self.workers.values() if one.is_alive)
+            self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
+        self.engine.at(now_s + self.setting.tick_s, self._tick)
+
+    # Control messages ----------------------------------------------------------------------------------
+
+    def arrival_s(self, worker: SimulatedWorker) -> float:
+        """Return when what a worker says now is heard, on the coordinator's clock."""
+        return max(worker.up_s, self.engine.now_s + self.network.latency_s) - self._behind_s
+
+    def tell(self, worker: SimulatedWorker, event: Event) -> None:
+        """Sends an event to the coordinator."""
+        at_s = max(worker.up_s, self.engine.now_s + self.network.latency_s)
+        worker.up_s = at_s
+        self.engine.at(at_s, self._hear, (worker.worker, self._incarnation, event))
+
+    def tell_ready(
+        self, worker: SimulatedWorker, generation: int, epoch: int, step: int, round: int, compute_s: float
+    ) -> None:
+        """Sends a Ready; the same as `tell`, cheaper."""
+        at_s = self.engine.now_s + self.network.latency_s
+        if at_s < worker.up_s:
+            at_s = worker.up_s
+        worker.up_s = at_s
+        ready: Ready = object.__new__(Ready)  # a third of what the frozen dataclass's constructor takes
+        object.__setattr__(
+            ready,
+            "__dict__",
+            {
+                "now_s": at_s - self._behind_s,
+                "worker": worker.worker,
+                "generation": generation,
+                "epoch": epoch,
+                "step": step,
+                "round": round,
+                "compute_s": compute_s,
+                "samples": 0,
+            },
+        )
+        worker.last_ready = ready
+        self.engine.at(at_s, self._hear, (worker.worker, self._incarnation, ready))
+
+    def _hear(self, message: tuple[int, int, Event]) -> None:
+        worker, incarnation, event = message
+        if incarnation != self._incarnation or self._is_down:
+            return
+        if type(event) is Joined:
+            if worker in self._present:
+                return
+            self._present.add(worker)
+        elif worker not in self._present:
+            return
+        self._ask(event)
+
+    def _ask(self, event: Event) -> None:
+        actions = decide(self.policies, event)
+        if self._keeps_log:
+            self.log.append((event, tuple(actions)))
+        if actions:
+            self._durable = len(self.log)
+            self._answer(actions)
+
+    def _answer(self, actions: list[Action]) -> None:
+        common = []
+        for action in actions:
+            match action:
+                case Refuse():
+                    worker = int(action.peer.removeprefix("worker-"))
+                    self._present.discard(worker)
+                    self._send(worker, (action,))
+                    continue
+                case Stop():
+                    self.stopped = action
+                    self._check_stop(action)
+                case Group():
+                    self._check_group(action)
+                    self.groups.append((self.engine.now_s, action))
+                case Halt():
+                    self._check_halt(action)
+                case Start() | EpochEnded() | Dismiss():
+                    pass
+                case _:
+                    assert_never(action)
+            if isinstance(action, Halt | Group):
+                self.changed_s = self.engine.now_s
+            common.append(action)
+            self._remember(action)
+        for worker in sorted(self._present):
+            self._send(worker, tuple(common))
+
+    def _remember(self, action: Action) -> None:
+        self._said = [one for one in self._said if type(one) is not type(action)] + [action]
+
+    def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
+        one = self.workers[worker]
+        one.down_s = max(one.down_s, self.engine.now_s + self.network.latency_s)
+        self.engine.at(one.down_s, self._deliver, (one, self._incarnation, actions))
+
+    def _deliver(self, message: tuple[SimulatedWorker, int, tuple[Action, ...]]) -> None:
+        worker, incarnation, actions = message
+        if incarnation == self._incarnation and worker.is_alive:
+            worker.hear(actions)
+
+    # What must hold ------------------------------------------------------------------------------------
+
+    def _check_group(self, group: Group) -> None:
+        members = group.members
+        if not members or tuple(sorted(set(members))) != members:
+            self.violated(f"the members of generation {group.generation} are {members}")
+        if not set(members) <= self._present:
+            self.violated(f"generation {group.generation} names {set(members) - self._present}, who are gone")
+        if not set(group.joining) < set(members):
+            self.violated(f"of {members}, {group.joining} join, and nobody has the state")
+        if len(group.weights) != len(members) or abs(sum(group.weights) - 1) > 1e-9 or min(group.weights) < 0:
+            self.violated(f"generation {group.generation} has the weights {group.weights}")
+        if self.groups and group.generation <= self.groups[-1][1].generation:
+            self.violated(f"generation {group.generation} follows {self.groups[-1][1].generation}")
+
+    def _check_stop(self, stop: Stop) -> None:
+        if not self.groups or self.lockstep:
+            return
+        group = self.groups[-1][1]
+        for worker in sorted(self._present.intersection(group.members)):
+            if self.workers[worker].is_alive and self.workers[worker].follower.is_member:
+                self.violated(f"worker {worker} has the state, and the job is stopped: {stop.reason}")
+
+    def _check_halt(self, halt: Halt) -> None:
+        last = max([one.generation for one in self._said if isinstance(one, Halt | Group)], default=-1)
+        if halt.generation <= last:
+            self.violated(f"a Halt for generation {halt.generation} follows generation {last}")
+
+    # Exchanges -----------------------------------------------------------------------------------------
+
+    def exchange(self, worker: SimulatedWorker) -> None:
+        """A worker begins its next exchange."""
+        follower = worker.follower
+        group = follower.group
+        assert group is not None
+        exchange_id = follower.exchange_id
+        follower.exchange_id += 1
+        exchange = self.exchanges.get(exchange_id)
+        if exchange is None:
+            sign = (group.generation, group.members)
+            if self._exchange_ids.setdefault(exchange_id, sign) != sign:
+                self.violated(
+                    f"exchange {exchange_id} of {sign} was one of {self._exchange_ids[exchange_id]}"
+                )
+            exchange = Exchange(self, group, exchange_id, follower.step, follower.round)
+            self.exchanges[exchange_id] = exchange
+        worker.exchange = exchange
+        exchange.arrive(worker)
+
+    def blocks_of(self, exchange: Exchange) -> None:
+        """Tells an exchange that begins what stands in its way."""
+        if self._hung_until_s:
+            for worker in exchange.workers:
+                if worker.is_hung:
+                    exchange.block(worker)
+        for cut in self._cuts:
+            if cut <= set(exchange.group.members):
+                exchange.block(cut)
+
+    def send_state(
+        self, donor: SimulatedWorker, joiner: int, place: int, parcel: tuple[int, Any, int]
+    ) -> None:
+        """Sends a donor's state to the `place`-th of those who join."""
+        transfer_s = self.network.transfer_s(3 * self.size_bytes)
+        self.engine.at(self.engine.now_s + (place + 1) * transfer_s, self._bring, (donor, joiner, parcel))
+
+    def _bring(self, message: tuple[SimulatedWorker, int, tuple[int, Any, int]]) -> None:
+        donor, joiner, parcel = message
+        if not (donor.is_alive or donor.has_left) or not self.workers[joiner].is_alive:
+            return
+        free_s = self._cuts.get(frozenset((donor.worker, joiner)), 0.0)
+        if donor.is_hung:
+            free_s = max(free_s, self._hung_until_s[donor.worker])
+        if free_s > self.engine.now_s:
+            self.engine.at(free_s + self.network.latency_s, self._bring, message)
+            return
+        self.workers[joiner].receive(parcel)
+
+    # Faults --------------------------------------------------------------------------------------------
+
+    def _fail(self, fault: Fault) -> None:
+        now_s = self.engine.now_s
+        if not isinstance(fault, Death | Arrival | Restart) and fault.worker not in self.workers:
+            return  # a newcomer that found the job over
+        match fault:
+            case Death():
+                for worker in fault.workers:
+                    self._kill(worker, self.setting.detect_s, "the connection was closed")
+            case Hang():
+                self._hang(fault)
+            case Late():
+                one = self.workers[fault.worker]
+                if self.chance.random() < 0.5:
+                    one.up_s = max(one.up_s, now_s + fault.length_s)
+                else:
+                    one.down_s = max(one.down_s, now_s + fault.length_s)
+            case Cut():
+                self._cut(fault)
+            case Arrival():
+                if self.stopped is None and any(
+                    one.is_alive for one in self.workers.values()
+                ):  # else the job is over
+                    self._add(fault.worker, is_new=True)
+            case Departure():
+                self.workers[fault.worker].is_leaving = True
+            case Restart():
+                self._restart(fault)
+            case _:
+                assert_never(fault)
+
+    def _kill(self, worker: int, after_s: float, cause: str) -> None:
+        one = self.workers.get(worker)
+        if one is not None and one.is_alive:
+            one.end()
+            self.engine.at(max(one.up_s, self.engine.now_s + after_s), self._lose, (worker, cause))
+
+    def _lose(self, loss: tuple[int, str]) -> None:
+        worker, cause = loss
+        if self._is_down:
+            return  # the next coordinator sees it
+        self._gone.add(worker)
+        if worker in self._present:
+            self._present.discard(worker)
+            self._ask(Lost(now_s=self.engine.now_s - self._behind_s, worker=worker, cause=cause))
+
+    def _hang(self, fault: Hang) -> None:
+        one, now_s = self.workers[fault.worker], self.engine.now_s
+        if not one.is_alive or one.is_hung:
+            return
+        self.hung_at_s[fault.worker] = now_s
+        self._hung_until_s[fault.worker] = now_s + fault.length_s
+        one.hang()
+        if fault.length_s >= self.setting.lost_after_s:
+            lost = (fault.worker, f"nothing was heard of it for {self.setting.lost_after_s:g} s")
+            self.engine.at(now_s + self.setting.lost_after_s, self._lose, lost)
+        self.engine.at(now_s + fault.length_s, self._resume, (one, self._incarnation))
+
+    def _resume(self, hung: tuple[SimulatedWorker, int]) -> None:
+        one, incarnation = hung
+        del self._hung_until_s[one.worker]
+        if not one.is_alive:
+            return
+        one.resume(tensors_first=self.chance.random() < 0.5)
+        if one.worker in self._gone:
+            one.end()
+
+        elif incarnation != self._incarnation and not self._is_down:
+            self._reconnect(one)
+
+    def _cut(self, fault: Cut) -> None:
+        one, now_s = self.workers[fault.worker], self.engine.now_s
+        until_s = now_s + fault.length_s
+        if fault.peer is not None:
+            cut = frozenset((fault.worker, fault.peer))
+            self._cuts[cut] = max(until_s, self._cuts.get(cut, 0.0))
+            for exchange in self.exchanges.values():
+                if cut <= {worker.worker for worker in exchange.workers if worker.exchange is exchange}:
+                    exchange.block(cut)
+            self.engine.at(until_s, self._mend, cut)
+        elif fault.length_s < self.setting.lost_after_s:
+            one.up_s, one.down_s = max(one.up_s, until_s), max(one.down_s, until_s)
+        else:
+            one.up_s = one.down_s = math.inf
+            lost = (fault.worker, f"nothing was heard of it for {self.setting.lost_after_s:g} s")
+            self.engine.at(now_s + self.setting.lost_after_s, self._lose, lost)
+            notices_s = now_s + self.setting.lost_after_s + self.chance.random()
+            self.engine.at(notices_s, lambda _: self._kill(fault.worker, 0.0, "it lost the coordinator"))
+
+    def _mend(self, cut: frozenset[int]) -> None:
+        if self._cuts[cut] > self.engine.now_s:
+            return
+        del self._cuts[cut]
+        for exchange in list(self.exchanges.values()):
+            exchange.unblock(cut)
+
+    def _restart(self, fault: Restart) -> None:
+        if self._is_down:
+            return
+        self._is_down = True
+        self._incarnation += 1
+        del self.log[self._durable :]
+        self.engine.at(self.engine.now_s + fault.length_s, self._come_back)
+
+    def _come_back(self, _: Any) -> None:
+        """Replays the log; every worker that lives connects again and says what may have been lost."""
+        self._is_down = False
+        self.policies = list(self._build())
+        self._said.clear()
+        for event, actions in self.log:
+            if tuple(decide(self.policies, event)) != actions:
+                self.violated(f"a replay answers {event} otherwise")
+            for action in actions:
+                self._remember(action)
+        last_s = self.log[-1][0].now_s if self.log else 0.0
+        self._behind_s = self.engine.now_s - last_s
+        for worker in sorted(self.workers):
+            one = self.workers[worker]
+            if not one.is_alive:
+                self._lose((worker, "it did not connect again"))
+            elif not one.is_hung:
+                self._reconnect(one)
+            else:
+                self.engine.at(self.engine.now_s + self.setting.lost_after_s, self._miss, one)
+
+    def _miss(self, one: SimulatedWorker) -> None:
+        if one.is_hung:
+            self._lose((one.worker, "it did not connect again"))
+
+    def _reconnect(self, one: SimulatedWorker) -> None:
+        has_joined = any(isinstance(event, Joined) and event.worker == one.worker for event, _ in self.log)
+        one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
+        if not has_joined:
+            self._present.discard(one.worker)
+            one.tell_joined()
+            return
+        self._send(one.worker, tuple(self._said))
+        for event in (one.last_ready, one.last_halted, one.last_finished):
+            if event is not None:
+                self.tell(one, replace(event, now_s=self.arrival_s(one)))

@@ -1,0 +1,154 @@
+"""What goes wrong in a simulated cluster, and when, each fault as data that is written in one line.
+
+Nothing here acts; `offbeat.simulator.cluster` does what is said here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+FORMS = (
+    "die:1@2.5 (worker 1 dies after 2.5 s; die:1,2@2.5 for two at once), hang:1@2.5+30 (for 30 s), "
+    "late:1@2.5+0.2 (its messages take 0.2 s longer from then on), cut:1@2.5+3 (from the coordinator, for "
+    "3 s), cut:1-2@2.5+3 (from worker 2), join:9@2.5 (worker 9 is new), leave:1@2.5, "
+    "restart@2.5+0.5 (the coordinator, gone for 0.5 s)"
+)
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_FAULT = re.compile(
+    rf"(?P<kind>die|hang|late|cut|join|leave|restart)(?::(?P<who>[0-9]+(?:[,-][0-9]+)*))?"
+    rf"@(?P<at>{_NUMBER})(?:\+(?P<length>{_NUMBER}))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """Workers end without a word, all at once."""
+
+    at_s: float
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A worker neither computes nor answers for a while, and then goes on with everything queued."""
+
+    at_s: float
+    worker: int
+    length_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late:
+    """What a worker says or hears from `at_s` on comes `length_s` later, once."""
+
+    at_s: float
+    worker: int
+    length_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A worker and the coordinator, or another worker, cannot hear each other for a while."""
+
+    at_s: float
+    worker: int
+    peer: int | None
+    length_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A worker asks to take part that was not there from the start."""
+
+    at_s: float
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """A worker leaves in order, with the first step that it finishes after `at_s`."""
+
+    at_s: float
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """The coordinator dies, and another one replays its log after a while."""
+
+    at_s: float
+    length_s: float
+
+
+Fault: TypeAlias = Death | Hang | Late | Cut | Arrival | Departure | Restart
+
+
+def parse(text: str) -> Fault:
+    """Read one fault.
+
+    Raises:
+        ValueError: one line that says what was expected and what came.
+    """
+    found = _FAULT.fullmatch(text)
+    if found is not None:
+        kind, at_s = found["kind"], float(found["at"])
+        who = [int(one) for one in re.findall("[0-9]+", found["who"] or "")]
+        length_s = None if found["length"] is None else float(found["length"])
+        has_dash = "-" in (found["who"] or "")
+        match kind, who, length_s:
+            case "die", [_, *_], None if not has_dash:
+                return Death(at_s=at_s, workers=tuple(sorted(set(who))))
+            case "hang", [worker], float():
+                return Hang(at_s=at_s, worker=worker, length_s=length_s)
+            case "late", [worker], float():
+                return Late(at_s=at_s, worker=worker, length_s=length_s)
+            case "cut", [worker], float():
+                return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s)
+            case "cut", [worker, peer], float() if has_dash and worker != peer:
+                return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s)
+            case "join", [worker], None:
+                return Arrival(at_s=at_s, worker=worker)
+            case "leave", [worker], None:
+                return Departure(at_s=at_s, worker=worker)
+            case "restart", [], float():
+                return Restart(at_s=at_s, length_s=length_s)
+    raise ValueError(f"fault {text[:100]!r} is not understood: expected {FORMS}")
+
+
+def spell(fault: Fault) -> str:
+    """Write a fault as `parse` reads it."""
+    match fault:
+        case Death():
+            return f"die:{','.join(map(str, fault.workers))}@{fault.at_s!r}"
+        case Hang():
+            return f"hang:{fault.worker}@{fault.at_s!r}+{fault.length_s!r}"
+        case Late():
+            return f"late:{fault.worker}@{fault.at_s!r}+{fault.length_s!r}"
+        case Cut():
+            peer = "" if fault.peer is None else f"-{fault.peer}"
+            return f"cut:{fault.worker}{peer}@{fault.at_s!r}+{fault.length_s!r}"
+        case Arrival():
+            return f"join:{fault.worker}@{fault.at_s!r}"
+        case Departure():
+            return f"leave:{fault.worker}@{fault.at_s!r}"
+        case Restart():
+            return f"restart@{fault.at_s!r}+{fault.length_s!r}"
+
+
+def check(faults: Iterable[Fault], world: int) -> None:
+    """Raise ValueError where a fault names a worker that is not there, or a newcomer that is."""
+    known = set(range(world))
+    for fault in sorted(faults, key=lambda fault: fault.at_s):
+        if isinstance(fault, Arrival):
+            if fault.worker in known:
+                raise ValueError(f"fault {spell(fault)}: worker {fault.worker} is there already")
+            known.add(fault.worker)
+            continue
+        named = set(fault.workers) if isinstance(fault, Death) else {getattr(fault, "worker", 0)}
+        if isinstance(fault, Cut) and fault.peer is not None:
+            named.add(fault.peer)
+        for worker in sorted(named - known):
+            raise ValueError(f"fault {spell(fault)}: there is no worker {worker} at that time")

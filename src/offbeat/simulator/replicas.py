@@ -1,0 +1,107 @@
+"""What a simulated worker trains: real gradients of a small problem, or only the history of a state.
+
+Nothing here knows of groups or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+State = Any
+Gradient = Any
+
+
+class Problem(Protocol):
+    """Parameters and gradients as the simulator needs them; states are never changed in place."""
+
+    def begin(self) -> State:
+        """Return the state before the first step."""
+
+    def gradient(self, state: State, worker: int, iteration: int) -> Gradient:
+        """Return a worker's gradient in its `iteration`-th computation."""
+
+    def mean(self, gradients: list[Gradient], weights: list[float], exchange_id: int) -> Gradient:
+        """Return the weighted mean; weights may sum to less than 1."""
+
+    def step(self, state: State, mean: Gradient) -> State:
+        """Return the state after an optimizer step."""
+
+    def same(self, one: State, other: State) -> bool:
+        """Whether two states are the same, bit for bit."""
+
+
+class History:
+    """States that only say which exchanges have made them: two are equal where their pasts are."""
+
+    def begin(self) -> int:
+        """See `Problem.begin`."""
+        return 0
+
+    def gradient(self, state: int, worker: int, iteration: int) -> int:
+        """See `Problem.gradient`."""
+        return 0
+
+    def mean(self, gradients: list[int], weights: list[float], exchange_id: int) -> int:
+        """See `Problem.mean`."""
+        return exchange_id
+
+    def step(self, state: int, mean: int) -> int:
+        """See `Problem.step`."""
+        return hash((state, mean))
+
+    def same(self, one: int, other: int) -> bool:
+        """See `Problem.same`."""
+        return one == other
+
+
+@dataclass(frozen=True)
+class _Momentum:
+    parameters: Any
+    velocity: Any
+
+
+class LeastSquares:
+    """Linear least squares in float64 with momentum; everybody draws batches from the same samples.
+
+    Args:
+        seed: of samples and batches.
+        parameters: how many.
+        lr: learning rate of SGD with momentum 0.9.
+    """
+
+    def __init__(self, seed: int, parameters: int = 8, lr: float = 0.02) -> None:
+        chance = np.random.default_rng(seed)
+        self._x = chance.normal(size=(256, parameters))
+        self.solution = chance.normal(size=parameters)
+        self._y = self._x @ self.solution
+        self._seed, self._lr = seed, lr
+
+    def begin(self) -> _Momentum:
+        """See `Problem.begin`."""
+        zeros = np.zeros_like(self.solution)
+        return _Momentum(zeros, zeros)
+
+    def gradient(self, state: _Momentum, worker: int, iteration: int) -> Any:
+        """See `Problem.gradient`."""
+        batch = np.random.default_rng([self._seed, worker, iteration]).integers(0, 256, 16)
+        x = self._x[batch]
+        return x.T @ (x @ state.parameters - self._y[batch]) / 16
+
+    def mean(self, gradients: list[Any], weights: list[float], exchange_id: int) -> Any:
+        """See `Problem.mean`."""
+        total = sum(weights)
+        return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)
+
+    def step(self, state: _Momentum, mean: Any) -> _Momentum:
+        """See `Problem.step`."""
+        velocity = 0.9 * state.velocity + mean
+        return _Momentum(state.parameters - self._lr * velocity, velocity)
+
+    def same(self, one: _Momentum, other: _Momentum) -> bool:
+        """See `Problem.same`."""
+        return bool(
+            np.array_equal(one.parameters, other.parameters) and np.array_equal(one.velocity, other.velocity)
+        )

@@ -1,0 +1,235 @@
+"""How long a worker computes: models of compute time, each with its own chance for each worker.
+
+Nothing here knows what is computed; `offbeat.policies.slowness` says who is slowed on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.events import Ready
+from offbeat.policies.slowness import Slowness
+
+_BLOCK = 256
+
+
+class ComputeTimes(Protocol):
+    """A model of compute time."""
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """Return how long a worker computes, in seconds, `count` times from its `first`-th time on."""
+
+
+def _positive(thing: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(thing, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"expected {name} above 0, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """Always as long."""
+
+    mean_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        _positive(self, "mean_s")
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """See `ComputeTimes.draw`."""
+        return np.full(count, self.mean_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jittered:
+    """Log-normal about the mean; `deviation` is the standard deviation as a share of the mean."""
+
+    mean_s: float = 0.1
+    deviation: float = 0.05
+
+    def __post_init__(self) -> None:
+        _positive(self, "mean_s", "deviation")
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """See `ComputeTimes.draw`."""
+        sigma = math.sqrt(math.log1p(self.deviation**2))
+        return np.asarray(self.mean_s * chance.lognormal(-sigma * sigma / 2, sigma, count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bursty:
+    """Jittered, and `factor` times as long in bursts, which come on average every `period` steps.
+
+    Bursts have `length` steps.
+    """
+
+    mean_s: float = 0.1
+    deviation: float = 0.05
+    factor: float = 5.0
+    length: int = 20
+    period: int = 200
+
+    def __post_init__(self) -> None:
+        _positive(self, "mean_s", "deviation", "factor", "length", "period")
+        if self.length > self.period:
+            raise ValueError(f"expected a length of at most the period, {self.period}, got {self.length}")
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """See `ComputeTimes.draw`."""
+        times_s = Jittered(mean_s=self.mean_s, deviation=self.deviation).draw(worker, chance, count, first)
+        begins = np.flatnonzero(chance.random(count) < 1 / self.period)
+        for begin in begins:
+            times_s[begin : begin + self.length] *= self.factor
+        return times_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drifting:
+    """Jittered about a pace that wanders; the wandering's standard deviation is `drift` a step.
+
+    It is drawn back, so that it stays within about 7 `drift` of the mean.
+    """
+
+    mean_s: float = 0.1
+    deviation: float = 0.05
+    drift: float = 0.02
+
+    def __post_init__(self) -> None:
+        _positive(self, "mean_s", "deviation", "drift")
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """See `ComputeTimes.draw`."""
+        times_s = Jittered(mean_s=self.mean_s, deviation=self.deviation).draw(worker, chance, count, first)
+        steps = chance.normal(0.0, self.drift, count)
+        pace = np.empty(count)
+        at = chance.normal(0.0, 7 * self.drift)
+        for index in range(count):
+            at = 0.99 * at + steps[index]
+            pace[index] = at
+        return times_s * np.exp(pace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyTailed:
+    """Pareto above the least time: P(t > x) = (least / x)^`shape`, with mean `mean_s`."""
+
+    mean_s: float = 0.1
+    shape: float = 3.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "mean_s")
+        if not self.shape > 1:
+            raise ValueError(f"expected a shape above 1 (else there is no mean), got {self.shape}")
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """See `ComputeTimes.draw`."""
+        least_s = self.mean_s * (self.shape - 1) / self.shape
+        return np.asarray(least_s * (1 + chance.pareto(self.shape, count)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """As a run log has them: each worker's own times in their order, over and over.
+
+    Worker w does as the log's w-th worker, counted anew from the first where there are more.
+    """
+
+    times_s: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.times_s or not all(self.times_s):
+            raise ValueError("expected at least one worker with at least one time in the run log")
+
+    def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
+        """See `ComputeTimes.draw`."""
+        own = self.times_s[worker % len(self.times_s)]
+        return np.resize(np.roll(np.asarray(own), -(first % len(own))), count)
+
+
+def recorded(entries: Iterable[Any]) -> Recorded:
+    """Read the compute times of every Ready of a run log.
+
+    Raises:
+        ValueError: there are none.
+    """
+    times_s: dict[int, list[float]] = {}
+    for entry in entries:
+        if isinstance(entry, Ready):
+            times_s.setdefault(entry.worker, []).append(entry.compute_s)
+    return Recorded(times_s=tuple(tuple(times_s[worker]) for worker in sorted(times_s)))
+
+
+MODELS: Mapping[str, type[Any]] = {
+    "constant": Constant,
+    "jittered": Jittered,
+    "bursty": Bursty,
+    "drifting": Drifting,
+    "heavy": HeavyTailed,
+}
+
+
+def parse(text: str) -> ComputeTimes:
+    """Read a model: its name, or `name:key=value,key=value`.
+
+    Raises:
+        ValueError: one line that says what was expected and what came.
+    """
+    name, colon, rest = text.partition(":")
+    kind = MODELS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown model of compute time {name!r}: expected one of {', '.join(MODELS)}")
+    types = {one.name: one.type for one in fields(kind)}
+    arguments: dict[str, float] = {}
+    for part in rest.split(",") if colon else []:
+        key, _, value = part.partition("=")
+        if key not in types:
+            raise ValueError(
+                f"model of compute time {text!r}: expected key=value with a key of "
+                f"{', '.join(types)}, got {part!r}"
+            )
+        try:
+            arguments[key] = int(value) if types[key] == "int" else float(value)
+        except ValueError:
+            raise ValueError(f"model of compute time {text!r}: expected a number, got {part!r}") from None
+    try:
+        model: ComputeTimes = kind(**arguments)
+    except ValueError as error:
+        raise ValueError(f"model of compute time {text!r}: {error}") from None
+    return model
+
+
+class Stopwatch:
+    """One worker's compute times, one after the other.
+
+    Args:
+        model: where they come from.
+        worker: whose.
+        seed: of the whole run; each worker has its own chance, whatever the others do.
+        slowness: who is slowed on top; None for nobody.
+    """
+
+    def __init__(self, model: ComputeTimes, worker: int, *, seed: int, slowness: Slowness | None) -> None:
+        self._model = model
+        self._worker = worker
+        self._chance = np.random.default_rng([seed, worker])
+        self._slowness = slowness
+        self._block: list[float] = []
+        self._drawn = 0
+
+    def next_s(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
+        """Return how long the next gradients take, in seconds."""
+        if not self._block:
+            self._block = self._model.draw(self._worker, self._chance, _BLOCK, self._drawn).tolist()
+            self._block.reverse()
+            self._drawn += _BLOCK
+        time_s = self._block.pop()
+        if self._slowness is not None:
+            time_s *= self._slowness.factor(self._worker, epoch, step_in_epoch, steps_per_epoch, step)
+        return time_s

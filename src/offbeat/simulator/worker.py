@@ -1,0 +1,357 @@
+"""A simulated worker: it does what the runtime's session does, with the same `Follower`, in virtual time.
+
+Nothing here decides who takes part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from offbeat.events import (
+    Action,
+    Dismiss,
+    EpochEnded,
+    Finished,
+    Group,
+    Halt,
+    Halted,
+    Joined,
+    Left,
+    Ready,
+    Refuse,
+    Start,
+    Stop,
+)
+from offbeat.policies.follower import Follower, Turn
+from offbeat.simulator.times import Stopwatch
+
+if TYPE_CHECKING:
+    from offbeat.simulator.cluster import Cluster
+    from offbeat.simulator.exchange import Exchange
+
+COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
+WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "taking", "meeting", "finished", "ended"
+
+
+class SimulatedWorker:
+    """One worker and its replica.
+
+    Attributes:
+        doing: one of the words above.
+        state: the replica; None in a newcomer that has taken none yet.
+        weight: 0 where the gradients are of other parameters than those of the group, else 1.
+        outside: how often it has computed since it last took part.
+        steps_taken: optimizer steps that it took as a member.
+        active_s: when it last had gradients or took a step.
+    """
+
+    def __init__(self, cluster: Cluster, worker: int, stopwatch: Stopwatch, *, is_new: bool) -> None:
+        self.cluster = cluster
+        self.worker = worker
+        self.follower = Follower(worker)
+        self.doing = MEETING
+        self.state: Any = None if is_new else cluster.problem.begin()
+        self.gradient: Any = None
+        self.weight = 1.0
+        self.exchange: Exchange | None = None
+        self.is_hung = False
+        self.is_leaving = False
+        self.outside = 0
+        self.steps_taken = 0
+        self.active_s = cluster.engine.now_s
+        self.up_s = self.down_s = 0.0  # when the last message to and from the coordinator arrives
+        self.last_ready: Ready | None = None
+        self.last_halted: Halted | None = None
+        self.has_heard_start = self.has_left = False
+        self.last_finished: Finished | None = None
+        self._is_dismissed = False
+        self._is_new = is_new
+        self._stopwatch = stopwatch
+        self._means: list[Any] = []  # of the rounds of the step under way
+        self._computed = 0
+        self._compute_s = 0.0
+        self._busy_until_s = 0.0
+        self._busy = 0  # counts what it was busy with; who comes back with an older number comes too late
+        self._given: Group | None = None  # the last group to whose newcomers it gave its state
+        self._received: tuple[int, Any, int] | None = None
+        self._queue: deque[tuple[bool, Callable[[Any], None], Any]] = deque()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, if only hung."""
+        return self.doing != ENDED
+
+    # What comes from outside; a hung worker finds it when it goes on -----------------------------------
+
+    def meet(self, _: Any = None) -> None:
+        """Asks to take part."""
+        if self.is_alive:
+            self.tell_joined()
+
+    def tell_joined(self) -> None:
+        """Says that it wants to take part."""
+        cluster = self.cluster
+        cluster.tell(
+            self,
+            Joined(
+                now_s=cluster.arrival_s(self),
+                worker=self.worker,
+                world=cluster.world,
+                peer=f"worker-{self.worker}",
+                place="simulated",
+                addresses=(),
+                model=(),
+                strategy="",
+            ),
+        )
+
+    def hear(self, actions: tuple[Action, ...]) -> None:
+        """Hears from the coordinator."""
+        if self.is_hung:
+            self._queue.append((False, self.hear, actions))
+            return
+        for action in actions:
+            if self.doing == ENDED:
+                return
+            match action:
+                case Start():
+                    self.has_heard_start = True
+                case Halt():
+                    self._hear_halt(action)
+                case Group():
+                    self.follower.hear_group(action)
+                    self._give()
+                    if self.doing == MEETING and self.state is not None:
+                        self._compute()
+                    elif self.doing in (WAITING, TAKING, MEETING):
+                        self._go_on()
+                case EpochEnded():
+                    self._end_epoch(action.epoch)
+                case Dismiss():
+                    self._is_dismissed = True
+                    self._leave()
+                case Stop() | Refuse():
+                    self.end()
+
+    def receive(self, parcel: tuple[int, Any, int]) -> None:
+        """A donor's state has come: generation, state and round."""
+        if self.is_hung:
+            self._queue.append((True, self.receive, parcel))
+            return
+        if self._received is None or self._received[0] < parcel[0]:
+            self._received = parcel
+        if self._is_dismissed:
+            self._leave()
+        elif self.doing in (TAKING, MEETING):
+            self._go_on()
+
+    def end_exchange(self, exchange: Exchange) -> None:
+        """The mean of an exchange is there."""
+        if self.is_hung:
+            self._queue.append((True, self.end_exchange, exchange))
+            return
+        if self.exchange is not exchange:
+            return
+        cluster = self.cluster
+        self.exchange = None
+        if not self.follower.finish_round():
+            cluster.violated(f"worker {self.worker} goes on with an exchange that it had abandoned")
+        self._means.append(exchange.mean)
+        if len(self._means) < cluster.rounds_per_step:
+            self._compute()
+        elif cluster.apply_s:
+            self.doing = APPLYING
+            self._be_busy(cluster.apply_s)
+        else:
+            self._apply()
+
+    def hang(self) -> None:
+        """Does nothing from now on."""
+        self.is_hung = True
+        self._busy += 1
+        if self.exchange is not None:
+            self.exchange.block(self)
+
+    def resume(self, *, tensors_first: bool) -> None:
+        """Goes on, and finds what has come meanwhile, from other workers first or in the order of time.
+
+        What a worker was computing takes what it still took when it hung.
+        """
+        self.is_hung = False
+        queue = list(self._queue)
+        self._queue.clear()
+        if tensors_first:
+            queue.sort(key=lambda one: not one[0])
+        before = self._busy
+        for _, call, argument in queue:
+            call(argument)
+        if self.exchange is not None:
+            self.exchange.unblock(self)
+        if self._busy == before and self.doing in (COMPUTING, APPLYING):
+            self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
+
+    def end(self) -> None:
+        """Is no more."""
+        if self.doing == ENDED:
+            return
+        if self.exchange is not None:
+            self.exchange.block(self)
+        self.exchange = None
+        self._busy += 1
+        self.doing = ENDED
+        self.cluster.end_if_empty()
+
+    # The loop ------------------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        cluster = self.cluster
+        self.doing = COMPUTING
+        step = self.follower.step + self.outside
+        epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
+        self._compute_s = compute_s = self._stopwatch.next_s(
+            epoch, step_in_epoch, cluster.steps_per_epoch, step
+        )
+        self._be_busy(compute_s)
+
+    def _be_busy(self, for_s: float) -> None:
+        engine = self.cluster.engine
+        self._busy += 1
+        self._busy_until_s = until_s = engine.now_s + for_s
+        engine.at(until_s, self._end_busy, self._busy)
+
+    def _end_busy(self, number: int) -> None:
+        if number != self._busy:
+            return
+        if self.doing == APPLYING:
+            self._apply()
+            return
+        cluster, follower = self.cluster, self.follower
+        self.gradient = cluster.problem.gradient(self.state, self.worker, self._computed)
+        self._computed += 1
+        self.active_s = cluster.engine.now_s
+        self.weight = 1.0
+        cluster.tell_ready(
+            self,
+            follower.generation,
+            (follower.step + self.outside) // cluster.steps_per_epoch,
+            follower.step,
+            follower.round,
+            self._compute_s,
+        )
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Asks the follower what to do with the gradients, or, in a newcomer, whether to take a state."""
+        cluster, follower = self.cluster, self.follower
+        turn = follower.turn()
+        if follower.group is not self._given:
+            self._give()
+        if turn is Turn.GO:
+            self.outside = 0
+            self.doing = EXCHANGING
+            cluster.exchange(self)
+        elif turn is Turn.WAIT:
+            self.doing = MEETING if self.gradient is None and self.state is None else WAITING
+        elif turn is Turn.TAKE:
+            self._take()
+        elif self.state is None:
+            self.doing = MEETING
+        else:
+            self.gradient = None
+            self._means.clear()
+            self.outside += 1
+            self._count_step()
+
+    def _take(self) -> None:
+        received, follower = self._received, self.follower
+        if received is None or follower.group is None or received[0] != follower.group.generation:
+            self.doing = TAKING
+            return
+        _, self.state, round_ = received
+        self._received = None
+        follower.take(round=round_)
+        self.weight = 0.0
+        self.outside = 0
+        self._means.clear()
+        if self.gradient is None:  # a newcomer
+            self._compute()
+        else:
+            self._go_on()
+
+    def _apply(self) -> None:
+        cluster, follower = self.cluster, self.follower
+        for mean in self._means:
+            self.state = cluster.problem.step(self.state, mean)
+        self._means.clear()
+        follower.finish_step()
+        self.steps_taken += 1
+        cluster.progress_s = self.active_s = cluster.engine.now_s
+        if follower.group is not self._given:
+            self._give()
+        self._count_step()
+
+    def _count_step(self) -> None:
+        """Computes the next step, unless this worker is through."""
+        cluster, follower = self.cluster, self.follower
+        if self.is_leaving or (cluster.lockstep and follower.step >= cluster.steps):
+            self._say_left()
+        elif follower.step + self.outside >= cluster.steps:
+            self.doing = FINISHED
+            epoch = (follower.step + self.outside - 1) // cluster.steps_per_epoch
+            self.last_finished = Finished(
+                now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=follower.step
+            )
+            cluster.tell(self, self.last_finished)
+        else:
+            self._compute()
+
+    def _leave(self) -> None:
+        """Takes the final state if the last group says so, and leaves."""
+        follower = self.follower
+        if follower.group is not None and self.worker in follower.group.joining and not follower.is_member:
+            received = self._received
+            if received is None or received[0] != follower.group.generation:
+                self.doing = TAKING
+                return
+            _, self.state, round_ = received
+            follower.take(round=round_)
+        self._say_left()
+
+    def _say_left(self) -> None:
+        cluster = self.cluster
+        cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step))
+        self.has_left = True
+        self.end()
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Goes on to the next epoch with its next step, if no group counts on it."""
+        if not self.follower.is_member and self.state is not None:
+            begins = (epoch + 1) * self.cluster.steps_per_epoch
+            self.outside = max(self.outside, begins - self.follower.step - 1)
+
+    # Changes -------------------------------------------------------------------------------------------
+
+    def _hear_halt(self, halt: Halt) -> None:
+        cluster = self.cluster
+        answer = self.follower.hear_halt(halt, cluster.arrival_s(self))
+        if answer is None:
+            return
+        self.last_halted = answer
+        cluster.tell(self, answer)
+        if halt.abandon and self.exchange is not None:
+            if self.follower.finish_round():
+                cluster.violated(f"worker {self.worker} counts an exchange that it has abandoned")
+            self.exchange = None
+            self._go_on()
+
+    def _give(self) -> None:
+        """Sends the state to those who join, once for each group."""
+        follower = self.follower
+        group = follower.group
+        if group is None or group is self._given:
+            return
+        self._given = group
+        for place, joiner in enumerate(follower.joiners):
+            self.cluster.send_state(self, joiner, place, (group.generation, self.state, follower.round))

@@ -1,0 +1,262 @@
+"""The simulator's parts: virtual time, models of compute time, faults as text, what messages cost, replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.events import Left, Ready, Stop
+from offbeat.policies import Policy
+from offbeat.policies.assembly import Assembly
+from offbeat.policies.lockstep import Lockstep
+from offbeat.policies.partial import PartialGroups
+from offbeat.policies.slowness import parse as rule
+from offbeat.simulator import faults, times
+from offbeat.simulator.cluster import Cluster, Setting, ViolationError
+from offbeat.simulator.engine import Engine
+from offbeat.simulator.network import Network
+from offbeat.simulator.replicas import LeastSquares
+from offbeat.simulator.times import Constant, Jittered, Recorded
+
+
+def lockstep(world: int) -> Callable[[], list[Policy]]:
+    return lambda: [Assembly(world), Lockstep(world)]
+
+
+def partial(world: int, **arguments: Any) -> Callable[[], list[Policy]]:
+    return lambda: [Assembly(world, is_open=True), PartialGroups(world, **arguments)]
+
+
+def run(setting: Setting, build: Callable[[], list[Policy]], **more: Any) -> Cluster:
+    cluster = Cluster(setting, build, keeps_log=True, **more)
+    cluster.run()
+    return cluster
+
+
+# Virtual time -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.lists(st.floats(0, 10), max_size=3)), max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_calls_come_in_the_order_of_their_times_and_of_asking_where_equal(asked):
+    engine = Engine()
+    made: list[tuple[float, int]] = []
+    number = 0
+
+    def ask(at_s: float, later: list[float]) -> None:
+        nonlocal number
+        number += 1
+        engine.at(at_s, call, (at_s, number, later))
+
+    def call(one: tuple[float, int, list[float]]) -> None:
+        at_s, mine, later = one
+        assert engine.now_s == at_s
+        made.append((at_s, mine))
+        for delay_s in later:
+            ask(engine.now_s + delay_s, [])
+
+    for at_s, later in asked:
+        ask(at_s, later)
+    engine.run()
+    assert made == sorted(made)
+    assert len(made) == number
+
+
+def test_what_lies_after_the_end_stays():
+    engine = Engine()
+    made: list[int] = []
+    engine.at(1.0, made.append, 1)
+    engine.at(3.0, made.append, 3)
+    engine.run(2.0)
+    assert (made, engine.now_s) == ([1], 2.0)
+    engine.run()
+    assert made == [1, 3]
+
+
+# Models -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["constant", "jittered", "drifting", "heavy"])
+def test_models_have_the_mean_that_they_are_given(name):
+    model = times.parse(f"{name}:mean_s=0.2")
+    drawn = np.concatenate([model.draw(w, np.random.default_rng(w), 2000, 0) for w in range(50)])
+    assert drawn.min() > 0
+    assert drawn.mean() == pytest.approx(0.2, rel=0.05)
+
+
+def test_bursts_are_as_long_as_said():
+    drawn = times.parse("bursty:deviation=0.001,factor=5,length=20,period=200").draw(
+        0, np.random.default_rng(1), 4000, 0
+    )
+    slow = drawn > 0.3
+    assert 0.03 < slow.mean() < 0.25
+    begins = np.flatnonzero(np.diff(slow.astype(int)) == 1) + 1
+    assert all(slow[begin : begin + 20].all() for begin in begins)
+
+
+def test_recorded_times_are_repeated_in_their_order():
+    model = Recorded(times_s=((1.0, 2.0, 3.0), (5.0,)))
+    watch = times.Stopwatch(model, 2, seed=0, slowness=None)
+    assert [watch.next_s(0, 0, 10, 0) for _ in range(300)] == [1.0, 2.0, 3.0] * 100
+
+
+def test_a_worker_s_times_do_not_depend_on_the_others():
+    one, same, other = (times.Stopwatch(Jittered(), worker, seed=3, slowness=None) for worker in (1, 1, 2))
+    first = [one.next_s(0, 0, 10, 0) for _ in range(5)]
+    assert first == [same.next_s(0, 0, 10, 0) for _ in range(5)]
+    assert first != [other.next_s(0, 0, 10, 0) for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "jittered:mean=1", "constant:mean_s=0", "constant:mean_s=x", "heavy:shape=1"]
+)
+def test_a_bad_model_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match="model of compute time") as caught:
+        times.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("die:1@2.5", "die:1,2@0.5", "hang:1@2.5+30.0", "late:0@1.0+0.2", "cut:1@2.0+3.0"),
+        *("cut:1-2@2.0+3.0", "join:9@2.5", "leave:1@2.5", "restart@2.5+0.5"),
+    ],
+)
+def test_a_fault_is_spelled_as_it_is_read(text):
+    assert faults.spell(faults.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "die@1", "die:1-2@1", "hang:1@1", "cut:1-1@1+1", "restart:1@1+1", "x:1@1"]
+)
+def test_a_bad_fault_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match="not understood"):
+        faults.parse(text)
+
+
+def test_faults_of_nobody_are_refused():
+    with pytest.raises(ValueError, match="no worker 4"):
+        Setting(world=4, steps=1, faults=(faults.parse("die:4@1"),))
+    with pytest.raises(ValueError, match="there already"):
+        Setting(world=4, steps=1, faults=(faults.parse("join:3@1"),))
+
+
+def test_a_ring_costs_what_the_formula_says():
+    """2 (m - 1) alpha + 2 (m - 1) / m n / beta."""
+    network = Network(latency_s=0.001, bytes_per_s=1000.0)
+    assert network.all_reduce_s(4000, 4) == pytest.approx(6 * 0.001 + 1.5 * 4.0)
+    assert network.all_reduce_s(4000, 1) == 0
+
+
+# Runs ---------------------------------------------------------------------------------------------------
+
+
+def test_in_lockstep_a_run_takes_as_long_as_the_slowest_and_the_exchanges():
+    network = Network(latency_s=1e-3, bytes_per_s=1e6, spread=0.0)
+    setting = Setting(
+        world=4, steps=50, times=Constant(mean_s=0.1), slow=(rule("1:5"),), network=network, size_bytes=10_000
+    )
+    cluster = run(setting, lockstep(4))
+    assert cluster.stopped is None
+    begin_s = 2 * network.latency_s
+    assert cluster.progress_s == pytest.approx(begin_s + 50 * (0.5 + network.all_reduce_s(10_000, 4)))
+
+
+def test_partial_leaves_a_straggler_out_and_costs_what_the_rest_take():
+    setting = Setting(world=4, steps=200, times=Constant(mean_s=0.1), slow=(rule("1:5"),), size_bytes=0)
+    cluster = run(setting, partial(4))
+    assert cluster.stopped is None
+    assert [group.members for _, group in cluster.groups][:2] == [(0, 1, 2, 3), (0, 2, 3)]
+    detected = cluster.groups[1][1].step
+    assert detected == 14  # the fifth iteration completes the profile and is the first of ten judged
+    assert cluster.progress_s == pytest.approx(0.5 * detected + 0.1 * (200 - detected), rel=0.01)
+
+
+def test_the_same_seed_gives_the_same_run_to_the_last_event():
+    setting = Setting(
+        world=5, until_s=6.0, times=Jittered(mean_s=0.05), faults=(faults.parse("die:2@1.0"),), seed=7
+    )
+    one, other = run(setting, partial(5)), run(setting, partial(5))
+    assert one.log == other.log
+    assert len(one.log) > 200
+
+
+def test_in_lockstep_a_death_stops_the_job_by_name():
+    setting = Setting(world=3, steps=100, faults=(faults.parse("die:1@1.0"),))
+    cluster = run(setting, lockstep(3))
+    assert isinstance(cluster.stopped, Stop)
+    assert cluster.stopped.worker == 1
+
+
+def test_with_real_gradients_replicas_learn_and_end_alike():
+    problem = LeastSquares(seed=1)
+    setting = Setting(
+        world=4,
+        steps=300,
+        times=Jittered(mean_s=0.05),
+        slow=(rule("1:5@burst=40/80"),),
+        faults=(faults.parse("die:2@3.0"), faults.parse("join:4@5.0")),
+    )
+    cluster = run(setting, partial(4), problem=problem)
+    ended = [one for one in cluster.workers.values() if one.has_left]
+    assert {one.worker for one in ended} == {0, 1, 3, 4}
+    for one in ended:
+        assert np.array_equal(one.state.parameters, ended[0].state.parameters)
+    assert np.allclose(ended[0].state.parameters, problem.solution, atol=0.05)
+
+
+def test_a_worker_that_takes_part_too_much_is_caught():
+    """Break it by hand: one that goes on with a state of its own is found at the next exchange."""
+    setting = Setting(world=3, until_s=5.0, times=Constant(mean_s=0.05))
+    cluster = Cluster(setting, partial(3))
+    cluster.engine.at(1.0, lambda _: spoil(cluster))
+    with pytest.raises(ViolationError, match="different states"):
+        cluster.run()
+
+
+def spoil(cluster: Cluster) -> None:
+    cluster.workers[1].state = 12345
+
+
+def test_a_run_that_stands_still_is_caught():
+    class Silent(PartialGroups):
+        def handle(self, event: Any) -> list[Any]:
+            return [] if isinstance(event, Left | Ready) else super().handle(event)
+
+    class Deaf(Silent):
+        def handle(self, event: Any) -> list[Any]:
+            return [] if type(event).__name__ == "Lost" else super().handle(event)
+
+    setting = Setting(world=3, until_s=60.0, stuck_after_s=10.0, faults=(faults.parse("die:1@1.0"),))
+    cluster = Cluster(setting, lambda: [Assembly(3), Deaf(3)])
+    with pytest.raises(ViolationError, match="nobody has finished a step"):
+        cluster.run()
+
+
+def test_a_state_dict_at_any_point_gives_the_same_future():
+    setting = Setting(
+        world=5,
+        until_s=8.0,
+        times=Jittered(mean_s=0.05),
+        slow=(rule("1:4@burst=20/50"),),
+        faults=(faults.parse("die:2@1.0"), faults.parse("hang:3@2.0+1.0"), faults.parse("join:5@3.0")),
+        steps_per_epoch=30,
+    )
+    arguments: dict[str, Any] = {"answer_s": 0.3, "patience_s": 0.3, "monitor": "epoch_window"}
+    cluster = run(setting, partial(5, **arguments))
+    kept, later = PartialGroups(5, **arguments), PartialGroups(5, **arguments)
+    for number, (event, _) in enumerate(cluster.log):
+        kept.handle(event)
+        if number % 37 == 0:
+            later = PartialGroups(5, **arguments)
+            later.load_state_dict(kept.state_dict())
+        else:
+            later.handle(event)
+        assert later.state_dict() == kept.state_dict()
+    assert sum(len(actions) for _, actions in cluster.log) > 10

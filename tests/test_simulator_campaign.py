@@ -1,0 +1,107 @@
+"""Random clusters with random faults: what must never happen does not, whatever the seed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.events import Halt
+from offbeat.policies import Policy
+from offbeat.policies.assembly import Assembly
+from offbeat.policies.partial import PartialGroups
+from offbeat.simulator import campaign
+from offbeat.simulator.cluster import ViolationError
+
+SEEDS = 300
+
+
+@pytest.mark.parametrize("begin", range(0, SEEDS, 50))
+def test_no_fault_breaks_what_always_holds(begin):
+    """No deadlock, one idea of every exchange, equal replicas, no id twice: see `Cluster` and `check`."""
+    for seed in range(begin, begin + 50):
+        campaign.run(seed)
+
+
+def test_a_seed_is_one_case_and_one_run():
+    assert campaign.case(5) == campaign.case(5)
+    assert campaign.case(5) != campaign.case(6)
+    assert campaign.run(5).groups == campaign.run(5).groups
+
+
+def test_every_kind_of_fault_is_drawn():
+    kinds = {type(fault).__name__ for seed in range(SEEDS) for fault in campaign.case(seed).setting.faults}
+    assert kinds == {"Death", "Hang", "Late", "Cut", "Arrival", "Departure", "Restart"}
+
+
+def test_a_broken_policy_is_found_and_the_line_says_how_to_repeat_it():
+    class Hasty(PartialGroups):
+        """Never gives up an exchange."""
+
+        def handle(self, event):
+            actions = super().handle(event)
+            return [
+                Halt(generation=one.generation, abandon=False, reason=one.reason)
+                if isinstance(one, Halt)
+                else one
+                for one in actions
+            ]
+
+    def build(case: campaign.Case) -> list[Policy]:
+        return [Assembly(case.setting.world, is_open=True), Hasty(case.setting.world, **case.arguments)]
+
+    def run_them_all() -> None:
+        for seed in range(SEEDS):
+            campaign.run(seed, build)
+
+    with pytest.raises(ViolationError, match=r"again: offbeat simulate --campaign 1 --seed \d+$"):
+        run_them_all()
+
+
+def test_the_command_runs_a_campaign(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    assert main(["simulate", "--campaign", "3", "--json", str(path)]) == 0
+    figures = json.loads(path.read_text())["figures"]
+    assert (figures["runs_count"], figures["violations_count"]) == (3, 0)
+
+
+def test_the_command_simulates_strategies_as_they_are_spelled(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    options = [
+        "--slow",
+        "1:5",
+        "--steps",
+        "60",
+        "--compute",
+        "constant",
+        "--size-mb",
+        "0",
+        "--json",
+        str(path),
+    ]
+    spent = {}
+    for strategy in ("bsp", "partial:limit=5"):
+        assert main(["simulate", "--strategy", strategy, *options]) == 0
+        spent[strategy] = json.loads(path.read_text())["figures"]["simulated_s"]
+    assert spent["bsp"] == pytest.approx(30.0, rel=0.01)
+    assert spent["partial:limit=5"] < 12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--fault", "die:9@1"],
+        ["--fault", "foo"],
+        ["--compute", "x"],
+        ["--workers", "0"],
+        ["--strategy", "zz"],
+        ["--campaign", "0"],
+        ["--slow", "9:3"],
+        ["--compute", "log=nowhere"],
+        ["--seed", "-1"],
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(options, capsys):
+    assert main(["simulate", *options]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
