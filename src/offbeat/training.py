@@ -81,7 +81,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 def train(settings: Settings) -> None:
     """Train as one worker of the job that the environment describes.
 
-    After every epoch each worker reports its mean training loss, rank 0 also the test accuracy.
+    After every epoch each worker reports its mean training loss, if it had any sample, rank 0 also the test
+    accuracy.
 
     Raises:
         OffbeatError: the data are not there, or the job failed.
@@ -103,7 +104,7 @@ def train(settings: Settings) -> None:
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
                 samples += len(labels)
-            metrics = {"loss": float(loss_sum) / samples}
+            metrics = {"loss": float(loss_sum) / samples} if samples else {}  # a whole epoch may pass by
             is_last = epoch == settings.epochs - 1
             if session.worker == 0 and (is_last or settings.evaluates_each_epoch):
                 metrics["accuracy"] = accuracy(model, splits.test)
