@@ -160,6 +160,20 @@ def test_a_group_whose_step_has_not_come_is_void_when_exchanges_are_given_up():
     assert follower.turn() is Turn.OUT
 
 
+def test_groups_are_followed_in_their_order_each_from_its_step_on():
+    """Found by a campaign: the second was named before the first one's step, and the first was forgotten."""
+    follower = member()
+    follower.turn()
+    follower.hear_halt(halt(1))
+    follower.hear_group(group(1, 1, (0, 1)))
+    follower.hear_halt(halt(2))
+    follower.hear_group(group(2, 2, (0, 2)))
+    take_a_step(follower)
+    assert (follower.generation, follower.exchange_id) == (1, 1000)
+    take_a_step(follower)
+    assert (follower.generation, follower.exchange_id) == (2, 2000)
+
+
 def test_an_old_halt_is_not_answered():
     follower = member()
     assert follower.hear_halt(halt(3)) is not None

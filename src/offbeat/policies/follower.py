@@ -39,7 +39,7 @@ class Follower:
         self.worker = worker
         self.step = self.round = self.exchange_id = 0
         self.group: Group | None = None
-        self._named: Group | None = None
+        self._named: list[Group] = []  # groups whose step has not come, in order
         self._halt: Halt | None = None
         self._halted_step: int | None = None  # the step that may still be finished while halted
         self._has_begun = False
@@ -66,7 +66,7 @@ class Follower:
     @property
     def will_change(self) -> bool:
         """Whether another group has been announced or named."""
-        return self._halt is not None or self._named is not None
+        return self._halt is not None or bool(self._named)
 
     @property
     def donor(self) -> int:
@@ -83,7 +83,7 @@ class Follower:
 
     def hear_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
         """Stands still as the Halt says; returns the answer, None to one that is out of date."""
-        known = self._named or self.group
+        known = self._named[-1] if self._named else self.group
         latest = known.generation if known else 0
         if halt.generation <= (self._halt.generation if self._halt else latest):
             return None
@@ -91,7 +91,7 @@ class Follower:
         self._halted_step = self.step if self._has_begun and not halt.abandon else None
         if halt.abandon:
             self._is_void = True
-            self._named = None  # else it would hold at once, before its step
+            self._named.clear()  # else they would hold at once, before their step
         return Halted(
             now_s=now_s,
             worker=self.worker,
@@ -107,11 +107,11 @@ class Follower:
         """Takes note of the next group; one that a later Halt has made void is forgotten."""
         if self._halt is not None and group.generation < self._halt.generation:
             return
-        known = self._named or self.group
+        known = self._named[-1] if self._named else self.group
         if known is not None and group.generation <= known.generation:
             return  # said again
         self._halt = self._halted_step = None
-        self._named = group
+        self._named.append(group)
         self._adopt()
 
     def turn(self) -> Turn:
@@ -152,20 +152,22 @@ class Follower:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Puts the named group in force once its step has come, or at once where steps do not count."""
-        named = self._named
-        if named is None or (self.is_member and not self._is_void and self.step < named.step):
-            return
-        place = bisect_left(named.members, self.worker)
-        is_inside = place < len(named.members) and named.members[place] == self.worker
-        if is_inside and self.worker in named.joining:
+        """Puts named groups in force once their step has come, or at once where steps do not count."""
+        while self._named:
+            if self.is_member and not self._is_void and self.step < self._named[0].step:
+                return
+            self._follow(self._named.pop(0))
+
+    def _follow(self, group: Group) -> None:
+        place = bisect_left(group.members, self.worker)
+        self._is_inside = place < len(group.members) and group.members[place] == self.worker
+        if self._is_inside and self.worker in group.joining:
             self._needs_state = True
             self._has_begun = False
-        elif not is_inside:
+        elif not self._is_inside:
             self._needs_state = False
-        self.group, self._named = named, None
-        self._is_inside = is_inside
+        self.group = group
         if not self._needs_state:
-            self._followed = named.generation
+            self._followed = group.generation
         self._is_void = False
-        self.exchange_id = named.exchange_id
+        self.exchange_id = group.exchange_id

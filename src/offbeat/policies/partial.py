@@ -129,7 +129,8 @@ class PartialGroups:
         self._workers: dict[int, _Worker] = {}
         self._gone: set[int] = set()
         self._members: tuple[int, ...] = ()
-        self._before: tuple[int, ...] = ()  # members of the group before, until somebody follows this one
+        self._before: tuple[int, ...] = ()  # members of the group before, until all follow this one
+        self._unfollowed: set[int] = set()  # who may still be in the group before, and stays
         self._arriving: set[int] = set()  # joining members that have not been Ready yet
         self._generation = 0  # of the last Group
         self._halted_generation = 0  # of the last Halt
@@ -185,6 +186,7 @@ class PartialGroups:
             "gone": sorted(self._gone),
             "members": list(self._members),
             "before": list(self._before),
+            "unfollowed": sorted(self._unfollowed),
             "arriving": sorted(self._arriving),
             "left_after": [list(one) for one in self._left_after.items()],
             "passed": sorted(self._passed),
@@ -217,7 +219,7 @@ class PartialGroups:
         self._workers = {worker: _Worker(**known) for worker, known in state["workers"]}
         self._gone = set(state["gone"])
         self._members, self._before = tuple(state["members"]), tuple(state["before"])
-        self._arriving = set(state["arriving"])
+        self._unfollowed, self._arriving = set(state["unfollowed"]), set(state["arriving"])
         self._left_after = dict(state["left_after"])
         self._passed = set(state["passed"])
         self._generation = state["generation"]
@@ -271,9 +273,11 @@ class PartialGroups:
         if not is_asked:
             self._ready_outside(event, state)
         elif event.generation == self._generation and worker in self._member_set:
-            if self._before or worker in self._arriving:
+            if self._before or self._arriving:
                 self._arriving.discard(worker)
-                self._set_groups(self._members, ())
+                self._unfollowed.discard(worker)
+                if not self._unfollowed:
+                    self._set_groups(self._members, ())
             self._ready_inside(event, state)
         elif worker not in self._arriving:
             self._ready_inside(event, state)  # still in a step of the group before
@@ -610,6 +614,7 @@ class PartialGroups:
     ) -> None:
         before = tuple(worker for worker in self._members if worker in self._workers)
         self._set_groups(members, before)
+        self._unfollowed = set(members).intersection(before).difference(joining)
         self._arriving = set(joining)
         self._moved_s = now_s
         for worker in members:

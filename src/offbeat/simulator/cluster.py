@@ -20,6 +20,7 @@ from offbeat.events import (
     Group,
     Halt,
     Joined,
+    Left,
     Lost,
     Ready,
     Refuse,
@@ -478,8 +479,8 @@ class Cluster:
             self.engine.at(notices_s, lambda _: self._kill(fault.worker, 0.0, "it lost the coordinator"))
 
     def _mend(self, cut: frozenset[int]) -> None:
-        if self._cuts[cut] > self.engine.now_s:
-            return
+        if self._cuts.get(cut, math.inf) > self.engine.now_s:
+            return  # cut again, or mended already
         del self._cuts[cut]
         for exchange in list(self.exchanges.values()):
             exchange.unblock(cut)
@@ -502,6 +503,9 @@ class Cluster:
                 self.violated(f"a replay answers {event} otherwise")
             for action in actions:
                 self._remember(action)
+        events = [event for event, _ in self.log]
+        joined = {event.worker for event in events if isinstance(event, Joined)}
+        self._present = joined - {event.worker for event in events if isinstance(event, Lost | Left)}
         last_s = self.log[-1][0].now_s if self.log else 0.0
         self._behind_s = self.engine.now_s - last_s
         for worker in sorted(self.workers):

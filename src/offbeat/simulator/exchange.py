@@ -95,8 +95,6 @@ class Exchange:
                 )
         workers.sort(key=_id)
         weights = [weight_of[worker.worker] * worker.weight for worker in workers]
-        if not any(weights):
-            cluster.violated(f"nobody's gradients count in exchange {self.exchange_id}")
         self.mean = problem.mean([worker.gradient for worker in workers], weights, self.exchange_id)
         cluster.blocks_of(self)
         now_s, count = cluster.engine.now_s, len(workers)

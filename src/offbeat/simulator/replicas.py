@@ -24,7 +24,7 @@ class Problem(Protocol):
         """Return a worker's gradient in its `iteration`-th computation."""
 
     def mean(self, gradients: list[Gradient], weights: list[float], exchange_id: int) -> Gradient:
-        """Return the weighted mean; weights may sum to less than 1."""
+        """Return the weighted mean; weights may sum to less than 1, and to 0 if only joiners are left."""
 
     def step(self, state: State, mean: Gradient) -> State:
         """Return the state after an optimizer step."""
@@ -92,7 +92,7 @@ class LeastSquares:
 
     def mean(self, gradients: list[Any], weights: list[float], exchange_id: int) -> Any:
         """See `Problem.mean`."""
-        total = sum(weights)
+        total = sum(weights) or 1.0
         return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)
 
     def step(self, state: _Momentum, mean: Any) -> _Momentum:
