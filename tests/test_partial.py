@@ -235,6 +235,23 @@ def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
     assert only(job.ready(2, 0, generation=1), Halt).generation == 2
 
 
+def test_who_is_late_and_does_not_answer_either_is_left_out():
+    job = Job(3)
+    for worker in (0, 1):
+        job.ready(worker, 0)
+    assert only(job.tick(9.1), Halt).abandon
+    assert job.answer(0, 1, step=0, begun=True) == []
+    assert job.answer(1, 1, step=0, begun=True) == []
+    assert only(job.tick(10.2), Group).members == (0, 1)
+
+
+def test_who_leaves_while_it_is_joining_is_not_waited_for():
+    job = Job(2)
+    job.join(2)
+    settle(job, 1, (0, 1), step=0)
+    assert only(job.policy.handle(Left(now_s=0.0, worker=2, step=0)), Halt).abandon
+
+
 def test_patience_is_the_time_that_it_takes_to_class_a_straggler():
     job = Job(3, detector={"n_profile": 1, "limit": 10})
     for worker in range(3):
@@ -312,3 +329,16 @@ def test_bad_arguments_are_refused(arguments):
         PartialGroups(2, **arguments)
     with pytest.raises(ValueError):
         PartialGroups(0)
+
+
+def test_who_is_in_a_step_that_others_have_not_got_goes_on_without_them():
+    """Whichever is heard first: that it is Ready for the step, or that the others have finished before it."""
+    job = Job(2)
+    job.ready(0, 0)
+    job.ready(1, 0)
+    job.ready(1, 1)
+    _, halt = job.policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=1))
+    assert isinstance(halt, Halt)
+    assert halt.abandon
+    job.answer(0, 1, step=1)
+    assert only(job.answer(1, 1, step=1, begun=True), Group).members == (1,)

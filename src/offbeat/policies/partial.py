@@ -142,6 +142,7 @@ class PartialGroups:
         self._open: dict[int, tuple[float, int]] = {}  # round: since when, how many members are Ready for it
         self._moved_s = 0.0  # when the last Group was named
         self._exchange_id = self._step = 0  # the first ones of the last Group
+        self._begun_step = -1  # the furthest that a member was Ready for
         self._working = -1  # somebody who has not finished, as long as that is so; else looked for
         self._is_settled = False  # nothing that `_review` looks at has changed since it last did
         self._epoch_began: dict[int, int] = {}  # epoch: its first round
@@ -204,6 +205,7 @@ class PartialGroups:
             "moved_s": self._moved_s,
             "exchange_id": self._exchange_id,
             "step": self._step,
+            "begun_step": self._begun_step,
             "is_settled": self._is_settled,
             "epoch_began": [list(one) for one in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
@@ -232,6 +234,7 @@ class PartialGroups:
         self._open = {round_: (since_s, count) for round_, since_s, count in state["open"]}
         self._moved_s, self._exchange_id = state["moved_s"], state["exchange_id"]
         self._step = state["step"]
+        self._begun_step = state["begun_step"]
         self._set_groups(self._members, self._before)
         self._is_settled = state["is_settled"]
         self._epoch_began = dict(state["epoch_began"])
@@ -279,7 +282,7 @@ class PartialGroups:
                 if not self._unfollowed:
                     self._set_groups(self._members, ())
             self._ready_inside(event, state)
-        elif worker not in self._arriving:
+        elif worker not in self._arriving and event.generation != self._generation:
             self._ready_inside(event, state)  # still in a step of the group before
         else:
             self._ready_outside(event, state)
@@ -290,6 +293,7 @@ class PartialGroups:
         if round_ <= before:  # said again, to a coordinator that was started again
             return
         state.round = round_
+        self._begun_step = max(self._begun_step, event.step)
         if self._left_after:
             self._passed |= {worker for worker, steps in self._left_after.items() if steps <= event.step}
             self._is_settled = False
@@ -350,15 +354,20 @@ class PartialGroups:
         self._is_settled = False
         if not state.can_join:
             self._left_after[event.worker] = event.step
-            if event.worker in self._arriving:
-                self._arriving.discard(event.worker)
-                if event.step <= self._step:  # it has ended without the state that it was to take
-                    self._passed.add(event.worker)
+            self._arrives_no_more(event)
         if self._first_finished_s is None:
             self._first_finished_s = event.now_s
         self._why[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
         ended = self._end_epochs(event.epoch + 1)
         return ended + self._review(event.now_s) if self._passed or self._all_have_finished() else ended
+
+    def _arrives_no_more(self, event: Finished | Left) -> None:
+        if event.step <= self._begun_step:  # another has begun a step that this one will not do
+            self._passed.add(event.worker)
+        if event.worker in self._arriving:
+            self._arriving.discard(event.worker)
+            if event.step <= self._step:  # it has ended without the state that it was to take
+                self._passed.add(event.worker)
 
     def _end_epochs(self, count: int) -> list[Action]:
         """Say that the first `count` epochs are over, once a member is done with them."""
@@ -397,6 +406,7 @@ class PartialGroups:
         match event:
             case Left():
                 self._left_after[event.worker] = event.step
+                self._arrives_no_more(event)
                 why = f"worker {event.worker} has left after {event.step} steps"
             case Lost():
                 why = f"worker {event.worker} was lost: {event.cause}"
@@ -434,7 +444,7 @@ class PartialGroups:
                 self._why[worker] = f"worker {worker} has kept the others waiting for too long"
         for worker in silent:
             self._workers[worker].can_join = self._is_settled = False
-        return self._review(now_s) if silent else []
+        return (self._review(now_s) or self._see_whether_all_answered(now_s)) if silent else []
 
     def _overdue(self, now_s: float) -> list[int]:
         """Return the members that are not heard of for too long while others wait."""

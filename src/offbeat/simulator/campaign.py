@@ -198,5 +198,6 @@ def check(this: Case, cluster: Cluster) -> None:
     for one in alive:
         if now_s - one.active_s > _STUCK_S / 2 and one.doing != "computing":
             cluster.violated(f"worker {one.worker} has been {one.doing} since {one.active_s:.3f} s")
-        if not (is_changing or one.worker in stragglers or one.worker in members):
+        is_heard = one.active_s > cluster.changed_s  # since the last change, in which it was left out
+        if is_heard and not (is_changing or one.worker in stragglers or one.worker in members):
             cluster.violated(f"worker {one.worker} lives, is not slow, and is not among {members}")

@@ -256,6 +256,9 @@ class Cluster:
         if type(event) is Joined:
             if worker in self._present:
                 return
+            if self.stopped is not None:
+                self.workers[worker].end()
+                return
             self._present.add(worker)
         elif worker not in self._present:
             return
