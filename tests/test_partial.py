@@ -252,6 +252,26 @@ def test_who_leaves_while_it_is_joining_is_not_waited_for():
     assert only(job.policy.handle(Left(now_s=0.0, worker=2, step=0)), Halt).abandon
 
 
+def test_one_who_is_late_but_ahead_of_all_others_is_kept_and_not_halted_for_ever():
+    job = Job(2)
+    job.ready(0, 0)
+    job.tick(9.1)
+    job.answer(0, 1, step=0, begun=True)
+    group, halt = job.answer(1, 1, step=1)
+    assert isinstance(group, Group)
+    assert group.members == (1,)
+    assert isinstance(halt, Halt)
+    assert not halt.abandon
+
+
+def test_a_ready_that_is_said_again_is_not_judged_again():
+    """As a worker does to a coordinator that was started again."""
+    job = Job(4, detector={"n_profile": 1, "limit": 3})
+    for worker in range(4):
+        job.ready(worker, 0)
+    assert [job.ready(2, 1, compute_s=0.5) for _ in range(9)] == [[]] * 9
+
+
 def test_patience_is_the_time_that_it_takes_to_class_a_straggler():
     job = Job(3, detector={"n_profile": 1, "limit": 10})
     for worker in range(3):
