@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Dismiss,
+    EpochEnded,
     Evaluated,
     Event,
     Failed,
-    Dismiss,
-    EpochEnded,
     Finished,
     Group,
     Halt,
