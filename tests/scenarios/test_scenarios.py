@@ -42,6 +42,7 @@ def defaults(worker: str) -> dict:
         "samples": 32,
         "metrics": {},
         "epoch": 0,
+        "generation": 0,
     }
 
 
@@ -156,7 +157,7 @@ HEAD = "policies lockstep:Lockstep(world=1)\n"
     ("text", "words"),
     [
         (HEAD + "0 Joined worker=0\n", "not expected"),
-        (HEAD + "0 Joined worker=0\n -> Group round=1\n", "line 3: -> Group round=1: got"),
+        (HEAD + "0 Joined worker=0\n -> Group step=1\n", "line 3: -> Group step=1: got"),
         (HEAD + "0 Joined worker=0\n -> Stop\n", "line 3: -> Stop: got"),
         (HEAD + "0 Joined worker=0\n -> Group\n -> Stop\n", "line 4: -> Stop: there is no such action"),
         (HEAD + '0 Joined worker=0\n -> Group reason="nobody…"\n', "got"),
