@@ -388,7 +388,7 @@ def test_a_worker_that_leaves_early_is_named(culprit, how):
     for said in survivors(ended, culprit):
         assert f"worker {culprit} has left after 4 steps" in said["text"]
         assert "wants step 5: give every worker the same number of batches" in said["text"]
-        assert said["at"] == 4
+        assert said["at"] in (3, 4)  # one may still wait for the last of step 4 when another wants step 5
 
 
 def test_a_worker_that_calls_backward_twice_is_named():
