@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.work import Block, Dealt, WorkScheduler
+from offbeat.events import Block
+from offbeat.policies.work import Dealt, WorkScheduler
 
 
 def positions(*blocks: Block) -> list[int]:
@@ -37,9 +38,9 @@ def ids(dealt: list[Dealt]) -> dict[int, list[int]]:
 
 def pool(scheduler: WorkScheduler, epoch: int = 0) -> list[int]:
     """What nobody has."""
-    for number, *_, ranges in scheduler.state_dict()["epochs"]:
-        if number == epoch:
-            return sorted(position for start, stop in ranges for position in range(start, stop))
+    for one in scheduler.state_dict()["epochs"]:
+        if one["epoch"] == epoch:
+            return sorted(position for start, stop in one["pool"] for position in range(start, stop))
     return []
 
 
@@ -336,7 +337,7 @@ def test_a_worker_may_contribute_several_blocks_or_none():
     assert scheduler.contributed(0, 0, [0, 2, 4])
     assert scheduler.contributed(1, 0, [])
     scheduler.completed(0)
-    assert scheduler.state_dict()["epochs"][0][4] == 1000 - 12
+    assert scheduler.state_dict()["epochs"][0]["unused"] == 1000 - 12
 
 
 def test_survivors_of_an_abandoned_round_offer_again_what_they_have_and_the_dead_ones_blocks_go_back():
@@ -351,7 +352,7 @@ def test_survivors_of_an_abandoned_round_offer_again_what_they_have_and_the_dead
     assert scheduler.contributed(0, 5, [0])
     assert scheduler.contributed(2, 5, [2])
     scheduler.completed(5)
-    assert scheduler.state_dict()["epochs"][0][4] == 100 - 8
+    assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
 def test_what_a_lost_worker_contributed_to_a_round_that_completes_is_used():
@@ -384,7 +385,7 @@ def test_a_straggler_may_contribute_what_it_kept_to_a_later_round():
     assert scheduler.contributed(1, 3, [1])
     scheduler.completed(3)
     assert scheduler.holders(0) == (0,)
-    assert scheduler.state_dict()["epochs"][0][4] == 100 - 8
+    assert scheduler.state_dict()["epochs"][0]["unused"] == 100 - 8
 
 
 def test_what_is_revoked_does_not_count_when_it_is_contributed_also_if_dealt_to_the_same_worker_again():
