@@ -26,6 +26,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    Wants,
 )
 
 _NAMED_MAX = 16
@@ -79,7 +80,7 @@ class Assembly:
                 return self._gone(event)
             case Tick():
                 return self._tick(event.now_s)
-            case Ready() | StepTimed() | Halted() | Evaluated() | Finished():
+            case Ready() | Wants() | StepTimed() | Halted() | Evaluated() | Finished():
                 return []
             case _:
                 assert_never(event)

@@ -87,8 +87,8 @@ class WorkScheduler:
     served out of turn, because others may wait for it. Blocks hold `batch_size` positions until two hands or
     less are left; these are cut into equal parts (sizes differ by one at most), so that members who take
     equally many end the epoch in the same round, after as few rounds as there can be, and no part is much
-    less than half a batch unless the epoch is. Who joins gets as many as the others have. With fewer
-    positions than members some get none; those go on to the next epoch, and a round may mix the two.
+    less than half a batch unless the epoch is. Who joins gets as many as the others have. With fewer than two
+    positions a member some get none; those go on to the next epoch, and a round may mix the two.
 
     Source: self-scheduling with chunks of a fixed size. Compared with C. D. Polychronopoulos and D. J. Kuck,
     "Guided self-scheduling: a practical scheduling scheme for parallel supercomputers", IEEE Transactions on
@@ -136,6 +136,10 @@ class WorkScheduler:
 
     # Asking ----------------------------------------------------------------------------------------------
 
+    def __contains__(self, worker: int) -> bool:
+        """Whether the worker is or was a member or has begun an epoch, and is not lost."""
+        return worker in self._workers
+
     def finished(self, epoch: int) -> bool:
         """Whether every position of the epoch is used."""
         return self._first is not None and self._first <= epoch < self._next and epoch not in self._epochs
@@ -144,6 +148,10 @@ class WorkScheduler:
         """Return how many positions of an open epoch completed rounds have used."""
         one = self._epochs[epoch]
         return one.samples - one.unused
+
+    def open_rounds(self) -> tuple[int, ...]:
+        """Return the rounds that have contributions and are neither completed nor abandoned, ascending."""
+        return tuple(sorted(self._rounds))
 
     def unfinished(self) -> tuple[int, ...]:
         """Return the open epochs, ascending."""
@@ -280,6 +288,15 @@ class WorkScheduler:
         self._made_room(worker, one)
         return True
 
+    def taken_all(self, worker: int) -> None:
+        """Say that a worker has taken all its blocks.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        for block_id in list(self._known(worker).untaken):
+            self.taken(worker, block_id)
+
     def contributed(self, worker: int, round_: int, block_ids: Sequence[int]) -> bool:
         """Say that a worker contributes the gradient of these blocks to a round; whether it counts.
 
@@ -312,6 +329,11 @@ class WorkScheduler:
         self._made_room(worker, one)
         return True
 
+    def withdrawn(self, worker: int, round_: int) -> None:
+        """Say that a worker takes no part in a round to which it has contributed: it has the blocks again."""
+        for block in self._rounds.get(round_, {}).pop(worker, ()):
+            self._known(worker).taken[block.id] = block
+
     def completed(self, round_: int) -> None:
         """Say that the mean of a round is applied: what was contributed to it is used.
 
@@ -337,6 +359,16 @@ class WorkScheduler:
         self._use([*one.taken.values(), *one.untaken.values()])
         one.taken, one.untaken = {}, {}
         self._made_room(worker, one)
+
+    def retired(self, worker: int) -> None:
+        """Say that a worker's loop is over: it is dealt nothing, and what it has counts as used.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        self.forgone(worker)
+        self._known(worker).epoch = None
+        self._changed.add(worker)
 
     def cut(self, epoch: int) -> None:
         """Say that nobody wants the rest of an epoch: what is in its pool, or comes back, counts as used."""
@@ -581,7 +613,8 @@ class WorkScheduler:
     def _turn(self) -> tuple[list[int], list[int]]:
         """Who is to be dealt a block each, of which size: those with the fewest so far, else the starving.
 
-        A size is a batch, or an equal part of what is left if that is for this hand and the next at most.
+        A size is a batch, or an equal part of what is left if that is for this hand and the next at most, but
+        not of a single position: layers that normalise over a batch need more than one sample.
         """
         number = self._source()
         if number is None or not self._count:
@@ -601,9 +634,10 @@ class WorkScheduler:
         workers = sorted(turn)
         for parts in (extra + this_hand, extra + next_hand):
             if epoch.pooled <= parts * epoch.batch_size:
+                enough = -(-epoch.pooled // epoch.batch_size)
+                parts = min(parts, max(enough, epoch.pooled // 2))
                 least, larger = divmod(epoch.pooled, parts)
-                sizes = [least + (part < larger) for part in range(len(workers))]
-                return workers, sizes if least else sizes[:larger]
+                return workers, [least + (part < larger) for part in range(min(parts, len(workers)))]
         return workers, [epoch.batch_size] * len(workers)
 
     def _serve(self, workers: list[int], sizes: list[int], dealt: dict[int, list[Block]]) -> None:
