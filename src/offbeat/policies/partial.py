@@ -381,7 +381,8 @@ class PartialGroups:
             self._first_finished_s = event.now_s
         self._why[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
         ended = self._end_epochs(event.epoch + 1)
-        return ended + self._review(event.now_s) if self._passed or self._all_have_finished() else ended
+        is_urgent = self._passed or self._arriving or self._all_have_finished()
+        return ended + self._review(event.now_s) if is_urgent else ended
 
     def _arrives_no_more(self, event: Finished | Left) -> None:
         if event.step <= self._begun_step:  # another has begun a step that this one will not do
@@ -510,6 +511,8 @@ class PartialGroups:
             for worker in sorted(self._asked)
             if worker in self._passed or not (self._keeps_up(worker) or worker in self._left_after)
         ]
+        if self._arriving and not self._goes_on():  # they would take a step with those who take none
+            broken += sorted(self._arriving)
         if self._fence is not None:
             return self._halt(now_s, abandon=True, why=broken) if broken and not self._fence.abandon else []
         if broken:
@@ -541,17 +544,22 @@ class PartialGroups:
         """Return who should be in the group; never nobody, while anybody is there."""
         if self._all_have_finished():
             return tuple(sorted(worker for worker in self._workers if self._keeps_up(worker)))
+        goes_on = self._goes_on()
         able = [
             worker
             for worker, state in self._workers.items()
             if self._keeps_up(worker)
             and worker not in self._passed
-            and (worker in self._member_set or (state.can_join and not state.has_finished))
+            and (worker in self._member_set or (goes_on and state.can_join and not state.has_finished))
         ]
         takes_all = self._monitor == "epoch_window" and self._is_in_window
         slow = frozenset() if takes_all else self._classifier.stragglers
         wanted = [worker for worker in able if worker not in slow]
         return tuple(sorted(wanted or able))
+
+    def _goes_on(self) -> bool:
+        """Whether a member that has the state takes further steps."""
+        return any(self._is_working(member) for member in self._members if member not in self._arriving)
 
     def _all_have_finished(self) -> bool:
         if self._is_working(self._working):

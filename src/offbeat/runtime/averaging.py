@@ -220,8 +220,11 @@ class GradientAverager:
         """Says what the next backward passes count, relative to a whole batch; with 0 they leave no trace."""
         self._batch_weight = batches
         self._kept = None
-        if not batches and self._fresh_weight:
-            self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        if not batches:
+            accumulates = self._fresh_weight > 0 or self.rounds_since_step > 0
+            self._kept = [
+                p.grad.clone() if accumulates and p.grad is not None else None for p in self._parameters
+            ]
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -506,6 +509,9 @@ class GradientAverager:
                     buffers[entry - len(self._parameters)].data.copy_(view)
             if mean_weight:
                 slot.hand_out()
+        if not mean_weight:  # nobody had a sample
+            for entry, parameter in enumerate(self._parameters):
+                parameter.grad = None if self._kept is None else self._kept[entry]
 
     def _set_gradient(self, entry: int, mean: torch.Tensor) -> None:
         parameter = self._parameters[entry]
