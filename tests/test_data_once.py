@@ -196,12 +196,12 @@ def loads(rank, say, options, victim):
     return count(rank, say, dataset=Samples(), options=options, misdeed=misdeed)
 
 
-@pytest.mark.parametrize("victim", [None, 0])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 2}, {"num_workers": 1, "prefetch_factor": 4}], ids=str
+    ("options", "victim"),
+    [({}, 0), ({"num_workers": 2}, None), ({"num_workers": 1, "prefetch_factor": 4}, None)],
 )
 def test_through_a_data_loader(options, victim):
-    with job(loads, 3, options, victim, clean=victim is None) as running:
+    with job(loads, 3, options, victim) as running:
         once([one for one in running.ends() if one.rank != victim])
 
 

@@ -509,9 +509,9 @@ class GradientAverager:
                     buffers[entry - len(self._parameters)].data.copy_(view)
             if mean_weight:
                 slot.hand_out()
-        if not mean_weight:  # nobody had a sample
+        if not mean_weight and self._kept is not None:  # nobody had a sample
             for entry, parameter in enumerate(self._parameters):
-                parameter.grad = None if self._kept is None else self._kept[entry]
+                parameter.grad = self._kept[entry]
 
     def _set_gradient(self, entry: int, mean: torch.Tensor) -> None:
         parameter = self._parameters[entry]
