@@ -63,10 +63,21 @@ class Job:
         return self.cluster.ends(DEADLINE_S)
 
     def coordinator(self) -> int:
-        """The process id of the coordinator."""
-        found = [pid for pid in marked(self.mark) if "offbeat.runtime.coordinator" in command(pid)]
-        assert len(found) == 1, f"expected one coordinator, found {found}"
-        return found[0]
+        """The process id of the coordinator; where it has just been killed, of the next one."""
+        return self._coordinator_and_supervisor()[0]
+
+    def supervisor(self) -> int:
+        """The process id of what starts the coordinator again; it has to live."""
+        return self._coordinator_and_supervisor()[1]
+
+    def _coordinator_and_supervisor(self) -> tuple[int, int]:
+        limit_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < limit_s:
+            found = [pid for pid in marked(self.mark) if "offbeat.runtime.coordinator" in command(pid)]
+            for pid in found:
+                if parent(pid) in found:
+                    return pid, parent(pid)
+        raise AssertionError("there is no coordinator")
 
 
 @contextmanager
@@ -116,6 +127,13 @@ def command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return ""
+
+
+def parent(pid: int) -> int:
+    """The process id of a process's parent, 0 where it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def gone(mark: str) -> None:
