@@ -127,7 +127,7 @@ class ControlLine:
         self._endpoint.call(self._send)  # in the order in which they were said, whichever thread said them
 
     def settle(self, timeout_s: float) -> None:
-        """Waits until all that was said is written down, or the coordinator is gone, or that took too long."""
+        """Waits until all that was said is written down, unless nobody is there or that takes too long."""
         until_s = time.monotonic() + timeout_s
         self._endpoint.call(self._ask)
         with self._changed:
