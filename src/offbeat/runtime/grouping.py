@@ -70,6 +70,7 @@ class Grouping:
         self._deadline_s = deadline_s
         self._seat: Seat | None = None
         self._seat_generation = -1
+        self._exchange_id = 0  # the first that was not used in this seat
         self._handing_over: Exchange | None = None
         self._giving: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
@@ -104,20 +105,29 @@ class Grouping:
                 return self._settle() if turn is Turn.GO else None
 
     def next_exchange_id(self) -> int:
-        """An exchange id that all members use for the same exchange."""
-        self._follower.exchange_id += 1
-        return self._follower.exchange_id - 1
+        """An exchange id that all members use for the same exchange.
+
+        Where the group has changed since this seat was taken, its exchanges are abandoned: then it is an id
+        that nobody uses, and the new group's are not touched.
+        """
+        with self._member.lock:
+            if self._is_up_to_date():
+                self._follower.exchange_id += 1
+                self._exchange_id = self._follower.exchange_id
+            else:
+                self._exchange_id += 1
+            return self._exchange_id - 1
 
     @property
     def stays(self) -> bool:
         """Whether the next exchange is, as far as is known, in the same group."""
         with self._member.lock:
-            return self._seat_generation == self._follower.generation and not self._follower.will_change
+            return self._is_up_to_date() and not self._follower.will_change
 
     def finish_round(self) -> bool:
         """Counts an exchange as finished; False if it was abandoned, and then it has to be repeated."""
         with self._member.lock:
-            return self._follower.finish_round()
+            return self._is_up_to_date() and self._follower.finish_round()
 
     def finish_step(self) -> None:
         """Counts an optimizer step, and hands the state to those who join from here on."""
@@ -140,6 +150,10 @@ class Grouping:
                 exchange.abandon(error)
 
     # Within --------------------------------------------------------------------------------------------
+
+    def _is_up_to_date(self) -> bool:
+        """Whether the seat is one in the group in force."""
+        return self._seat_generation == self._follower.generation
 
     def _turn(self) -> Turn:
         with self._member.lock:
