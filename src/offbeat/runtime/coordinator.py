@@ -176,6 +176,7 @@ class Coordinator:
             while self._present or not self._is_over():
                 for event, peer in self._next():
                     self._handle(event, peer)
+            self._flush()  # a goodbye says that everything has been heard
         except Exception as error:
             with suppress(LinkError):
                 text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
