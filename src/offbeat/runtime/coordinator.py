@@ -76,6 +76,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     journal_events: int = 10_000
 
 
+_BACK_S = 15.0  # reaching a worker may take 10 s, and what it has missed has to be heard
 _TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
 
 
@@ -136,7 +137,7 @@ class Coordinator:
         self._present: set[str] = set()
         self._strangers: set[str] = set()  # turned away before they joined
         self._connections: dict[str, int] = {}  # of those who have said a tally
-        self._away: set[str] = set()  # present, and to be heard of before time passes
+        self._away: dict[str, float] = {}  # present, and to be heard of before time passes; until when
         self._expected = 0  # workers, as the one says that expects most
         self._has_started = False
         self._opened_s = self._ticked_s = self._turned_s = time.monotonic()
@@ -237,6 +238,8 @@ class Coordinator:
             return
         self._ticked_s = now_s
         self._flush()
+        for peer in [peer for peer, until_s in self._away.items() if now_s > until_s]:
+            yield self._lost(peer, f"it was not heard of again within {_BACK_S:g} s"), peer
         if not self._away:
             yield Tick(now_s=now_s), ""
 
@@ -321,7 +324,7 @@ class Coordinator:
     def _part(self, peer: str) -> None:
         self._workers[peer].is_present = False
         self._present.discard(peer)
-        self._away.discard(peer)
+        self._away.pop(peer, None)
 
     # What is told ----------------------------------------------------------------------------------------
 
@@ -370,7 +373,7 @@ class Coordinator:
     def _call_back(self, peer: str) -> None:
         """Seeks a worker that may live and not be connected; if it cannot be reached, the links say so."""
         assert self._endpoint is not None
-        self._away.add(peer)
+        self._away[peer] = time.monotonic() + _BACK_S
         worker = self._workers[peer]
         with suppress(ValueError):  # else it has as long to come by itself
             self._endpoint.introduce(peer, worker.addresses, lasting=True)
@@ -399,8 +402,7 @@ class Coordinator:
         if tally.connection > before:
             for action in unheard:
                 self._send(peer, encode_actions([action]))
-        elif peer in self._away:
-            self._away.discard(peer)
+        elif self._away.pop(peer, None) is not None:
             self._ticked_s = time.monotonic()
 
     def _restore(self) -> None:
