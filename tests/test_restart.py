@@ -209,14 +209,14 @@ def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(la
 
 def kills_when_it_leaves(rank, say, strategy):
     """Worker 1 kills the coordinator when it has said that it leaves, and that may not have been heard."""
-    settle = ControlLine.settle
+    close = member.Member.close
 
-    def kill_and_settle(self, timeout_s):
+    def kill_and_close(self):
         if rank == 1:
             kill_now()
-        settle(self, timeout_s)
+        close(self)
 
-    ControlLine.settle = kill_and_settle
+    member.Member.close = kill_and_close
     return train(rank, say, strategy, 2)
 
 
