@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import select
 import shutil
+import signal
 import tempfile
 import time
 import uuid
@@ -63,10 +64,18 @@ class Job:
         return self.cluster.ends(DEADLINE_S)
 
     def coordinator(self) -> int:
-        """The process id of the coordinator."""
-        found = [pid for pid in marked(self.mark) if "offbeat.runtime.coordinator" in command(pid)]
-        assert len(found) == 1, f"expected one coordinator, found {found}"
-        return found[0]
+        """The process id of the coordinator; where it has just been killed, of the next one."""
+        return coordinator(self.mark)[0]
+
+    def supervisor(self) -> int:
+        """The process id of what starts the coordinator again; it has to live."""
+        return coordinator(self.mark)[1]
+
+    def kill_coordinator(self) -> None:
+        """Kills the coordinator together with what would start it again."""
+        child, supervisor = coordinator(self.mark)
+        os.kill(supervisor, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
 
 
 @contextmanager
@@ -116,6 +125,24 @@ def command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return ""
+
+
+def coordinator(mark: str) -> tuple[int, int]:
+    """The process ids of the coordinator that now serves the job with this mark, and of its supervisor."""
+    limit_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < limit_s:
+        found = [pid for pid in marked(mark) if "offbeat.runtime.coordinator" in command(pid)]
+        for pid in found:
+            if parent(pid) in found:
+                return pid, parent(pid)
+    raise AssertionError("there is no coordinator")
+
+
+def parent(pid: int) -> int:
+    """The process id of a process's parent, 0 where it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def gone(mark: str) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from offbeat.errors import LinkError, WorkerError
 from offbeat.events import Failed, Joined, Left, Lost, Ready, Refuse, Start, Stop, Tick
 from offbeat.record import decode_actions, encode, read_log, replay
+from offbeat.runtime.control import Tally, encode_tally
 from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
 from offbeat.runtime.handshake import Dialler
@@ -240,6 +241,8 @@ NONSENSE = {
     ),
     "joined again": lambda peer: encode([joined(peer, 2, peer.worker)]),
     "joined as another": lambda peer: encode([joined(peer, 2, 0)]),
+    "a tally of what it was not told": lambda peer: encode_tally(Tally(0, 99, 0)),
+    "no tally": lambda peer: encode_tally(Tally(0, 0, 0)) + b"!",
 }
 MISTAKES = {  # what only a policy can judge
     "a round ahead": lambda peer: encode([ready(peer.worker, 7)]),

@@ -245,15 +245,17 @@ def test_a_worker_killed_in_the_middle_of_the_exchange_of_a_big_model_is_named(v
         assert said["waited"]
 
 
-def test_a_killed_coordinator_is_named_by_every_worker():
+def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
+    """Killed alone, it is started again: see test_restart.py."""
     with job(hangs_in_compute, 3, 1, 3) as running:
         running.said(0, 1, 2)
         killed_s = time.monotonic()
-        os.kill(running.coordinator(), signal.SIGKILL)
+        running.kill_coordinator()
         waiting = [running.end(0), running.end(2)]
         running.signal(1, signal.SIGKILL)
     for said in survivors(waiting, 1, killed_s):
         assert "lost the coordinator" in said["text"]
+        assert "nobody listens any more" in said["text"]
         assert said["waited"]
 
 

@@ -150,6 +150,21 @@ def test_the_others_go_on_when_workers_are_killed(victims):
     assert all(max(states) >= SAMPLES // BATCH // 4 * EPOCHS for states, _ in results)
 
 
+def dies_while_another_is_slow(rank, say, victim):
+    strategy = PartialAllReduce(limit=10**6)
+    return train(rank, say, strategy, 2, Misdeed(say, 4) if rank == victim else None)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(victim):
+    """The slow one has a seat in the old group when it comes to the exchange, and the new group is there."""
+    with job(dies_while_another_is_slow, 3, victim, env={"OFFBEAT_SLOW": "1:20"}) as running:
+        ended = running.ends()
+    results = values([one for one in ended if one.rank != victim])
+    agree(results)
+    assert all(max(states) == SAMPLES // BATCH // 3 * 2 for states, _ in results)
+
+
 def dies_in_the_exchange(rank, say, victim, share):
     def misdeed(session):
         if rank == victim and session.step == 5:

@@ -301,6 +301,36 @@ def test_a_deaf_address_leaves_time_for_the_next_one(node: Callable[..., Node]) 
         assert b.message() == ("a", b"hello")
 
 
+def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Callable[..., Node]) -> None:
+    a, b = node("a", connect_s=10 * DEADLINE_S), node("b")
+    b.links.close()
+    a.links.introduce("b", b.links.addresses, lasting=True)
+    a.links.send("b", b"hello")
+    lost = a.loss()
+    assert str(lost) == f"nobody listens any more at {' and '.join(b.links.addresses)}"
+    assert not lost.was_open
+
+
+def test_a_lost_peer_may_be_reached_anew_and_hears_nothing_of_before(node: Callable[..., Node]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        first = node("b", listeners=[(listener.dup(), where)])
+        a = node("a")
+        a.links.introduce("b", [where], lasting=True)
+        a.links.send("b", b"hello")
+        assert first.message() == ("a", b"hello")
+        first.links.call(lambda: 1 / 0)  # it dies; the socket listens on
+        assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
+        assert a.loss().was_open
+        a.links.send("b", b"dropped")
+        a.links.introduce("b", [where], lasting=True)
+        a.links.send("b", b"hello again")
+        second = node("b", listeners=[(listener.dup(), where)])
+        assert second.message() == ("a", b"hello again")
+        second.links.send("a", b"and hello to you")
+        assert a.message() == ("b", b"and hello to you")
+
+
 def test_a_peer_that_nobody_has_introduced_may_still_connect_in_time(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     a.links.send("b", b"hello")

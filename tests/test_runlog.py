@@ -212,12 +212,12 @@ def killed(tmp_path, who):
     path = tmp_path / "run.jsonl"
     path.touch()
     with job(train, WORKERS, str(path), 10_000, env={"OFFBEAT_SLOW": "1:2"}) as running:
-        # A coordinator that is killed loses what it has not written yet: half a second at most.
+        # Killed with what would start it again, a coordinator loses what it has not written yet: half a
+        # second at most.
         while b"StepTimed" not in path.read_bytes():
             running.said(*range(WORKERS))
-        coordinator = running.coordinator()
         if "coordinator" in who:
-            os.kill(coordinator, signal.SIGKILL)
+            running.kill_coordinator()
         for process in running.cluster.processes if "workers" in who else []:
             os.kill(process.pid, signal.SIGKILL)
         for process in running.cluster.processes:

@@ -16,11 +16,13 @@ class LinkError(OffbeatError):
 
     Attributes:
         peer: the link name of the peer, or the address dialled where the name is not known yet.
+        was_open: there was a connection, and it broke; else none came about.
     """
 
-    def __init__(self, peer: str, message: str) -> None:
+    def __init__(self, peer: str, message: str, *, was_open: bool = True) -> None:
         super().__init__(message)
         self.peer = peer
+        self.was_open = was_open
 
 
 class WorkerError(OffbeatError):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
@@ -203,9 +205,29 @@ class LogWriter:
         self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 (open until close)
         self.flush()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next event flushes what waits."""
+        return len(self._buffer) > _BUFFER_BYTES_MAX
+
+    @property
+    def size_bytes(self) -> int:
+        """How long the file is; what waits is not in it yet."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def cut(self, size_bytes: int) -> None:
+        """Go on behind the first `size_bytes` bytes; what is behind them, and what waits, is dropped.
+
+        What is no regular file (a pipe, a device) keeps what it has.
+        """
+        self._buffer.clear()
+        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.truncate(size_bytes)
+            self._file.seek(size_bytes)
+
     def event(self, event: Event) -> None:
         """Add an event that the policies are asked about."""
-        if len(self._buffer) > _BUFFER_BYTES_MAX:
+        if self.is_full:
             self.flush()
         self._write(to_plain(event))
 

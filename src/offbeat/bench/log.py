@@ -155,12 +155,16 @@ def _tell_cpu_s(session: Session) -> float:
 
 
 def _coordinators() -> list[int]:
-    """The coordinators that this process has started."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"offbeat.runtime.coordinator" in _command_of(pid)]
+    """The coordinators that this process has started, and the processes that they run in."""
+    found = [pid for pid in _children(os.getpid()) if b"offbeat.runtime.coordinator" in _command_of(pid)]
+    return found + [child for pid in found for child in _children(pid)]
 
 
-def _command_of(pid: str) -> bytes:
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 

@@ -5,7 +5,7 @@ process, however that ends, reaches exactly as far as the network namespace, and
 permissions would keep other users from connecting; but the handshake does that, as it does for TCP.
 
 This module never sends or receives a byte and never blocks, but for looking up the name of a host in
-`resolve` and `listen_tcp`.
+`resolve`, `listen` and `listen_tcp`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,31 @@ def this_host() -> str:
         return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return f"{socket.gethostname()}.{uuid.getnode():x}"
+
+
+def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[socket.socket, str]]:
+    """Listen wherever a node does; return the sockets and their addresses, best first.
+
+    Args:
+        host: the address to listen on with TCP, and to tell others; None for no TCP.
+        port: to listen on; 0 for any free one.
+        unix: also listen on a Unix socket, where there are nameless ones (Linux).
+
+    Raises:
+        ValueError: `host` stands for every address, which nobody can dial.
+        OSError: an address cannot be bound.
+    """
+    found: list[tuple[socket.socket, str]] = []
+    try:
+        if host is not None:
+            found.append(listen_tcp(host, port))
+        if unix and HAS_UNIX:
+            found.insert(0, listen_unix())
+    except BaseException:
+        for sock, _ in found:
+            sock.close()
+        raise
+    return found
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:

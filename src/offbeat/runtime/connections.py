@@ -60,6 +60,7 @@ class Peer:
     inbox: Inbox
     outbox: Outbox = field(default_factory=lambda: Outbox(TCP_FRAME_BYTES))
     addresses: tuple[Address, ...] = ()
+    lasting: bool = False  # it listens there for as long as it lives
     link: Link | None = None
     dial: Dial | None = None
     parked: list[Link] = field(default_factory=list)  # proved who they are and wait for WELCOME

@@ -70,6 +70,7 @@ class Grouping:
         self._deadline_s = deadline_s
         self._seat: Seat | None = None
         self._seat_generation = -1
+        self._exchange_id = 0  # the first that was not used in this seat
         self._handing_over: Exchange | None = None
         self._giving: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
@@ -93,39 +94,54 @@ class Grouping:
             WorkerError: the job failed, or no group was named in time.
         """
         while True:
-            turn = self._turn()
+            with self._member.lock:
+                turn, group = self._follower.turn(), self._follower.group
             if turn is Turn.WAIT and wait:
                 self._member.wait_for(
-                    lambda: self._turn() is not Turn.WAIT, self._deadline_s, "the next group"
+                    lambda: self._follower.turn() is not Turn.WAIT, self._deadline_s, "the next group"
                 )
             elif turn is Turn.TAKE and wait and may_take:
                 self._take()
+            elif turn is Turn.GO:
+                assert group is not None
+                return self._settle(group)
             else:
-                return self._settle() if turn is Turn.GO else None
+                return None
 
     def next_exchange_id(self) -> int:
-        """An exchange id that all members use for the same exchange."""
-        self._follower.exchange_id += 1
-        return self._follower.exchange_id - 1
+        """An exchange id that all members use for the same exchange.
+
+        Where the group has changed since this seat was taken, its exchanges are abandoned: then it is an id
+        that nobody uses, and the new group's are not touched.
+        """
+        with self._member.lock:
+            if self._is_up_to_date():
+                self._follower.exchange_id += 1
+                self._exchange_id = self._follower.exchange_id
+            else:
+                self._exchange_id += 1
+            return self._exchange_id - 1
 
     @property
     def stays(self) -> bool:
         """Whether the next exchange is, as far as is known, in the same group."""
         with self._member.lock:
-            return self._seat_generation == self._follower.generation and not self._follower.will_change
+            return self._is_up_to_date() and not self._follower.will_change
 
     def finish_round(self) -> bool:
         """Counts an exchange as finished; False if it was abandoned, and then it has to be repeated."""
         with self._member.lock:
-            return self._follower.finish_round()
+            return self._is_up_to_date() and self._follower.finish_round()
 
     def finish_step(self) -> None:
         """Counts an optimizer step, and hands the state to those who join from here on."""
         with self._member.lock:
             self._follower.finish_step()
-            if not self._follower.is_member or self._seat_generation == self._follower.generation:
+            group = self._follower.group
+            if not self._follower.is_member or self._is_up_to_date():
                 return
-        self._settle()
+        assert group is not None
+        self._settle(group)
 
     def settle_at_the_end(self) -> None:
         """Gives or takes the final state, as the last group says, and is done when that is."""
@@ -141,19 +157,20 @@ class Grouping:
 
     # Within --------------------------------------------------------------------------------------------
 
-    def _turn(self) -> Turn:
-        with self._member.lock:
-            return self._follower.turn()
+    def _is_up_to_date(self) -> bool:
+        """Whether the seat is one in the group in force."""
+        return self._seat_generation == self._follower.generation
 
-    def _settle(self) -> Seat:
-        """The seat in the group in force, opened if it is new."""
-        group = self._follower.group
-        assert group is not None
+    def _settle(self, group: Group) -> Seat:
+        """The seat in a group that was in force a moment ago, opened if it is new."""
         if group.generation != self._seat_generation:
             self._leave_seat()
-            # Not from what is counted: a bucket may just have been launched in the group before.
-            self._follower.exchange_id = group.exchange_id + StateCopier.IDS
-            if self._follower.joiners:
+            joiners: tuple[int, ...] = ()
+            with self._member.lock:
+                if self._follower.group is group:
+                    self._follower.exchange_id += StateCopier.IDS
+                    joiners = self._follower.joiners
+            if joiners:
                 self._hand_over(group)
             self._sit_down(group)
         assert self._seat is not None
@@ -167,6 +184,7 @@ class Grouping:
         self._seat = Seat(exchange=exchange, position=position, size=size, weight=weight)
         self._seat_generation = group.generation
         self._end_with_the_job(exchange)
+        self._end_if_overtaken(exchange, group)
 
     def _leave_seat(self) -> None:
         if self._seat is not None:
@@ -175,9 +193,10 @@ class Grouping:
 
     def _hand_over(self, group: Group) -> None:
         """Sends the state in the background; it does not change before those who join have it."""
-        exchange = self._open_exchange([self._follower.donor, *group.joining])
+        exchange = self._open_exchange([self._follower.worker, *group.joining])
         self._handing_over = exchange
         self._end_with_the_job(exchange)
+        self._end_if_overtaken(exchange, group)
         round_ = self._follower.round
 
         def give() -> None:
@@ -196,10 +215,7 @@ class Grouping:
         exchange = self._open_exchange([donor, *group.joining])
         self._handing_over = exchange
         self._end_with_the_job(exchange)
-        with self._member.lock:
-            has_changed = self._follower.is_void or self._follower.group is not group
-        if has_changed:
-            exchange.abandon(_regrouped())
+        self._end_if_overtaken(exchange, group)
         position = 1 + group.joining.index(self._follower.worker)
         with suppress(RegroupedError):
             round_ = self._copy_state(exchange, position, group.exchange_id, 0)
@@ -213,6 +229,13 @@ class Grouping:
         """Ends a new exchange at once where the job failed before it could be seen here."""
         if self._member.failure is not None:
             exchange.abandon(self._member.failure)
+
+    def _end_if_overtaken(self, exchange: Exchange, group: Group) -> None:
+        """Ends a new exchange at once where its group was given up before it could be seen here."""
+        with self._member.lock:
+            has_changed = self._follower.is_void or self._follower.group is not group
+        if has_changed:
+            exchange.abandon(_regrouped())
 
     def _abandon(self) -> None:
         """Hears, in the links' thread, that exchanges under way cannot be finished."""

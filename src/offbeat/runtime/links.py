@@ -72,6 +72,7 @@ class Endpoint:
         host: the address to listen on with TCP, and to tell others; None for no TCP.
         port: to listen on; 0 for any free one.
         unix: also listen on a Unix socket, for peers on this host (Linux).
+        listeners: sockets that listen already, with their addresses, in place of `host`, `port` and `unix`.
         beat_s: how often something is sent at least.
         silent_s: a peer from whom nothing came for so long is lost.
         connect_s: how long reaching a peer may take, retries and handshake included.
@@ -101,6 +102,7 @@ class Endpoint:
         host: str | None = "127.0.0.1",
         port: int = 0,
         unix: bool = True,
+        listeners: Sequence[tuple[socket.socket, str]] | None = None,
         beat_s: float = 1.0,
         silent_s: float = 10.0,
         connect_s: float = 10.0,
@@ -140,16 +142,22 @@ class Endpoint:
             connect_s=connect_s,
             peer=self._peer,
             opened=self._opened,
-            failed=self._lose,
+            failed=partial(self._lose, was_open=False),
             refused=on_refused,
         )
-        self.addresses = self._listen(host, port, unix)
+        self.addresses = self._listen(host, port, unix, listeners)
         self._loop.later(beat_s, self._tick)
         self._loop.start()
         _keep_from_children(self)
 
-    def introduce(self, peer: str, addresses: Sequence[str]) -> None:
+    def introduce(self, peer: str, addresses: Sequence[str], *, lasting: bool = False) -> None:
         """Say where a peer is, best address first; one that was lost may be dialled anew.
+
+        Args:
+            peer: its name.
+            addresses: where it listens.
+            lasting: it listens there for as long as it lives, so where all its addresses refuse a connection
+                it is lost at once; else it may still begin to listen within `connect_s`.
 
         Raises:
             ValueError: an address or the name makes no sense.
@@ -157,7 +165,7 @@ class Endpoint:
         parsed = tuple(places.parse(address) for address in addresses)
         if any(address.name and not address.why_unusable() for address in parsed):
             self._has_neighbours = True
-        self._hand_over(self._introduce, self._checked(peer), parsed)
+        self._hand_over(self._introduce, self._checked(peer), parsed, lasting)
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return zeroed memory whose bytes peers on this host can read where they lie.
@@ -335,9 +343,9 @@ class Endpoint:
             peer = self._peers[name] = Peer(name, Inbox(self._forgotten))
         return peer
 
-    def _introduce(self, name: str, addresses: tuple[places.Address, ...]) -> None:
+    def _introduce(self, name: str, addresses: tuple[places.Address, ...], lasting: bool) -> None:
         peer = self._peer(name)
-        peer.addresses = addresses
+        peer.addresses, peer.lasting = addresses, lasting
         peer.gone = False
         self._opening.introduced(peer)
 
@@ -625,12 +633,12 @@ class Endpoint:
                 self._schedule(peer)
             link.spoke = False
 
-    def _lose(self, peer: Peer, text: str) -> None:
+    def _lose(self, peer: Peer, text: str, *, was_open: bool = True) -> None:
         """The peer is gone without a goodbye, or cannot be reached."""
         self._part(peer)
         peer.inbox.clear()
         if not self._closing:
-            self._on_lost(LinkError(peer.name, text))
+            self._on_lost(LinkError(peer.name, text, was_open=was_open))
         self._opening.freed(peer)
 
     def _leave(self, peer: Peer) -> None:
@@ -688,22 +696,21 @@ class Endpoint:
                 raise error
             self._on_error(error)
 
-    def _listen(self, host: str | None, port: int, unix: bool) -> tuple[str, ...]:
-        found: list[str] = []
+    def _listen(
+        self,
+        host: str | None,
+        port: int,
+        unix: bool,
+        listeners: Sequence[tuple[socket.socket, str]] | None,
+    ) -> tuple[str, ...]:
         try:
-            if host is not None:
-                sock, address = places.listen_tcp(host, port)
-                self._opening.listen(sock)
-                found.append(address)
-            if unix and places.HAS_UNIX:
-                sock, address = places.listen_unix()
-                self._opening.listen(sock)
-                found.insert(0, address)
+            found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
-            self._opening.shut()
             self._loop.abandon()
             raise
-        return tuple(found)
+        for sock, _ in found:
+            self._opening.listen(sock)
+        return tuple(address for _, address in found)
 
     def abandon(self) -> None:
         """Close this process's copies of all sockets; for a forked child, which has no I/O thread.

@@ -11,7 +11,7 @@ from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.events import Deal, Dismiss, EpochEnded, Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
 from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
-from offbeat.record import decode_actions, encode
+from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.rendezvous import START_DEADLINE_S, Meeting
@@ -19,6 +19,7 @@ from offbeat.runtime.rendezvous import START_DEADLINE_S, Meeting
 _COORDINATOR_SAYS_MORE_S = 1.0
 _ANSWER_MARGIN_S = 5.0
 _GOODBYE_S = 5.0
+_LAST_WORD_S = 20.0  # the coordinator may be silent for 10 s, and then has 10 s to be reached again
 
 
 class Member:
@@ -60,6 +61,7 @@ class Member:
         self.is_dismissed = False
         self.on_abandon: Callable[[], None] = _do_nothing
         self._survives = survives
+        self._is_closing = False
         self.failure: WorkerError | None = None
         self.coordinator_knows = False
         self._on_failure = on_failure
@@ -75,11 +77,13 @@ class Member:
             on_message=self._hear,
             on_lost=self._lose,
             on_left=self._miss,
-            on_error=lambda error: self._fail(WorkerError(f"the links of worker {worker} failed: {error!r}")),
+            on_error=self._fail_with_the_links,
             host=meeting.host,
             silent_s=silent_s,
         )
-        self.endpoint.introduce(Coordinator.NAME, meeting.coordinator)
+        self._line = ControlLine(
+            self.endpoint, Coordinator.NAME, meeting.coordinator, on_gone=self._lose_coordinator
+        )
 
     def join(self, *, world: int, place: str, model: tuple[str, ...], strategy: str) -> Start:
         """Asks to take part and waits until everybody is here.
@@ -115,7 +119,7 @@ class Member:
 
     def tell(self, *events: Event) -> None:
         """Sends events to the coordinator, which puts its own time on them; never blocks."""
-        self.endpoint.send(Coordinator.NAME, encode(events))
+        self._line.tell(*events)
 
     def check(self) -> None:
         """Raises the job's failure, if there is one."""
@@ -134,7 +138,9 @@ class Member:
 
     def close(self) -> None:
         """Hands out what is still queued, unless nobody waits for it, and closes every link in order."""
+        self._is_closing = True
         if not self.coordinator_knows:
+            self._line.settle(_LAST_WORD_S)
             self.endpoint.flush(_GOODBYE_S)
         self.endpoint.close()
 
@@ -157,7 +163,7 @@ class Member:
         if peer != Coordinator.NAME:
             return
         try:
-            actions = decode_actions(payload)
+            actions = self._line.hear(payload)
         except ProtocolError as error:
             self._fail(WorkerError(f"the coordinator said something that is not understood: {error}"))
             return
@@ -206,22 +212,38 @@ class Member:
 
     def _lose(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
-            self._lose_coordinator(str(error))
+            self._line.lost(error)
         elif error.peer in self._peers and not self._survives:
             worker = self._peers[error.peer]
-            failure = WorkerError(f"worker {worker} was lost: {error}", worker=worker)
-            later = threading.Timer(_COORDINATOR_SAYS_MORE_S, self._fail, [failure])
-            later.daemon = True
-            later.start()
+            self._fail_soon(WorkerError(f"worker {worker} was lost: {error}", worker=worker))
+
+    def _fail_soon(self, error: WorkerError) -> None:
+        """Fails unless the coordinator, which knows more, says so first; waits while it is started again."""
+
+        def fail() -> None:
+            if self._line.is_open:
+                self._fail(error)
+            elif self.failure is None:
+                self._fail_soon(error)
+
+        later = threading.Timer(_COORDINATOR_SAYS_MORE_S, fail)
+        later.daemon = True
+        later.start()
 
     def _miss(self, peer: str) -> None:
         """A peer has left in order; the coordinator does so before its workers only if it fails."""
         if peer == Coordinator.NAME:
-            self._lose_coordinator("it ended before the job did; see what it wrote where rank 0 runs")
+            self._line.left()
 
     def _lose_coordinator(self, cause: str) -> None:
+        if self._is_closing:  # the coordinator ends when it has heard the last worker
+            return
         self.coordinator_knows = True
         self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {cause}"))
+
+    def _fail_with_the_links(self, error: BaseException) -> None:
+        self._line.abandon()
+        self._fail(WorkerError(f"the links of worker {self.worker} failed: {error!r}"))
 
     def _fail(self, error: WorkerError) -> None:
         with self._changed:

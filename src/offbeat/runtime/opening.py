@@ -28,6 +28,7 @@ from offbeat.runtime.loop import READ, WRITE, Loop
 MAX_HALF_OPEN = 64
 RETRY_S = 0.1
 NO_DESCRIPTORS_PAUSE_S = 1.0
+REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 
 
 class Opening:
@@ -148,6 +149,12 @@ class Opening:
             dial.whys[address.text] = why
         if dial.hopeless:
             self._fail(peer, dial, self._cannot_reach(peer, dial))
+        elif peer.lasting and all(
+            dial.whys.get(address.text) == REFUSED
+            for address in peer.addresses
+            if address.why_unusable() is None
+        ):
+            self._fail(peer, dial, f"nobody listens any more at {_listed(peer)}")
         else:
             self._loop.later(RETRY_S, partial(self._round, peer, dial))
 
@@ -387,6 +394,10 @@ class Opening:
             return _why(error)
         link.reader.received(n)
         return None if n else "the connection was closed during the handshake"
+
+
+def _listed(peer: Peer) -> str:
+    return " and ".join(address.text for address in peer.addresses)
 
 
 def _why(error: OSError) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import os
 import queue
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -139,7 +141,7 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     process.stdin.write(msgspec.json.encode(configuration) + b"\n")
     process.stdin.close()
     if not select.select([process.stdout], [], [], _COORDINATOR_START_S)[0]:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its child too
         raise OffbeatError(f"the coordinator did not answer within {_COORDINATOR_START_S:g} s of its start")
     line = process.stdout.readline()
     process.stdout.close()

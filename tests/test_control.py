@@ -1,0 +1,293 @@
+"""Promises of the control path between a worker and a coordinator: each event and each action once, in order.
+
+First the worker's line against a coordinator played by hand, then a real coordinator that kills itself.
+"""
+
+import queue
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from nodes import DEADLINE_S, Node, node
+from offbeat.errors import ProtocolError
+from offbeat.events import EpochEnded, Group, Left, Start, StepTimed, Tick
+from offbeat.record import decode_events, encode_actions, read_log, replay
+from offbeat.runtime.control import TALLY_EVERY, ControlLine, Tally, decode_tally, encode_tally
+from offbeat.runtime.coordinator import Coordinator
+from test_coordinator import coordinator, joined, ready
+
+__all__ = ["node"]
+
+
+class Worker:
+    """A worker's links and its line to the coordinator, and what it has heard."""
+
+    def __init__(self, name, addresses, worker=0):
+        self.heard, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
+        self.worker = worker
+        self.node = Node(
+            name,
+            on_message=lambda _, payload: self.hear(payload),
+            on_lost=lambda error: self.line.lost(error),
+            on_left=lambda _: self.line.left(),
+        )
+        self.links = self.node.links
+        self.name = self.links.name
+        self.line = ControlLine(self.links, Coordinator.NAME, addresses, on_gone=self.gone.put)
+
+    def hear(self, payload):
+        for action in self.line.hear(payload):
+            self.heard.put(action)
+
+    def action(self):
+        return self.heard.get(timeout=DEADLINE_S)
+
+    def joins(self, world):
+        self.line.tell(joined(self, world, self.worker))
+        return self
+
+    def leaves(self, step):
+        self.line.tell(Left(now_s=0.0, worker=self.worker, step=step))
+        self.line.settle(DEADLINE_S)
+        self.links.close()
+
+
+class ByHand:
+    """What a coordinator would say, at an address that outlives it."""
+
+    def __init__(self, node):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self._node = node
+        self.start()
+
+    def start(self):
+        listeners = [(self.listener.dup(), self.address)]
+        self.node = self._node(Coordinator.NAME, listeners=listeners)
+
+    def dies(self):
+        self.node.links.call(lambda: 1 / 0)
+        assert isinstance(self.node.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
+
+    def hear(self):
+        """The next thing that the worker says: a tally, or the rounds of its Readys."""
+        payload = self.node.message()[1]
+        tally = decode_tally(payload)
+        return tally if tally is not None else [event.round for event in decode_events(payload, 0.0)]
+
+    def say(self, thing):
+        payload = encode_tally(thing) if isinstance(thing, Tally) else encode_actions(thing)
+        self.node.links.send("w0", payload)
+
+
+def actions(*epochs):
+    return [EpochEnded(epoch=epoch, reason="") for epoch in epochs]
+
+
+@pytest.fixture
+def by_hand(node):
+    by_hand = ByHand(node)
+    worker = Worker("w0", [by_hand.address])
+    yield by_hand, worker
+    worker.links.close()
+    by_hand.listener.close()
+
+
+def test_after_a_loss_it_says_again_what_is_not_recorded_and_nothing_else(by_hand):
+    other, worker = by_hand
+    worker.line.tell(ready(0, 0), ready(0, 1))
+    worker.line.tell(ready(0, 2), ready(0, 3), ready(0, 4))
+    worker.line.tell(ready(0, 5))
+    assert [other.hear() for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
+    other.dies()
+    other.start()
+    assert other.hear() == Tally(1, 0, 6)
+    worker.line.tell(ready(0, 6))
+    other.say(Tally(1, 3, 0))
+    assert [other.hear() for _ in range(4)] == [[3, 4], [5], [6], Tally(1, 0, 7)]
+
+
+def test_it_says_that_it_is_back_when_it_has_heard_what_it_missed_and_answered(by_hand):
+    other, worker = by_hand
+    worker.line.tell(ready(0, 0))
+    assert other.hear() == [0]
+    other.say(actions(0, 1))
+    assert [worker.action().epoch for _ in range(2)] == [0, 1]
+    other.dies()
+    other.start()
+    assert other.hear() == Tally(1, 2, 1)
+    other.say(Tally(1, 1, 4))
+    other.say(actions(2))
+    assert worker.action().epoch == 2
+    worker.line.tell(ready(0, 1))
+    other.say(actions(3))
+    assert [other.hear() for _ in range(2)] == [[1], Tally(1, 4, 2)]
+
+
+def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
+    other, worker = by_hand
+    worker.line.tell(ready(0, 0), ready(0, 1))
+    assert other.hear() == [0, 1]
+    other.dies()
+    other.start()
+    assert other.hear() == Tally(1, 0, 2)
+    other.say(actions(0))
+    other.say(Tally(0, 2, 0))
+    other.say(Tally(1, 0, 1))
+    other.say(actions(7))
+    assert worker.action().epoch == 7
+    assert [other.hear() for _ in range(2)] == [[0, 1], Tally(1, 1, 2)]
+
+
+def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
+    other, worker = by_hand
+    lock = threading.Lock()
+    rounds = iter(range(3000))
+
+    def say():
+        while True:
+            with lock:
+                round_ = next(rounds, None)
+                if round_ is None:
+                    return
+                worker.line.tell(ready(0, round_))
+
+    threads = [threading.Thread(target=say) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    worker.links.call(say)
+    heard = []
+    while len(heard) < 3000:
+        said = other.hear()
+        heard += said if isinstance(said, list) else []
+    assert heard == list(range(3000))
+
+
+def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
+    _, worker = by_hand
+    worker.line.tell(ready(0, 0))
+    for heard in (2, 10**6):
+        with pytest.raises(ProtocolError, match="expected between 0 and 1 events"):
+            worker.line.hear(encode_tally(Tally(0, heard, 0)))
+
+
+def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
+    other, worker = by_hand
+    worker.line.tell(ready(0, 0))
+    assert other.hear() == [0]
+    other.listener.close()
+    other.dies()
+    gone = worker.gone.get(timeout=DEADLINE_S)
+    assert gone == f"coordinator closed the connection, and nobody listens any more at {other.address}"
+    worker.line.settle(DEADLINE_S)
+    assert worker.gone.empty()
+
+
+# A real coordinator ---------------------------------------------------------------------------------------
+
+DIES_AT = """
+import os, signal
+from offbeat.runtime.coordinator import Coordinator
+send, at = Coordinator._send, {at}
+def send_or_die(self, peer, payload):
+    flag = os.open({flag!r}, os.O_RDWR | os.O_CREAT)
+    {before}
+    send(self, peer, payload)
+    {after}
+def count(flag):
+    os.write(flag, b'.') if os.lseek(flag, 0, os.SEEK_END) <= at else None
+    return os.lseek(flag, 0, os.SEEK_END)
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+Coordinator._send = send_or_die
+"""
+TURN = "if count(flag) == at and not os.path.exists({done!r}): open({done!r}, 'w'); {extra}die()"
+
+
+@contextmanager
+def coordinator_that_dies(tmp_path, world, at, when, **options):
+    """A coordinator that kills itself before or after it hands its message number `at` to the links."""
+    done = str(tmp_path / "done")
+    wait = "self._endpoint.flush(10); " if when == "after" else "self.journal.flush(); "
+    turn = TURN.format(done=done, extra=wait)
+    lines = {"before": "pass", "after": "pass"} | {when: turn}
+    prelude = DIES_AT.format(at=at, flag=str(tmp_path / "flag"), **lines)
+    with coordinator(world, tmp_path / "log", prelude=prelude, **options) as process:
+        yield process
+
+
+@pytest.mark.parametrize("journal_events", [1, 10_000])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_who_is_killed_while_it_tells_has_told_everybody_once(at, when, journal_events, tmp_path):
+    """The last of three joins, and is the reason for a Start and a Group to each of them."""
+    with coordinator_that_dies(tmp_path, 3, at, when, journal_events=journal_events) as process:
+        workers = [Worker(f"w{number}", process.addresses, number).joins(3) for number in range(3)]
+        for worker in workers:
+            assert isinstance(worker.action(), Start)
+            assert isinstance(worker.action(), Group)
+            worker.line.tell(ready(worker.worker))
+        for worker in workers:
+            assert worker.gone.empty()
+            worker.leaves(1)
+            assert worker.heard.empty()
+        code, errors = process.ended()
+        assert code == 0
+        assert errors.count("it is started again") == 1
+    log = read_log(tmp_path / "log")
+    assert replay(log) is None
+    assert sum(isinstance(entry, Left) for entry in log.entries) == 3
+
+
+def test_no_time_passes_until_all_are_back(tmp_path):
+    with coordinator_that_dies(tmp_path, 2, 2, "after", tick_s=0.01) as process:
+        workers = [Worker(f"w{number}", process.addresses, number) for number in range(2)]
+        held, is_held = threading.Event(), threading.Event()
+        report_back = workers[1].line._report_back
+
+        def hold_back():
+            if workers[1].line._owed is not None and not held.is_set():
+                is_held.set()
+            else:
+                report_back()
+
+        workers[1].line._report_back = hold_back
+        for worker in workers:
+            worker.joins(2)
+        assert is_held.wait(DEADLINE_S)
+        for number in range(200):
+            workers[0].line.tell(timed(number))
+            workers[0].line.settle(DEADLINE_S)
+        held.set()
+        workers[1].links.call(report_back)
+        for worker in workers:
+            worker.leaves(0)
+        assert process.ended()[0] == 0
+    entries = read_log(tmp_path / "log").entries
+    steps = [number for number, entry in enumerate(entries) if isinstance(entry, StepTimed)]
+    assert len(steps) == 200
+    assert not any(isinstance(entry, Tick) for entry in entries[steps[0] : steps[-1]])
+    assert entries[steps[-1]].now_s - entries[steps[0]].now_s > 2 * 0.01
+
+
+def timed(step):
+    times_s = dict.fromkeys(
+        ("batch_s", "compute_s", "apply_s", "communicate_s", "wait_s", "other_s", "wall_s"), 0.0
+    )
+    return StepTimed(now_s=0.0, worker=0, step=step, samples=0, **times_s)
+
+
+def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_was_heard(tmp_path):
+    """Else a tally could not be refused that takes back what was heard."""
+    with coordinator(1, tmp_path / "log") as process:
+        worker = Worker("w0", process.addresses).joins(1)
+        assert isinstance(worker.action(), Start)
+        assert isinstance(worker.action(), Group)
+        for number in range(TALLY_EVERY):
+            worker.line.tell(timed(number))
+        worker.line.settle(DEADLINE_S)
+        worker.links.send(Coordinator.NAME, encode_tally(Tally(0, 0, 0)))
+        assert "expected between 2 and 2 actions to be heard, got 0" in worker.action().reason
+        worker.links.close()
+        assert process.ended()[0] == 0

@@ -1,0 +1,116 @@
+"""Promises of the journal: what was flushed is there for the next process, wherever its writer was killed."""
+
+import os
+import random
+import signal
+import struct
+
+import pytest
+
+from offbeat.runtime.journal import Journal
+
+RECORDS = [random.Random(number).randbytes(number % 50) for number in range(200)]
+
+
+def fresh(write):
+    """What a process finds in a journal that another one has written."""
+    journal = Journal()
+    child = os.fork()
+    if not child:
+        try:
+            write(journal)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return journal
+
+
+def test_what_was_flushed_is_found_and_what_was_not_is_not():
+    def write(journal):
+        for record in RECORDS[:20]:
+            journal.add(record)
+        journal.flush()
+        journal.add(b"not flushed")
+
+    assert fresh(write).read() == (b"", RECORDS[:20])
+
+
+def test_a_snapshot_takes_the_place_of_everything_before_it():
+    def write(journal):
+        for number, record in enumerate(RECORDS):
+            journal.add(record)
+            if number % 30 == 29:
+                journal.renew(b"snapshot %d" % number)
+        journal.flush()
+
+    journal = fresh(write)
+    assert journal.read() == (b"snapshot 179", RECORDS[180:])
+    assert journal.records == 20
+
+
+@pytest.mark.parametrize("snapshot", [b"", b"a snapshot"])
+def test_wherever_it_was_cut_the_records_before_are_whole_and_it_goes_on_behind_them(snapshot):
+    begin = 16 + len(snapshot)
+    lengths = [4 + len(record) for record in RECORDS[:4]]
+    for length in range(begin, begin + sum(lengths) + 1):
+        journal = Journal()
+        journal.renew(snapshot)
+        for record in RECORDS[:4]:
+            journal.add(record)
+        journal.flush()
+        os.ftruncate(journal._files[journal._active], length)
+        whole = sum(begin + sum(lengths[: count + 1]) <= length for count in range(4))
+        assert journal.read() == (snapshot, RECORDS[:whole])
+        journal.add(b"and on")
+        journal.flush()
+        assert journal.read() == (snapshot, [*RECORDS[:whole], b"and on"])
+
+
+def test_a_snapshot_that_was_not_finished_is_none():
+    journal = Journal()
+    journal.renew(b"the first")
+    journal.add(b"a record")
+    journal.flush()
+    os.pwrite(journal._files[1 - journal._active], b"half a snapsh", 16)
+    assert journal.read() == (b"the first", [b"a record"])
+    journal.renew(b"the second")
+    assert journal.read() == (b"the second", [])
+
+
+def test_a_writer_killed_anywhere_leaves_what_it_had_flushed():
+    """It counts in records and in snapshots, and says on a pipe how far it has flushed."""
+    for _ in range(30):
+        journal = Journal()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            for number in range(10**9):
+                journal.add(struct.pack("<Q", number) * 100)
+                journal.flush()
+                if number % 7 == 0:
+                    journal.renew(struct.pack("<Q", number) * 100)
+                os.write(writing, struct.pack("<Q", number))
+        os.close(writing)
+        for _ in range(random.randrange(1, 60)):
+            (said,) = struct.unpack("<Q", os.read(reading, 8))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while data := os.read(reading, 8):
+            (said,) = struct.unpack("<Q", data)
+        os.close(reading)
+        snapshot, records = journal.read()
+        numbers = [struct.unpack("<Q", one[:8])[0] for one in ([snapshot] if snapshot else []) + records]
+        assert all(len(one) == 800 for one in records)
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert numbers[-1] in (said, said + 1)
+
+
+def test_it_stays_small_and_leaves_nothing_in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    journal = Journal()
+    for number in range(10_000):
+        journal.add(bytes(100))
+        if number % 100 == 0:
+            journal.renew(bytes(1000))
+        assert sum(journal.size_bytes) < 20_000
+    assert not list(tmp_path.iterdir())

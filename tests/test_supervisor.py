@@ -1,0 +1,95 @@
+"""Promises of the supervisor: a child that is killed is started again, one that ends by itself is not."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from offbeat.runtime.supervisor import DEATHS_MAX
+
+DEADLINE_S = 60
+PRELUDE = """
+import os, signal, sys
+from offbeat.runtime.supervisor import supervise
+log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def note(text): os.write(log, text.encode() + b"\\n")
+def notes(): return os.fstat(log).st_size
+def times(): return len(open({log!r}).read().split())
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def supervised(tmp_path, serve, progress="notes"):
+    """Runs `serve`; returns how the supervisor ended, what it wrote and what its children noted."""
+    log = tmp_path / "notes"
+    code = (
+        f"{PRELUDE.format(log=str(log))}\n{serve}\nsys.exit(supervise(serve, {progress}, name='the child'))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=DEADLINE_S, text=True)
+    return ended.returncode, ended.stderr, log.read_text().split()
+
+
+def test_a_child_that_is_killed_is_started_again_for_as_long_as_it_gets_further(tmp_path):
+    serve = f"""
+def serve():
+    note("born")
+    if times() < {3 * DEATHS_MAX}: die()
+"""
+    code, errors, notes = supervised(tmp_path, serve)
+    assert code == 0
+    assert len(notes) == 3 * DEATHS_MAX
+    assert errors.count("the child (process ") == 3 * DEATHS_MAX - 1
+    assert errors.count("was ended by a signal: Killed; it is started again") == 3 * DEATHS_MAX - 1
+
+
+def test_one_that_is_killed_again_and_again_without_getting_further_is_given_up(tmp_path):
+    serve = """
+def serve():
+    note("born")
+    die()
+"""
+    code, errors, notes = supervised(tmp_path, serve, progress="lambda: None")
+    assert code == 1
+    assert len(notes) == DEATHS_MAX
+    assert f"{DEATHS_MAX} times without getting any further, it is not started again" in errors
+
+
+def test_one_that_fails_by_itself_has_ended(tmp_path):
+    serve = """
+def serve():
+    note("born")
+    raise KeyError("of its own")
+"""
+    code, errors, notes = supervised(tmp_path, serve)
+    assert code == 1
+    assert notes == ["born"]
+    assert errors.count("KeyError: 'of its own'") == 1
+    assert "started again" not in errors
+
+
+def test_each_begins_with_what_was_there_before_the_first(tmp_path):
+    serve = """
+state = []
+def serve():
+    state.append(1)
+    note(str(len(state)))
+    if times() < 3: die()
+"""
+    assert supervised(tmp_path, serve)[2] == ["1", "1", "1"]
+
+
+def test_a_child_goes_on_when_its_supervisor_is_killed(tmp_path):
+    reading, writing = os.pipe()
+    serve = f"""
+def serve():
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.write({writing}, b"goes on")
+"""
+    code = (
+        f"{PRELUDE.format(log=str(tmp_path / 'notes'))}\n{serve}\nsys.exit(supervise(serve, notes, name=''))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[writing])
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert said.read() == "goes on"
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
