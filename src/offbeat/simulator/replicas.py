@@ -5,6 +5,7 @@ Nothing here knows of groups or time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ class Problem(Protocol):
     def gradient(self, state: State, worker: int, iteration: int) -> Gradient:
         """Return a worker's gradient in its `iteration`-th computation."""
 
-    def mean(self, gradients: list[Gradient], weights: list[float], exchange_id: int) -> Gradient:
+    def mean(self, gradients: Sequence[Gradient], weights: Sequence[float], exchange_id: int) -> Gradient:
         """Return the weighted mean; weights may sum to less than 1, and to 0 if only joiners are left."""
 
     def step(self, state: State, mean: Gradient) -> State:
@@ -44,7 +45,7 @@ class History:
         """See `Problem.gradient`."""
         return 0
 
-    def mean(self, gradients: list[int], weights: list[float], exchange_id: int) -> int:
+    def mean(self, gradients: Sequence[int], weights: Sequence[float], exchange_id: int) -> int:
         """See `Problem.mean`."""
         return exchange_id
 
@@ -90,7 +91,7 @@ class LeastSquares:
         x = self._x[batch]
         return x.T @ (x @ state.parameters - self._y[batch]) / 16
 
-    def mean(self, gradients: list[Any], weights: list[float], exchange_id: int) -> Any:
+    def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
         """See `Problem.mean`."""
         total = sum(weights) or 1.0
         return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)

@@ -221,15 +221,21 @@ class Stopwatch:
         self._chance = np.random.default_rng([seed, worker])
         self._slowness = slowness
         self._block: list[float] = []
+        self._at = 0  # how many of the block have been asked for
         self._drawn = 0
 
     def next_s(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
         """Return how long the next gradients take, in seconds."""
-        if not self._block:
+        if self._at == len(self._block):
             self._block = self._model.draw(self._worker, self._chance, _BLOCK, self._drawn).tolist()
-            self._block.reverse()
             self._drawn += _BLOCK
-        time_s = self._block.pop()
+            self._at = 0
+        time_s = self._block[self._at]
+        self._at += 1
         if self._slowness is not None:
             time_s *= self._slowness.factor(self._worker, epoch, step_in_epoch, steps_per_epoch, step)
         return time_s
+
+    def undo(self) -> None:
+        """Forgets that `next_s` was asked the last time; once after each."""
+        self._at -= 1
