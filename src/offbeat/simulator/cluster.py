@@ -201,11 +201,12 @@ class Cluster:
         return self._is_quick and not (self._hung_until_s or self._cuts or self._is_down)
 
     def _add(self, worker: int, *, is_new: bool) -> None:
+        is_slowed = any(rule.worker in (None, worker) for rule in self.setting.slow)
         stopwatch = Stopwatch(
             self.setting.times,
             worker,
             seed=self.setting.seed,
-            slowness=self._slowness if worker < self.world else None,
+            slowness=self._slowness if is_slowed and worker < self.world else None,
         )
         one = self._workers[worker] = SimulatedWorker(self, worker, stopwatch, is_new=is_new)
         self._alive += 1

@@ -17,7 +17,10 @@ from offbeat.simulator.engine import Engine
 if TYPE_CHECKING:
     from offbeat.simulator.cluster import Cluster
     from offbeat.simulator.exchange import Exchange
+    from offbeat.simulator.times import Stopwatch
     from offbeat.simulator.worker import SimulatedWorker
+
+_ROUNDS_AHEAD = 64
 
 
 class Cohort:
@@ -41,8 +44,12 @@ class Cohort:
         self._exchange: Exchange | None = None  # the last that has begun; None while there is no cohort
         self._members: list[SimulatedWorker] = []
         self._ids = np.zeros(0, np.int64)
+        self._workers: list[int] = []  # their ids
         self._computed: list[int] = []  # how many gradients each had computed when the cohort was formed
         self._rounds = 0  # since then
+        self._uneven: list[tuple[int, Stopwatch]] = []  # who is slowed on top, with their places
+        self._ahead_s = np.zeros((0, 0))  # how long members compute, a row a round
+        self._row = 0
         self._state: Any = None
         self._gradients: list[Any] = []
         # Each member's computation before the exchange under way, and the one after it.
@@ -68,9 +75,14 @@ class Cohort:
             return False
         self.dissolve()  # of another group, if there is one
         self._members = members
-        self._ids = np.array([one.worker for one in members])
+        self._workers = [one.worker for one in members]
+        self._ids = np.array(self._workers)
         self._computed = [one.computed for one in members]
         self._rounds = 0
+        self._uneven = [
+            (index, one.stopwatch) for index, one in enumerate(members) if not one.stopwatch.is_even
+        ]
+        self._look_ahead()
         self._state = members[0].state
         self._work_out(exchange)
         return True
@@ -80,8 +92,7 @@ class Cohort:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        for one in self._members:
-            one.stopwatch.undo()
+        self._skip(self._row - 1)  # in the present round, each asks for itself
         self._catch_up(exchange)
         cluster = self._cluster
         now, past = cluster.engine, Engine(exchange.begin_s)
@@ -110,6 +121,14 @@ class Cohort:
                 ),
             )
 
+    def _look_ahead(self) -> None:
+        rows_s = [one.stopwatch.ahead_s(_ROUNDS_AHEAD) for one in self._members]
+        self._ahead_s, self._row = np.ascontiguousarray(np.transpose(rows_s)), 0
+
+    def _skip(self, count: int) -> None:
+        for one in self._members:
+            one.stopwatch.skip(count)
+
     def _work_out(self, exchange: Exchange) -> None:
         """Works out what happens until the next exchange."""
         cluster, members = self._cluster, self._members
@@ -117,9 +136,13 @@ class Cohort:
         self._was_done_s, self._took_s, self._alike_before = self._done_s, self._takes_s, self._alike
         step = exchange.step + 1
         epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
-        self._takes_s = np.array(
-            [one.stopwatch.next_s(epoch, step_in_epoch, cluster.steps_per_epoch, step) for one in members]
-        )
+        if self._row == _ROUNDS_AHEAD:
+            self._skip(_ROUNDS_AHEAD)
+            self._look_ahead()
+        self._takes_s = self._ahead_s[self._row]
+        self._row += 1
+        for index, stopwatch in self._uneven:
+            self._takes_s[index] *= stopwatch.factor(epoch, step_in_epoch, cluster.steps_per_epoch, step)
         self._done_s = exchange.ends_s + self._takes_s
         # Of those who are done at one time, who had the mean first is first.
         order = np.argsort(np.roll(self._done_s, -exchange.first), kind="stable")
@@ -180,10 +203,8 @@ class Cohort:
             worker, at_s = self._worker[at], self._ready_s[at]
             cluster.bring(worker, self._ready(self._alike, at_s, worker, self._compute_s[at]), at_s)
         self._state = state = problem.step(self._state, exchange.mean)
-        self._gradients = [
-            problem.gradient(state, one.worker, computed + self._rounds)
-            for one, computed in zip(self._members, self._computed, strict=True)
-        ]
+        iterations = (computed + self._rounds for computed in self._computed)
+        self._gradients = problem.gradients(state, self._workers, iterations)
         self._rounds += 1
         following = cluster.open_exchange(
             exchange.group, exchange.exchange_id + 1, exchange.step + 1, exchange.round + 1
@@ -194,6 +215,7 @@ class Cohort:
             self._work_out(following)
             return
         self._exchange = None
+        self._skip(self._row)
         self._was_done_s, self._took_s, self._alike_before = self._done_s, self._takes_s, self._alike
         self._catch_up(following)
         following.end_each()

@@ -5,7 +5,7 @@ Nothing here knows of groups or time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,9 @@ class Problem(Protocol):
 
     def gradient(self, state: State, worker: int, iteration: int) -> Gradient:
         """Return a worker's gradient in its `iteration`-th computation."""
+
+    def gradients(self, state: State, workers: Sequence[int], iterations: Iterable[int]) -> list[Gradient]:
+        """Return the gradients of many workers, each in its own `iterations`-th computation."""
 
     def mean(self, gradients: Sequence[Gradient], weights: Sequence[float], exchange_id: int) -> Gradient:
         """Return the weighted mean; weights may sum to less than 1, and to 0 if only joiners are left."""
@@ -44,6 +47,10 @@ class History:
     def gradient(self, state: int, worker: int, iteration: int) -> int:
         """See `Problem.gradient`."""
         return 0
+
+    def gradients(self, state: int, workers: Sequence[int], iterations: Iterable[int]) -> list[int]:
+        """See `Problem.gradients`."""
+        return [0] * len(workers)
 
     def mean(self, gradients: Sequence[int], weights: Sequence[float], exchange_id: int) -> int:
         """See `Problem.mean`."""
@@ -90,6 +97,10 @@ class LeastSquares:
         batch = np.random.default_rng([self._seed, worker, iteration]).integers(0, 256, 16)
         x = self._x[batch]
         return x.T @ (x @ state.parameters - self._y[batch]) / 16
+
+    def gradients(self, state: _Momentum, workers: Sequence[int], iterations: Iterable[int]) -> list[Any]:
+        """See `Problem.gradients`."""
+        return [self.gradient(state, *one) for one in zip(workers, iterations, strict=True)]
 
     def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
         """See `Problem.mean`."""
