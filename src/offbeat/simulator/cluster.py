@@ -349,6 +349,8 @@ class Cluster:
 
     def _deliver(self, message: tuple[SimulatedWorker, int, tuple[Action, ...]]) -> None:
         worker, incarnation, actions = message
+        if worker.worker in self.cohort and all(isinstance(action, EpochEnded) for action in actions):
+            return  # which members do not heed
         self.cohort.dissolve()
         if incarnation == self._incarnation and worker.is_alive:
             worker.hear(actions)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offbeat.simulator.worker import SimulatedWorker
 
 _ROUNDS_AHEAD = 64
+_new, _set = object.__new__, object.__setattr__
 
 
 class Cohort:
@@ -45,6 +46,7 @@ class Cohort:
         self._members: list[SimulatedWorker] = []
         self._ids = np.zeros(0, np.int64)
         self._workers: list[int] = []  # their ids
+        self._id_set: frozenset[int] = frozenset()
         self._computed: list[int] = []  # how many gradients each had computed when the cohort was formed
         self._rounds = 0  # since then
         self._uneven: list[tuple[int, Stopwatch]] = []  # who is slowed on top, with their places
@@ -63,6 +65,9 @@ class Cohort:
         self._alike: dict[str, Any] = {}  # what all of them say
         self._alike_before: dict[str, Any] = {}
 
+    def __contains__(self, worker: int) -> bool:
+        return self._exchange is not None and worker in self._id_set
+
     @property
     def step(self) -> int:
         """How many steps its members have finished at least; 0 while there is none."""
@@ -76,7 +81,7 @@ class Cohort:
         self.dissolve()  # of another group, if there is one
         self._members = members
         self._workers = [one.worker for one in members]
-        self._ids = np.array(self._workers)
+        self._ids, self._id_set = np.array(self._workers), frozenset(self._workers)
         self._computed = [one.computed for one in members]
         self._rounds = 0
         self._uneven = [
@@ -188,9 +193,10 @@ class Cohort:
                 return
 
     def _ready(self, alike: dict[str, Any], at_s: float, worker: int, compute_s: float) -> Ready:
-        ready: Ready = object.__new__(Ready)  # a third of what the frozen dataclass's constructor takes
-        said = {**alike, "now_s": at_s - self._cluster.behind_s, "worker": worker, "compute_s": compute_s}
-        object.__setattr__(ready, "__dict__", said)
+        said = alike.copy()
+        said["now_s"], said["worker"], said["compute_s"] = at_s - self._cluster.behind_s, worker, compute_s
+        ready: Ready = _new(Ready)  # a third of what the frozen dataclass's constructor takes
+        _set(ready, "__dict__", said)
         return ready
 
     def _begin(self, exchange: Exchange) -> None:
