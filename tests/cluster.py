@@ -63,7 +63,7 @@ class Cluster:
                 **env,
             }
             process = _context.Process(
-                target=_work, args=(function, rank, args, variables, sending), daemon=True
+                target=_work, args=(function, rank, args, variables, sending), daemon=False
             )
             process.start()
             sending.close()

@@ -265,6 +265,7 @@ def running_events():
                 other_s=0.0,
                 wall_s=0.0,
                 samples=0,
+                blocks=(),
             )
         ),
     )

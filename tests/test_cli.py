@@ -135,7 +135,11 @@ def log_of(path, group):
     )
     log.event(joined)
     log.actions([group])
-    log.event(Ready(now_s=1.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.1, samples=1))
+    log.event(
+        Ready(
+            now_s=1.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.1, samples=1, blocks=()
+        )
+    )
     log.event(Left(now_s=2.0, worker=0, step=1))
     log.close()
 

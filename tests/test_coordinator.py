@@ -145,6 +145,7 @@ def ready(worker, round_=0):
         round=round_,
         compute_s=0.1,
         samples=1,
+        blocks=(),
     )
 
 

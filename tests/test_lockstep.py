@@ -36,6 +36,7 @@ def ready(worker: int, round_: int, step: int | None = None) -> Ready:
         round=round_,
         compute_s=0.1,
         samples=32,
+        blocks=(),
     )
 
 

@@ -59,6 +59,7 @@ class Job:
                 round=round,
                 compute_s=compute_s,
                 samples=0,
+                blocks=(),
             )
         )
 

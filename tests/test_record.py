@@ -81,7 +81,7 @@ EXAMPLES = [
         model=("weight float32 (10, 5)",),
         strategy="bsp",
     ),
-    Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32),
+    Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32, blocks=()),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
     Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
@@ -241,7 +241,19 @@ def test_metrics_are_numbers():
 def test_a_nan_duration_on_the_wire_is_refused():
     data = bytearray(
         encode(
-            [Ready(now_s=0.0, worker=0, generation=0, epoch=0, step=0, round=0, compute_s=0.25, samples=1)]
+            [
+                Ready(
+                    now_s=0.0,
+                    worker=0,
+                    generation=0,
+                    epoch=0,
+                    step=0,
+                    round=0,
+                    compute_s=0.25,
+                    samples=1,
+                    blocks=(),
+                )
+            ]
         )
     )
     place = data.index(struct.pack(">d", 0.25))
@@ -331,6 +343,7 @@ def a_run() -> Log:
             round=round_,
             compute_s=0.1,
             samples=1,
+            blocks=(),
         )
         for round_ in range(3)
         for worker in (1, 0)

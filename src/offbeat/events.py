@@ -49,6 +49,7 @@ class Ready:
         epoch: the worker's epoch.
         compute_s: forward and backward time of this round, waiting and exchange excluded.
         samples: samples behind the gradients, 0 where the session did not deal the batch.
+        blocks: ids of the dealt blocks that the gradients are of; none where no group counts on the worker.
     """
 
     now_s: float
@@ -59,6 +60,33 @@ class Ready:
     round: int
     compute_s: float
     samples: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wants:
+    """A worker is in an epoch and has no samples left to compute with.
+
+    Attributes:
+        samples: in the epoch; the same for all workers.
+        batch_size: samples in a block at most; the same for all workers.
+        is_last: the loop has no epoch after this one.
+        skips: the loop has left the epoch before early: nobody is to be dealt the rest of it.
+        ahead: how many blocks the worker can use at once, 0 for as many as usual.
+        taken: ids of the blocks that it has taken since it was last Ready.
+        round: exchanges finished.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+    samples: int
+    batch_size: int
+    is_last: bool
+    skips: bool
+    ahead: int
+    taken: tuple[int, ...]
+    round: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +192,9 @@ class Tick:
     now_s: float
 
 
-Event: TypeAlias = Joined | Ready | StepTimed | Halted | Evaluated | Finished | Left | Lost | Failed | Tick
+Event: TypeAlias = (
+    Joined | Ready | Wants | StepTimed | Halted | Evaluated | Finished | Left | Lost | Failed | Tick
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +254,49 @@ class Group:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One batch: positions in the order of an epoch, dealt to one worker once.
+
+    Attributes:
+        id: never used again, also if the same positions are dealt once more.
+        ranges: (start, stop) in ascending order, disjoint; more than one only where blocks came back.
+    """
+
+    id: int
+    epoch: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def samples(self) -> int:
+        """How many positions."""
+        return sum([stop - start for start, stop in self.ranges])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deal:
+    """Samples for one worker, or why there are none.
+
+    Attributes:
+        worker: whom it is for; nobody else hears it.
+        epoch: in which the worker is.
+        anew: what it was dealt before is not its own any more.
+        blocks: to be used after those that it has, in this order.
+        over: after them there is nothing for it in its epoch.
+        is_awaited: the others have begun a round that needs it: it takes part with weight zero.
+        used: how many of the epoch's samples finished rounds have used.
+    """
+
+    worker: int
+    epoch: int
+    anew: bool
+    blocks: tuple[Block, ...]
+    over: bool
+    is_awaited: bool
+    used: int
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpochEnded:
     """The group has done with `epoch`: whoever is behind goes on to the next one.
@@ -272,4 +345,4 @@ class Refuse:
     reason: str
 
 
-Action: TypeAlias = Start | Halt | Group | EpochEnded | Dismiss | Stop | Refuse
+Action: TypeAlias = Start | Halt | Group | Deal | EpochEnded | Dismiss | Stop | Refuse

@@ -60,6 +60,8 @@ def _constrained(hint: Any) -> Any:
         return _Count | None
     if hint == dict[str, float]:
         return dict[str, float | _NotFinite]
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+        return tuple[tuple(map(_constrained, get_args(hint)))]  # type: ignore[misc]
     if get_origin(hint) is tuple:
         return tuple[_constrained(get_args(hint)[0]), ...]  # type: ignore[misc]
     if is_dataclass(hint):

@@ -145,6 +145,7 @@ def _tell_cpu_s(session: Session) -> float:
                 round=round_,
                 compute_s=0.0,
                 samples=0,
+                blocks=(),
             )
         )
         member.endpoint.flush(1.0)

@@ -34,7 +34,7 @@ from offbeat.strategies import PartialAllReduce
 
 # Slow for six steps: four until it is left out, two outside; it comes back in the midst of the others' step.
 SLOW = "1:2.25@burst=6/1000"
-_STRATEGY = PartialAllReduce(k=1.5, n_profile=2, limit=3)
+_STRATEGY = PartialAllReduce(k=1.5, n_profile=2, limit=3, shards="equal")  # simulated workers have no samples
 _BATCH_SIZE = 2
 
 

@@ -26,6 +26,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    Wants,
 )
 
 _NAMED_MAX = 16
@@ -73,8 +74,8 @@ class Assembly:
         if self._first_event_s is None:
             self._first_event_s = event.now_s
         match event:
-            case Ready() | StepTimed() | Halted() | Evaluated() | Finished():  # nearly all events are these
-                return []
+            case Ready() | Wants() | StepTimed() | Halted() | Evaluated() | Finished():
+                return []  # nearly all events are these
             case Joined():
                 return self._joined(event)
             case Lost() | Failed() | Left():

@@ -24,6 +24,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    Wants,
 )
 
 
@@ -94,7 +95,7 @@ class Lockstep:
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
-            case Evaluated() | Halted() | Finished():
+            case Wants() | Evaluated() | Halted() | Finished():
                 return []
             case _:
                 assert_never(event)

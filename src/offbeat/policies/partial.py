@@ -28,7 +28,9 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    Wants,
 )
+from offbeat.policies.dealing import Dealing
 from offbeat.policies.stragglers import StragglerClassifier
 
 Monitor: TypeAlias = Literal["continuous", "epoch_window"]
@@ -123,6 +125,7 @@ class PartialGroups:
                 raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
         self._world = world
         self._classifier = StragglerClassifier(**(detector or {}))
+        self._dealing = Dealing()
         self._monitor = monitor
         self._answer_s, self._patience_s = answer_s, patience_s
         self._join_s, self._deadline_s = join_s, deadline_s
@@ -160,11 +163,21 @@ class PartialGroups:
         """
         if self._is_over:
             return []
+        actions = self._answer(event)
+        if self._dealing.is_used and not self._is_over:
+            actions += self._dealing.deals()
+        return actions
+
+    def _answer(self, event: Event) -> list[Action]:
         match event:
             case Joined():
                 return self._handle_joined(event)
             case Ready():
                 return self._handle_ready(event)
+            case Wants():
+                self._known(event)
+                self._dealing.wants(event)
+                return []
             case Halted():
                 return self._handle_halted(event)
             case Left() | Lost() | Failed():
@@ -183,6 +196,7 @@ class PartialGroups:
         fence = self._fence
         return {
             "classifier": self._classifier.state_dict(),
+            "dealing": self._dealing.state_dict(),
             "workers": [[worker, asdict(state)] for worker, state in self._workers.items()],
             "gone": sorted(self._gone),
             "members": list(self._members),
@@ -218,6 +232,7 @@ class PartialGroups:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of a policy with the same arguments."""
         self._classifier.load_state_dict(state["classifier"])
+        self._dealing.load_state_dict(state["dealing"])
         self._workers = {worker: _Worker(**known) for worker, known in state["workers"]}
         self._gone = set(state["gone"])
         self._members, self._before = tuple(state["members"]), tuple(state["before"])
@@ -259,6 +274,7 @@ class PartialGroups:
         for state in self._workers.values():
             state.can_join = False
         self._set_groups(tuple(sorted(self._workers)), ())
+        self._dealing.change(self._members, (), 0)
         self._moved_s = event.now_s
         reason = f"all {self._world} workers are here"
         return [self._group(step=0, joining=(), reason=reason)]
@@ -281,6 +297,7 @@ class PartialGroups:
                 self._unfollowed.discard(worker)
                 if not self._unfollowed:
                     self._set_groups(self._members, ())
+                    self._dealing.followed(event.now_s)
             self._ready_inside(event, state)
         elif worker not in self._arriving and event.generation != self._generation:
             self._ready_inside(event, state)  # still in a step of the group before
@@ -293,6 +310,7 @@ class PartialGroups:
         if round_ <= before:  # said again, to a coordinator that was started again
             return
         state.round = round_
+        self._dealing.ready(event)
         self._begun_step = max(self._begun_step, event.step)
         if self._left_after:
             self._passed |= {worker for worker, steps in self._left_after.items() if steps <= event.step}
@@ -335,6 +353,9 @@ class PartialGroups:
         if not state.can_join:
             state.can_join = event.worker not in self._member_set
             self._is_settled = False
+        if event.generation == self._generation and event.worker not in self._member_set:
+            self._dealing.has_followed(event.worker)
+        self._dealing.outside(event.worker)
         state.iteration = state.iteration + 1 if state.epoch == event.epoch else 0
         state.epoch = event.epoch
         self._observe(event, state.iteration)
@@ -350,6 +371,7 @@ class PartialGroups:
     def _handle_finished(self, event: Finished) -> list[Action]:
         state = self._known(event)
         state.has_finished, state.is_hung, state.is_late = True, False, False
+        self._dealing.finished(event.worker)
         state.can_join = event.worker not in self._asked
         self._is_settled = False
         if not state.can_join:
@@ -400,6 +422,7 @@ class PartialGroups:
             raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
         del self._workers[event.worker]
         self._gone.add(event.worker)
+        self._dealing.gone(event.worker)
         self._is_settled = False
         for verdict in self._classifier.remove(event.worker):
             self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
@@ -425,6 +448,7 @@ class PartialGroups:
         return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
 
     def _handle_tick(self, now_s: float) -> list[Action]:
+        self._dealing.tick(now_s, self._answer_s)
         fence = self._fence
         if fence is not None:
             if now_s - fence.since_s <= self._answer_s:
@@ -587,6 +611,7 @@ class PartialGroups:
         reason = self._reason(set(members) ^ set(self._members))
         self._move(answers, tuple(members), joining, now_s)
         group = self._group(step=step, joining=joining, reason=reason)
+        self._dealing.change(self._members, joining, step)
         return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
     def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:
@@ -605,6 +630,7 @@ class PartialGroups:
         self._move(answers, tuple(sorted(answer.worker for answer in members)), (), now_s)
         step = min(answer.step for answer in members)
         group = self._group(step=step, joining=(), reason=reason)
+        self._dealing.repeat(self._members, furthest, step)
         self._set_groups(self._members, ())  # it holds at once
         return [group, *self._review(now_s)]
 
@@ -657,7 +683,7 @@ class PartialGroups:
     def _reason(self, workers: Any) -> str:
         return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
 
-    def _known(self, event: Ready | Halted | Finished) -> _Worker:
+    def _known(self, event: Ready | Wants | Halted | Finished) -> _Worker:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
             raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")

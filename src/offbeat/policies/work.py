@@ -12,26 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from offbeat.errors import ProtocolError
-
-Ranges = tuple[tuple[int, int], ...]
-
-
-class Block(NamedTuple):
-    """One batch: positions of an epoch, dealt to one worker once.
-
-    Attributes:
-        id: never used again, also if the same positions are dealt once more.
-        ranges: (start, stop) in ascending order, disjoint; more than one only where blocks came back.
-    """
-
-    id: int
-    epoch: int
-    ranges: Ranges
-
-    @property
-    def samples(self) -> int:
-        """How many positions."""
-        return sum([stop - start for start, stop in self.ranges])
+from offbeat.events import Block
 
 
 class Dealt(NamedTuple):
@@ -55,8 +36,9 @@ class _Epoch:
     unused: int  # positions that no completed round has used
     pooled: int  # positions that nobody has
     pool: list[tuple[int, int]]  # their ranges, the first last, disjoint and not touching
+    is_cut: bool = False  # what comes back is not dealt again
 
-    def take(self, count: int) -> Ranges:
+    def take(self, count: int) -> tuple[tuple[int, int], ...]:
         self.pooled -= count
         start, stop = self.pool[-1]
         if start + count < stop:
@@ -88,6 +70,7 @@ class _Worker:
     epoch: int | None = None  # the last that it began
     hold: bool = False
     over: bool = False  # it was told that its epoch has nothing left for it
+    ahead: int = 0  # untaken blocks that it has at most
     level: int | None = None  # how many hands it has had; None while nothing can be dealt to it
     untaken: dict[int, Block] = field(default_factory=dict)
     taken: dict[int, Block] = field(default_factory=dict)
@@ -104,8 +87,8 @@ class WorkScheduler:
     served out of turn, because others may wait for it. Blocks hold `batch_size` positions until two hands or
     less are left; these are cut into equal parts (sizes differ by one at most), so that members who take
     equally many end the epoch in the same round, after as few rounds as there can be, and no part is much
-    less than half a batch unless the epoch is. Who joins gets as many as the others have. With fewer
-    positions than members some get none; those go on to the next epoch, and a round may mix the two.
+    less than half a batch unless the epoch is. Who joins gets as many as the others have. With fewer than two
+    positions a member some get none; those go on to the next epoch, and a round may mix the two.
 
     Source: self-scheduling with chunks of a fixed size. Compared with C. D. Polychronopoulos and D. J. Kuck,
     "Guided self-scheduling: a practical scheduling scheme for parallel supercomputers", IEEE Transactions on
@@ -115,9 +98,10 @@ class WorkScheduler:
     What is dealt at once is bounded by `ahead`, so that little has to be taken back.
 
     Args:
-        ahead: untaken blocks that a member has at most, at least 1. Two, so that one is there to be loaded
-            while another is computed and the next is under way. With fewer than a round takes, who is first
-            in a round is served out of turn, and members may end an epoch in different rounds.
+        ahead: untaken blocks that a member has at most, if it does not ask for more, at least 1. Two, so that
+            one is there to be loaded while another is computed and the next is under way. With fewer than a
+            round takes, who is first in a round is served out of turn, and members may end an epoch in
+            different rounds.
         epochs_open_max: how many epochs may be unfinished at once, at least 1; with 1, nobody begins an
             epoch before the last one is finished.
 
@@ -152,9 +136,22 @@ class WorkScheduler:
 
     # Asking ----------------------------------------------------------------------------------------------
 
+    def __contains__(self, worker: int) -> bool:
+        """Whether the worker is or was a member or has begun an epoch, and is not lost."""
+        return worker in self._workers
+
     def finished(self, epoch: int) -> bool:
         """Whether every position of the epoch is used."""
         return self._first is not None and self._first <= epoch < self._next and epoch not in self._epochs
+
+    def used(self, epoch: int) -> int:
+        """Return how many positions of an open epoch completed rounds have used."""
+        one = self._epochs[epoch]
+        return one.samples - one.unused
+
+    def open_rounds(self) -> tuple[int, ...]:
+        """Return the rounds that have contributions and are neither completed nor abandoned, ascending."""
+        return tuple(sorted(self._rounds))
 
     def unfinished(self) -> tuple[int, ...]:
         """Return the open epochs, ascending."""
@@ -170,10 +167,12 @@ class WorkScheduler:
 
     # Telling ---------------------------------------------------------------------------------------------
 
-    def begin(self, worker: int, epoch: int, samples: int, batch_size: int, hold: bool = False) -> None:
+    def begin(
+        self, worker: int, epoch: int, samples: int, batch_size: int, hold: bool = False, ahead: int = 0
+    ) -> None:
         """Say that a worker is in an epoch from now on; the first to be in it opens it.
 
-        What the worker has of earlier epochs stays with it. The same again changes nothing but `hold`.
+        What the worker has of earlier epochs stays with it. The same again changes only `hold` and `ahead`.
 
         Args:
             epoch: the first may be any; then each in turn. Who comes late may begin a finished one.
@@ -181,6 +180,7 @@ class WorkScheduler:
             batch_size: positions in a block at most, at least 1.
             hold: tell the worker that its epoch is over only when every position is used. For the last
                 epoch: else the blocks of who dies at the very end would find nobody.
+            ahead: untaken blocks that the worker can use at once, if they are more than all others'.
 
         Raises:
             ProtocolError: other values than who opened the epoch has, an epoch out of turn, or one
@@ -195,7 +195,8 @@ class WorkScheduler:
         one = self._workers.setdefault(worker, _Worker())
         if one.epoch != epoch:
             one.epoch, one.over = epoch, False
-        one.hold = hold
+        one.hold, one.ahead = hold, ahead
+        self._made_room(worker, one)
         self._changed.add(worker)
 
     def set_members(self, members: Iterable[int]) -> dict[int, tuple[int, ...]]:
@@ -287,6 +288,15 @@ class WorkScheduler:
         self._made_room(worker, one)
         return True
 
+    def taken_all(self, worker: int) -> None:
+        """Say that a worker has taken all its blocks.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        for block_id in list(self._known(worker).untaken):
+            self.taken(worker, block_id)
+
     def contributed(self, worker: int, round_: int, block_ids: Sequence[int]) -> bool:
         """Say that a worker contributes the gradient of these blocks to a round; whether it counts.
 
@@ -319,6 +329,11 @@ class WorkScheduler:
         self._made_room(worker, one)
         return True
 
+    def withdrawn(self, worker: int, round_: int) -> None:
+        """Say that a worker takes no part in a round to which it has contributed: it has the blocks again."""
+        for block in self._rounds.get(round_, {}).pop(worker, ()):
+            self._known(worker).taken[block.id] = block
+
     def completed(self, round_: int) -> None:
         """Say that the mean of a round is applied: what was contributed to it is used.
 
@@ -332,12 +347,36 @@ class WorkScheduler:
             )
         self._last_completed = round_
         for blocks in self._rounds.pop(round_, {}).values():
-            for block in blocks:
-                epoch = self._epochs[block.epoch]
-                epoch.unused -= block.samples
-                if not epoch.unused:
-                    del self._epochs[block.epoch]
-                    self._stale = True
+            self._use(blocks)
+
+    def forgone(self, worker: int) -> None:
+        """Say that a worker computes nothing with the blocks that it has: they count as used.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        one = self._known(worker)
+        self._use([*one.taken.values(), *one.untaken.values()])
+        one.taken, one.untaken = {}, {}
+        self._made_room(worker, one)
+
+    def retired(self, worker: int) -> None:
+        """Say that a worker's loop is over: it is dealt nothing, and what it has counts as used.
+
+        Raises:
+            ProtocolError: nothing is known of the worker.
+        """
+        self.forgone(worker)
+        self._known(worker).epoch = None
+        self._changed.add(worker)
+
+    def cut(self, epoch: int) -> None:
+        """Say that nobody wants the rest of an epoch: what is in its pool, or comes back, counts as used."""
+        one = self._epochs.get(epoch)
+        if one is None:
+            return
+        one.is_cut = True
+        self._discard(epoch, one)
 
     def abandoned(self, round_: int) -> dict[int, tuple[int, ...]]:
         """Say that a round did not come to its end: nothing that was contributed to it is used.
@@ -412,7 +451,15 @@ class WorkScheduler:
             "first": self._first,
             "next": self._next,
             "epochs": [
-                [number, one.samples, one.batch_size, one.opened_by, one.unused, list(map(list, one.pool))]
+                {
+                    "epoch": number,
+                    "samples": one.samples,
+                    "batch_size": one.batch_size,
+                    "opened_by": one.opened_by,
+                    "unused": one.unused,
+                    "pool": list(map(list, one.pool)),
+                    "is_cut": one.is_cut,
+                }
                 for number, one in self._epochs.items()
             ],
             "workers": [
@@ -421,6 +468,7 @@ class WorkScheduler:
                     "epoch": one.epoch,
                     "hold": one.hold,
                     "over": one.over,
+                    "ahead": one.ahead,
                     "level": one.level,
                     "untaken": _plain(one.untaken.values()),
                     "taken": _plain(one.taken.values()),
@@ -444,10 +492,18 @@ class WorkScheduler:
         """Go on from a `state_dict` of a scheduler with the same arguments."""
         self._first, self._next = state["first"], state["next"]
         self._epochs = {}
-        for number, samples, batch_size, opened_by, unused, pool in state["epochs"]:
-            pooled = sum(stop - start for start, stop in pool)
-            ranges = [(start, stop) for start, stop in pool]
-            self._epochs[number] = _Epoch(samples, batch_size, opened_by, unused, pooled, ranges)
+        for one in state["epochs"]:
+            ranges = [(start, stop) for start, stop in one["pool"]]
+            pooled = sum(stop - start for start, stop in ranges)
+            self._epochs[one["epoch"]] = _Epoch(
+                one["samples"],
+                one["batch_size"],
+                one["opened_by"],
+                one["unused"],
+                pooled,
+                ranges,
+                one["is_cut"],
+            )
         self._rounds = {
             round_: {worker: tuple(_blocks(blocks).values()) for worker, blocks in contributions}
             for round_, contributions in state["rounds"]
@@ -458,7 +514,7 @@ class WorkScheduler:
         self._stale, self._changed = state["stale"], set(state["changed"])
         self._workers, self._count, self._ready, self._starving = {}, {}, {}, set()
         for one in state["workers"]:
-            worker = _Worker(one["epoch"], one["hold"], one["over"])
+            worker = _Worker(one["epoch"], one["hold"], one["over"], one["ahead"])
             worker.untaken, worker.taken = _blocks(one["untaken"]), _blocks(one["taken"])
             self._workers[one["worker"]] = worker
             if one["level"] is not None:
@@ -509,7 +565,9 @@ class WorkScheduler:
         oldest = next(iter(self._epochs), self._next)
         if oldest > epoch:
             return True
-        return worker in self._members and not one.hold and epoch + 1 < oldest + self._epochs_open_max
+        # Who has taken blocks and asks for more has none left to contribute them with: its loop goes on.
+        is_held = one.hold and not one.taken
+        return worker in self._members and not is_held and epoch + 1 < oldest + self._epochs_open_max
 
     def _rounds_of_the_others(self) -> int:
         """The level of one that has no block: who enters there gets as many as the others have."""
@@ -545,7 +603,7 @@ class WorkScheduler:
     def _made_room(self, worker: int, one: _Worker) -> None:
         if one.level is None:
             return
-        if len(one.untaken) < self._ahead:
+        if len(one.untaken) < max(self._ahead, one.ahead):
             self._ready[one.level].add(worker)
         if not one.untaken:
             self._starving.add(worker)
@@ -555,7 +613,8 @@ class WorkScheduler:
     def _turn(self) -> tuple[list[int], list[int]]:
         """Who is to be dealt a block each, of which size: those with the fewest so far, else the starving.
 
-        A size is a batch, or an equal part of what is left if that is for this hand and the next at most.
+        A size is a batch, or an equal part of what is left if that is for this hand and the next at most, but
+        not of a single position: layers that normalise over a batch need more than one sample.
         """
         number = self._source()
         if number is None or not self._count:
@@ -575,9 +634,10 @@ class WorkScheduler:
         workers = sorted(turn)
         for parts in (extra + this_hand, extra + next_hand):
             if epoch.pooled <= parts * epoch.batch_size:
+                enough = -(-epoch.pooled // epoch.batch_size)
+                parts = min(parts, max(enough, epoch.pooled // 2))
                 least, larger = divmod(epoch.pooled, parts)
-                sizes = [least + (part < larger) for part in range(len(workers))]
-                return workers, sizes if least else sizes[:larger]
+                return workers, [least + (part < larger) for part in range(min(parts, len(workers)))]
         return workers, [epoch.batch_size] * len(workers)
 
     def _serve(self, workers: list[int], sizes: list[int], dealt: dict[int, list[Block]]) -> None:
@@ -609,7 +669,7 @@ class WorkScheduler:
         for worker in served:
             one = self._workers[worker]
             one.level = level + 1
-            if len(one.untaken) < self._ahead:
+            if len(one.untaken) < max(self._ahead, one.ahead):
                 above.add(worker)
         self._count[level + 1] = self._count.get(level + 1, 0) + len(served)
         self._starving.difference_update(served)
@@ -633,6 +693,25 @@ class WorkScheduler:
             if not epoch.pooled:
                 self._stale = True
             epoch.put(part for block in blocks if block.epoch == number for part in block.ranges)
+            if epoch.is_cut:
+                self._discard(number, epoch)
+
+    def _use(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            epoch = self._epochs[block.epoch]
+            epoch.unused -= block.samples
+            self._see_whether_finished(block.epoch, epoch)
+
+    def _discard(self, number: int, epoch: _Epoch) -> None:
+        epoch.unused -= epoch.pooled
+        epoch.pooled, epoch.pool = 0, []
+        self._stale = True
+        self._see_whether_finished(number, epoch)
+
+    def _see_whether_finished(self, number: int, epoch: _Epoch) -> None:
+        if not epoch.unused:
+            del self._epochs[number]
+            self._stale = True
 
     # Refusing --------------------------------------------------------------------------------------------
 

@@ -102,7 +102,6 @@ class GradientAverager:
         deadline_s: how long an exchange may take at most, in seconds.
 
     Attributes:
-        batch_weight: of the next backward pass, relative to a whole batch.
         rounds_since_step: rounds since the last optimizer step.
         is_outside: the last round was nobody's but this worker's.
     """
@@ -144,7 +143,8 @@ class GradientAverager:
         self._handed_out: list[tuple[Callable[[], torch.Tensor | None], int]] = [
             (_do_nothing, 0) for _ in self._parameters
         ]
-        self.batch_weight = 1.0
+        self._batch_weight = 1.0
+        self._kept: list[torch.Tensor | None] | None = None  # gradients from before a pass of weight zero
         self._round = 0
         self.rounds_since_step = 0
         self.is_outside = False
@@ -160,13 +160,20 @@ class GradientAverager:
         # gradients, and once a gradient was found to come twice in one pass, all from its bucket on.
         self._launch_limit = sum(len(slot.entries) == slot.parameters for slot in self._slots)
 
-    def _remake_slots(self) -> None:
+    def _remake_slots(self, places: int) -> None:
         """Makes the buckets anew, with what has been packed already."""
         slots, place_of = self._slots, self._place_of
+        before_places, self._places = self._places, places
         self._make_slots()
+        if self._share is not None:
+            self._share *= before_places / places
         for entry in self._ready_entries:
             (before, place_before), (index, place) = place_of[entry], self._place_of[entry]
-            self._slots[index].own.views[place].copy_(slots[before].own.views[place_before])
+            torch.mul(
+                slots[before].own.views[place_before],
+                before_places / places,
+                out=self._slots[index].own.views[place],
+            )
             self._slots[index].missing -= 1
 
     def _places_for(self, size: int) -> int:
@@ -208,6 +215,13 @@ class GradientAverager:
             yield
         finally:
             self._quiet = before
+
+    def weigh(self, batches: float) -> None:
+        """Says what the next backward passes count, relative to a whole batch; with 0 they leave no trace."""
+        self._batch_weight = batches
+        self._kept = None
+        if not batches and self._fresh_weight:
+            self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -255,8 +269,7 @@ class GradientAverager:
         if self._seat is None:
             self._seat = self._grouping.seat(wait=wait, may_take=not self.rounds_since_step)
             if self._seat is not None and self._places != (places := self._places_for(self._seat.size)):
-                self._places = places
-                self._remake_slots()
+                self._remake_slots(places)
         return self._seat is not None
 
     def _gradient_ready(self, entry: int, parameter: torch.Tensor) -> None:
@@ -272,6 +285,8 @@ class GradientAverager:
         if self._backward_id is None:
             self._await_end_of_backward()
         self._accumulated = True
+        if self._kept is not None:
+            parameter.grad = self._kept[entry]
         if self._quiet or self._grouping is None or not self._sit(wait=False):
             return
         index, _ = self._place_of[entry]
@@ -296,7 +311,7 @@ class GradientAverager:
         if not self._accumulated:  # torch.autograd.grad, which leaves `param.grad` alone
             return
         self._accumulated = False
-        self._fresh_weight += self.batch_weight
+        self._fresh_weight += self._batch_weight
         timer = self._host.timer
         timer.switch("compute")
         self._host.computed(timer.total_s("compute") - self._pass_mark_s)
@@ -320,7 +335,7 @@ class GradientAverager:
         """
         self._forget_failed_pass()
         if not self._fresh_weight and self._were_set_by_hand():
-            self._fresh_weight = self.batch_weight
+            self._fresh_weight = self._batch_weight
         began_s = self._host.timer.switch("communicate")
         compute_s = self._host.timer.total_s("compute") - self._compute_mark_s
         offset_s = began_s - self._round_end_s
@@ -378,11 +393,12 @@ class GradientAverager:
     def _share_of(self, batches: float) -> float:
         """This worker's weight in the mean, as the epilogue's type holds it.
 
-        Dividing by the group's size before the sum keeps half precision from overflowing on the way.
+        Dividing before the sum keeps half precision from overflowing on the way. The divisor is not the
+        group's size: who has packed before the group changed would weigh otherwise than who has not.
         """
         if self._share is None:
             assert self._seat is not None
-            exact = batches * self._seat.weight / self._seat.size
+            exact = batches * self._seat.weight / self._places
             self._share = float(torch.tensor(exact, dtype=self._slots[-1].own.flat.dtype))
         return self._share
 
@@ -398,11 +414,12 @@ class GradientAverager:
         """Sends what was not sent yet, waits for everything and returns the summed epilogue."""
         assert self._grouping is not None
         self._fill_epilogue(offset_s)
-        while self._launched < len(self._slots):
+        while self._launched < len(self._slots) - 1:
             self._launch_next()
-        self._exchange_id = None
-        if compute_s is not None:
+        if compute_s is not None:  # before the others can finish the round
             self._host.ready(compute_s)
+        self._launch_next()
+        self._exchange_id = None
         # The coordinator has the same deadline and knows who is late, so it has the first word.
         limit_s = time.monotonic() + self._deadline_s + _WORD_S
         for slot in self._slots:
@@ -457,7 +474,7 @@ class GradientAverager:
         """Writes or adds a gradient's share of the mean."""
         index, place = self._place_of[entry]
         view = self._slots[index].own.views[place]
-        share = self._share_of(self._fresh_weight + self.batch_weight)
+        share = self._share_of(self._fresh_weight + self._batch_weight)
         if add and parameter.grad is not None and share:
             view.add_(parameter.grad, alpha=share)
         elif parameter.grad is None or not share:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.events import Action, Event, Failed, Joined, Left, Lost, Refuse, Start, Stop, Tick
+from offbeat.events import Action, Deal, Event, Failed, Joined, Left, Lost, Refuse, Start, Stop, Tick
 from offbeat.policies import decide
 from offbeat.record import LogWriter, build_policy, decode_events, encode_actions
 from offbeat.runtime.links import Endpoint
@@ -202,14 +202,19 @@ class Coordinator:
                 self._present.discard(peer)
 
     def _tell(self, actions: Sequence[Action]) -> None:
-        common = [action for action in actions if not isinstance(action, Refuse)]
         self._has_started |= any(isinstance(action, Start) for action in actions)
         for action in actions:
             if isinstance(action, Refuse):
                 self._refuse(action.peer, action.reason)
-        if common:
-            payload = encode_actions(common)
-            for peer in sorted(self._present):
+        common = [action for action in actions if not isinstance(action, Refuse | Deal)]
+        payload = encode_actions(common) if common else b""
+        dealt = {action.worker for action in actions if isinstance(action, Deal)}
+        for peer in sorted(self._present):
+            worker = self._worker_of[peer]
+            if worker in dealt:
+                mine = [action for action in actions if _is_for(action, worker)]
+                self._endpoint.send(peer, encode_actions(mine))
+            elif common:
                 self._endpoint.send(peer, payload)
 
     def _lost(self, peer: str, cause: str) -> Lost:
@@ -239,6 +244,17 @@ class Coordinator:
             **configuration.about,
         }
         return LogWriter(Path(configuration.log_path), header)
+
+
+def _is_for(action: Action, worker: int) -> bool:
+    """Whether a worker of the job is told of an action."""
+    match action:
+        case Refuse():
+            return False
+        case Deal():
+            return action.worker == worker
+        case _:
+            return True
 
 
 def _texts(event: Event) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from offbeat.errors import OffbeatError
@@ -52,10 +53,7 @@ class EqualShards:
 
     def batches(self, worker: int) -> list[list[int]]:
         """The sample indices of each of the worker's batches, in order."""
-        order = torch.arange(self.samples)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(_mixed(self.seed, self.epoch))
-            order = torch.randperm(self.samples, generator=generator)
+        order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         stride = self.workers * self.batch_size
         dealt = []
         for step in range(self.steps):
@@ -64,6 +62,14 @@ class EqualShards:
             start, stop = segments(len(taken), self.workers)[worker]
             dealt.append(taken[start:stop].tolist())
         return dealt
+
+
+def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    """Which sample stands at each position of an epoch, int64 (samples,)."""
+    if not shuffle:
+        return torch.arange(samples)
+    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+    return torch.randperm(samples, generator=generator)
 
 
 def _mixed(*numbers: int) -> int:
@@ -85,14 +91,27 @@ def load_batches(
     Raises:
         OffbeatError: an option contradicts what the session decides itself.
     """
+    check_options(loader_options)
+    if type(dataset) is TensorDataset and not loader_options:
+        for batch in batches:
+            yield dataset[batch]
+        return
+    yield from DataLoader(dataset, batch_sampler=batches, generator=loader_generator(seed), **loader_options)
+
+
+def check_options(loader_options: dict[str, Any]) -> None:
+    """Sees that a DataLoader's options leave to the session what it decides itself.
+
+    Raises:
+        OffbeatError: one does not.
+    """
     taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"} & set(
         loader_options
     )
     if taken:
         raise OffbeatError(f"session.batches decides {sorted(taken)[0]!r} itself: leave it out")
-    if type(dataset) is TensorDataset and not loader_options:
-        for batch in batches:
-            yield dataset[batch]
-        return
-    generator = torch.Generator().manual_seed(_mixed(*seed))
-    yield from DataLoader(dataset, batch_sampler=batches, generator=generator, **loader_options)
+
+
+def loader_generator(seed: tuple[int, ...]) -> torch.Generator:
+    """From which a DataLoader's workers draw, instead of from the global one."""
+    return torch.Generator().manual_seed(_mixed(*seed))

@@ -151,7 +151,8 @@ class Grouping:
         assert group is not None
         if group.generation != self._seat_generation:
             self._leave_seat()
-            self._follower.exchange_id += StateCopier.IDS
+            # Not from what is counted: a bucket may just have been launched in the group before.
+            self._follower.exchange_id = group.exchange_id + StateCopier.IDS
             if self._follower.joiners:
                 self._hand_over(group)
             self._sit_down(group)

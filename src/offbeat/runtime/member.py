@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.events import Dismiss, EpochEnded, Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
+from offbeat.events import Deal, Dismiss, EpochEnded, Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
 from offbeat.policies.follower import Follower
+from offbeat.policies.hand import Hand
 from offbeat.record import decode_actions, encode
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
@@ -35,6 +36,7 @@ class Member:
 
     Attributes:
         follower: what the coordinator's Halts and Groups allow; to be used under `lock`.
+        hand: the samples that it was dealt; likewise.
         epochs_ended: how many epochs the group is done with, as far as is known.
         is_dismissed: everybody has finished.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
@@ -53,6 +55,7 @@ class Member:
     ) -> None:
         self.worker = worker
         self.follower = Follower(worker)
+        self.hand = Hand()
         self.epochs_ended = 0
         self.is_dismissed = False
         self.on_abandon: Callable[[], None] = _do_nothing
@@ -103,7 +106,7 @@ class Member:
 
     @property
     def lock(self) -> threading.Condition:
-        """Held while `follower` is asked or told something."""
+        """Held while `follower` or `hand` is asked or told something."""
         return self._changed
 
     def name_of(self, worker: int) -> str:
@@ -168,6 +171,9 @@ class Member:
                 case Group():
                     with self._changed:
                         self.follower.hear_group(action)
+                case Deal():
+                    with self._changed:
+                        self.hand.hear(action)
                 case EpochEnded():
                     self.epochs_ended = action.epoch + 1
                 case Dismiss():

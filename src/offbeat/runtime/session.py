@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,10 @@ from offbeat.policies.slowness import Slowness, parse
 from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.checks import Watch, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
+from offbeat.runtime.dealt import DealtBatches
 from offbeat.runtime.environment import Environment, read_environment
 from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
-from offbeat.runtime.feed import EqualShards, load_batches
+from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting, meet
@@ -52,6 +53,10 @@ class Strategy(Protocol):
     @property
     def survives(self) -> bool:
         """Whether the others go on when a worker is lost."""
+
+    @property
+    def shards(self) -> Literal["dynamic", "equal"]:
+        """Whether samples are dealt as they are needed, or shared out before."""
 
     def policies(self, world: int) -> tuple[PolicySpec, ...]:
         """The policies that the coordinator asks, in order."""
@@ -122,6 +127,11 @@ class Session:
         self._slowness = _read_slowness(environment)
         self._batches_taken = 0
         self._batches_in_epoch: int | None = None
+        self._samples_in_epoch = 0
+        self._is_used_up = False  # the epoch's batches
+        self._last_epoch: int | None = None
+        self._has_given_up = False  # the rest of the epoch before
+        self._blocks_per_round = 0
         self._samples = 0
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
@@ -171,6 +181,10 @@ class Session:
             self._optimizer.register_step_post_hook(self._after_step),
         ]
         self.timer.lap()
+
+    @property
+    def _deals(self) -> bool:
+        return self._grouping is not None and self._strategy.shards == "dynamic"
 
     def _configure(self, job: str, token: str, host: str, *, log: str | None) -> Configuration:
         about = {
@@ -320,6 +334,7 @@ class Session:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs from the first unfinished one to `count` - 1."""
+        self._last_epoch = count - 1
         while self.epoch < count:
             epoch = self.epoch
             yield epoch
@@ -330,19 +345,25 @@ class Session:
         self.epoch += 1
         self._batches_taken = 0
         self._batches_in_epoch = None
+        self._is_used_up = False
 
     def batches(
         self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **loader_options: Any
     ) -> Iterator[Any]:
         """Yields this worker's batches of the current epoch; over all workers each sample comes once.
 
-        Every worker gets the same number of batches. Which samples they hold depends on the seed and the
-        epoch alone. A batch that is smaller than others counts for less in the mean; which one a backward
-        pass belongs to is taken to be the last one that was taken, so do not take batches ahead.
+        Where the strategy deals samples as they are needed, a worker gets as many as it has time for, and
+        what a lost one had goes to others; one that is left out, or that others wait for at the end, gets a
+        batch that it had before, which counts for nothing. Else every worker gets the same number of batches,
+        and which samples they hold depends on the seed and the epoch alone.
+
+        A batch that is smaller than others counts for less in the mean; which one a backward pass belongs to
+        is taken to be the last one that was taken, so do not take batches ahead. A loop that breaks off gives
+        up the rest of the epoch.
 
         Args:
             dataset: map-style, the same on every worker.
-            batch_size: samples in this worker's batch.
+            batch_size: samples in this worker's batch, the same on every worker.
             shuffle: draw a new order every epoch.
             loader_options: for torch's DataLoader, such as `num_workers` or `collate_fn`.
 
@@ -358,7 +379,7 @@ class Session:
             )
         if self._is_dealing:
             raise OffbeatError("session.batches is being iterated already: finish that one first")
-        if self._batches_taken == self._batches_in_epoch:
+        if self._is_used_up:
             raise OffbeatError(
                 f"the samples of epoch {self.epoch} are used up: begin the next one with session.epochs"
             )
@@ -370,27 +391,74 @@ class Session:
             epoch=self.epoch,
             shuffle=shuffle,
         )
-        self._batches_in_epoch = shards.steps
+        self._batches_in_epoch, self._samples_in_epoch = shards.steps, shards.samples
+        taken = (
+            self._dealt(dataset, batch_size, shuffle, loader_options)
+            if self._deals
+            else self._shared_out(dataset, shards, loader_options)
+        )
+        self._is_dealing = True
+        try:
+            while True:
+                self.timer.switch("batch")
+                following = next(taken, None)
+                self.check()
+                if following is None:
+                    break
+                batch, samples = following
+                self._batches_taken += 1
+                self._samples += samples
+                self._averager.weigh(samples / batch_size)
+                self.timer.switch("compute")
+                yield batch
+            self._is_used_up = True
+        finally:
+            self._is_dealing = False
+            self._averager.weigh(1.0)
+            self.timer.switch("other")
+            if not self._is_used_up:
+                self._give_up_the_rest()
+
+    def _shared_out(
+        self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
+    ) -> Iterator[tuple[Any, int]]:
+        """Yields this worker's equal part, with sizes."""
         indices = shards.batches(self.worker)[self._batches_taken :]
         seed = (self._seed, self.epoch, self.worker)
         loaded = load_batches(dataset, indices, seed=seed, loader_options=loader_options)
-        self._is_dealing = True
-        try:
-            for taken in indices:
-                if self._member is not None and self._member.epochs_ended > self.epoch:
-                    break
-                self.timer.switch("batch")
-                batch = next(loaded)
-                self.check()
-                self._batches_taken += 1
-                self._samples += len(taken)
-                self._averager.batch_weight = len(taken) / batch_size
-                self.timer.switch("compute")
-                yield batch
-        finally:
-            self._is_dealing = False
-            self._averager.batch_weight = 1.0
-            self.timer.switch("other")
+        for taken in indices:
+            if self._member is not None and self._member.epochs_ended > self.epoch:
+                break
+            yield next(loaded), len(taken)
+
+    def _dealt(
+        self, dataset: Dataset[Any], batch_size: int, shuffle: bool, loader_options: dict[str, Any]
+    ) -> Iterator[tuple[Any, int]]:
+        """Yields what this worker is dealt, with sizes."""
+        assert self._member is not None
+        samples = len(dataset)  # type: ignore[arg-type]
+        dealt = DealtBatches(
+            self._member,
+            lambda epoch: epoch_order(samples, seed=self._seed, epoch=epoch, shuffle=shuffle),
+            dataset,
+            batch_size,
+            epoch=self.epoch,
+            loader_options=loader_options,
+            seed=(self._seed, self.epoch, self.worker),
+            is_last=self._last_epoch is None or self.epoch >= self._last_epoch,
+            skips=self._has_given_up,
+            blocks_per_round=self._blocks_per_round,
+            deadline_s=self._strategy.deadline_s,
+        )
+        self._has_given_up = False
+        return iter(dealt)
+
+    def _give_up_the_rest(self) -> None:
+        """The loop has left the epoch early."""
+        if self._deals and self._member is not None:
+            self._has_given_up = True
+            with self._member.lock:
+                self._member.hand.throw_away()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate gradients; the next one outside exchanges them all.
@@ -424,10 +492,9 @@ class Session:
         """Makes this worker as slow as it was told to be, by waiting a multiple of what it computed."""
         if self._slowness is None:
             return
-        step_in_epoch = max(0, self._batches_taken - 1)
         try:
             factor = self._slowness.factor(
-                self.worker, self.epoch, step_in_epoch, self._batches_in_epoch, self._steps_taken
+                self.worker, self.epoch, self._step_in_epoch(), self._batches_in_epoch, self._steps_taken
             )
         except ValueError as error:
             raise OffbeatError(f"{error}; session.batches knows it, your own loader does not") from error
@@ -436,8 +503,19 @@ class Session:
         elif factor > 1:
             time.sleep((factor - 1) * compute_s)
 
+    def _step_in_epoch(self) -> int:
+        """How far the epoch is, in steps of all workers; by what all have done where samples are dealt."""
+        if not self._deals or self._batches_in_epoch is None or self._member is None:
+            return max(0, self._batches_taken - 1)
+        return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
+
     def ready(self, compute_s: float) -> None:
         """Tells the coordinator that this worker's gradients are on their way."""
+        blocks: tuple[int, ...] = ()
+        if self._deals and self._member is not None:
+            with self._member.lock:
+                blocks = self._member.hand.contribute(self._member.follower.is_member)
+            self._blocks_per_round = max(self._blocks_per_round, len(blocks))
         self._tell(
             Ready(
                 now_s=0.0,
@@ -448,6 +526,7 @@ class Session:
                 round=self._averager.round,
                 compute_s=compute_s,
                 samples=self._samples,
+                blocks=blocks,
             )
         )
 
@@ -503,13 +582,14 @@ class Session:
 
         Every worker's is the same but for the order of the bytes on disk; saving rank 0's is enough.
         """
-        whole = self._batches_in_epoch is not None and self._batches_taken == self._batches_in_epoch
+        whole = self._is_used_up or self._batches_taken == self._batches_in_epoch
         return {
             "version": _STATE_VERSION,
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "epoch": self.epoch + whole,
             "batches_taken": 0 if whole else self._batches_taken,
+            "deals": self._deals,
             "step": self.step,
             "seed": self._seed,
             "world": self.world,
@@ -520,7 +600,7 @@ class Session:
 
         Raises:
             OffbeatError: the state is of another version, or in the middle of an epoch with another number
-                of workers.
+                of workers, or with samples that were dealt as they were needed.
         """
         if state.get("version") != _STATE_VERSION:
             raise OffbeatError(
@@ -530,6 +610,11 @@ class Session:
             raise OffbeatError(
                 f"the state was taken in the middle of an epoch with {state['world']} workers and there are "
                 f"{self.world} now: use as many, or a state from an epoch's end"
+            )
+        if state["batches_taken"] and (state["deals"] or self._deals):
+            raise OffbeatError(
+                "the state was taken in the middle of an epoch whose samples are dealt as they are needed: "
+                "use a state from an epoch's end, or a strategy with shards=equal both times"
             )
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -14,6 +14,7 @@ from typing import Any, assert_never
 from offbeat.errors import OffbeatError
 from offbeat.events import (
     Action,
+    Deal,
     Dismiss,
     EpochEnded,
     Event,
@@ -275,6 +276,7 @@ class Cluster:
                 "round": round,
                 "compute_s": compute_s,
                 "samples": 0,
+                "blocks": (),
             },
         )
         worker.last_ready = ready
@@ -328,6 +330,9 @@ class Cluster:
                     self.groups.append((self.engine.now_s, action))
                 case Halt():
                     self._check_halt(action)
+                case Deal():
+                    self._send(action.worker, (action,))
+                    continue
                 case Start() | EpochEnded() | Dismiss():
                     pass
                 case _:

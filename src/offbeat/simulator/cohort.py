@@ -165,6 +165,7 @@ class Cohort:
             round=exchange.round + 1,
             compute_s=0.0,
             samples=0,
+            blocks=(),
         )
         self._alike = vars(ready)
         cluster.engine.at(self._ready_s[0], self._be_heard, exchange)

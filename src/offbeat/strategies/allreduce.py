@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -29,6 +29,7 @@ class AllReduce:
 
     name: ClassVar[str] = "bsp"
     survives: ClassVar[bool] = False
+    shards: ClassVar[Literal["dynamic", "equal"]] = "equal"
 
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0

@@ -19,6 +19,7 @@ class _AroundTheSlow(ABC):
 
     survives: ClassVar[bool] = True
 
+    shards: Literal["dynamic", "equal"]
     bucket_bytes: int
     deadline_s: float
 
@@ -77,6 +78,8 @@ class PartialAllReduce(_AroundTheSlow):
         monitor: "continuous" judges left-out workers at every iteration of their own; "epoch_window" takes
             everybody back for the profiling window of every epoch, as the paper's section 4.2 does.
         gate: "throughput" leaves workers out only where that raises the samples per second.
+        shards: "dynamic" deals samples as they are needed, each once an epoch whoever is slow or dies;
+            "equal" shares them out before, as the papers do: those of who is left out are not used.
         bucket_bytes: the largest bucket of several gradients, in bytes.
         deadline_s: how long the others wait for a live worker while no pace is known yet, in seconds.
 
@@ -91,6 +94,7 @@ class PartialAllReduce(_AroundTheSlow):
     limit: int = 10
     monitor: Monitor = "continuous"
     gate: Literal["throughput"] | None = None
+    shards: Literal["dynamic", "equal"] = "dynamic"
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0
 
@@ -113,6 +117,8 @@ class DPAR(_AroundTheSlow):
         threshold_ms: compute time of an iteration above which it is slow, in milliseconds.
         limit: the counter's bound.
         gate: "throughput" leaves workers out only where that raises the samples per second.
+        shards: "dynamic" deals samples as they are needed, each once an epoch whoever is slow or dies;
+            "equal" shares them out before, as the papers do: those of who is left out are not used.
         bucket_bytes: the largest bucket of several gradients, in bytes.
         deadline_s: how long the others wait at most for a live worker that is not heard of, in seconds.
 
@@ -125,6 +131,7 @@ class DPAR(_AroundTheSlow):
     threshold_ms: float
     limit: int = 10
     gate: Literal["throughput"] | None = None
+    shards: Literal["dynamic", "equal"] = "dynamic"
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0
 

@@ -1,0 +1,285 @@
+"""Deals samples to groups that change; a part that group policies own.
+
+Nothing here knows why groups change, nor how an epoch is cut into blocks (see `offbeat.policies.work`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from offbeat.errors import ProtocolError
+from offbeat.events import Block, Deal, Ready, Wants
+from offbeat.policies.work import WorkScheduler
+
+_NEVER_AGAIN = 2**63  # rounds: a worker that has finished has done all that it will ever do
+
+
+class Dealing:
+    """Says who gets which samples, so that each is used once, while rounds are repeated and workers go.
+
+    A round counts as completed once every member is known to have finished it: then nobody can repeat it. A
+    worker that a group leaves out keeps what it was dealt until it has been heard to follow that group, for
+    what it contributed to its last step may be heard late; then others get what is left of it.
+
+    Attributes:
+        is_used: somebody wants samples. Until then nothing is remembered of rounds.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._scheduler = WorkScheduler()
+        self._members: frozenset[int] = frozenset()
+        self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
+        self._step = 0  # the group's first
+        self._done: dict[int, int] = {}  # rounds that a member has finished, as far as is known
+        self._next = 0  # the first round that is not completed
+        self._lacking: set[int] = set()  # members that are not known to have finished it
+        self._offered: dict[int, tuple[int, int]] = {}  # the last round and step to which each contributed
+        self._latest = -1  # the last round for which a member is Ready
+        self._waiting: dict[int, int] = {}  # who has nothing to compute with, and its next round
+        self._joining: set[int] = set()  # members that have not been Ready yet, and wait for all others to be
+        self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
+        self._anew: set[int] = set()  # who is to be told that it has nothing
+        self._curious: set[int] = set()  # who is to be told how far the epoch is
+
+    # Samples ---------------------------------------------------------------------------------------------
+
+    def wants(self, event: Wants) -> None:
+        """A worker is in an epoch, and has nothing to compute with.
+
+        Raises:
+            ProtocolError: an epoch, sizes or blocks that cannot be.
+        """
+        worker, scheduler = event.worker, self._scheduler
+        if event.skips and worker in self._in:
+            scheduler.forgone(worker)
+            scheduler.cut(self._in[worker][0])
+            self._anew.add(worker)
+        scheduler.begin(
+            worker, event.epoch, event.samples, event.batch_size, hold=event.is_last, ahead=event.ahead
+        )
+        self._in[worker] = (event.epoch, event.samples)
+        if not self.is_used:
+            self.is_used = True
+            scheduler.set_members(self._members)
+            self._reckon()
+        for block_id in event.taken:
+            scheduler.taken(worker, block_id)
+        if worker in self._members or worker in self._leaving:
+            self._waiting[worker] = event.round
+            self._has_done(worker, event.round)
+
+    def ready(self, event: Ready) -> None:
+        """A worker in the group, or in its last step there, has gradients.
+
+        Raises:
+            ProtocolError: they are of blocks that are not its own.
+        """
+        if not self.is_used:
+            return
+        worker, round_ = event.worker, event.round
+        if worker not in self._members and event.step >= self._step:
+            self.has_followed(worker)
+            return
+        if event.blocks and not self._scheduler.contributed(worker, round_, event.blocks):
+            raise ProtocolError(f"blocks {list(event.blocks)} are not worker {worker}'s any more")
+        self._joining.discard(worker)
+        self._offered[worker] = (round_, event.step)
+        self._waiting.pop(worker, None)
+        self._latest = max(self._latest, round_)
+        self._has_done(worker, round_)
+
+    def outside(self, worker: int) -> None:
+        """A worker that no group counts on goes on computing."""
+        if self.is_used:
+            self._curious.add(worker)
+
+    def finished(self, worker: int) -> None:
+        """The worker's loop is over; what it had is nobody's."""
+        if worker in self._scheduler:
+            self._scheduler.retired(worker)
+        self._waiting.pop(worker, None)
+        self._has_done(worker, _NEVER_AGAIN)
+
+    def gone(self, worker: int) -> None:
+        """The worker is no more; what it had is for others."""
+        if worker in self._scheduler:
+            self._scheduler.lost(worker)
+        for known in (self._done, self._offered, self._waiting, self._in, self._leaving):
+            known.pop(worker, None)
+        self._joining.discard(worker)
+        self._anew.discard(worker)
+        self._curious.discard(worker)
+        self._members -= {worker}
+        self._lacking.discard(worker)
+        self._complete()
+
+    # Groups ----------------------------------------------------------------------------------------------
+
+    def change(self, members: Iterable[int], joining: Iterable[int], step: int) -> None:
+        """From `step` on there is another group; exchanges of the one before it are finished first."""
+        members = frozenset(members)
+        for worker in self._members - members:
+            if not self.is_used:
+                continue
+            self._leaving[worker] = None
+            round_, last_step = self._offered.get(worker, (-1, -1))
+            if last_step >= step:
+                self._scheduler.withdrawn(worker, round_)
+            self._scheduler.taken_all(worker)
+        self._joining = set(joining)
+        for worker in joining:
+            self.has_followed(worker)
+            self._done[worker] = -1
+        self._move(members, step)
+
+    def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
+        """There is another group at once; its members have finished all rounds before `round_`."""
+        members = frozenset(members)
+        self._joining.clear()
+        self._next = max(self._next, round_)
+        if self.is_used:
+            for before in self._scheduler.open_rounds():
+                if before < round_:
+                    self._scheduler.completed(before)
+            again = self._scheduler.abandoned(round_)
+            for worker, ids in again.items():
+                if worker in members:
+                    self._scheduler.contributed(worker, round_, ids)
+            self._latest = round_ if members & again.keys() else round_ - 1
+        for worker in list(self._in):
+            if worker not in members:
+                self.has_followed(worker)
+        for worker in members:
+            self._done[worker] = max(self._done.get(worker, -1), round_)
+        self._move(members, step)
+
+    def followed(self, now_s: float) -> None:
+        """All members that were in the group before have begun to work in this one."""
+        for worker, since_s in self._leaving.items():
+            if since_s is None:
+                self._leaving[worker] = now_s
+
+    def has_followed(self, worker: int) -> None:
+        """The worker knows that no group counts on it: what it still has is for others."""
+        self._leaving.pop(worker, None)
+        if worker in self._scheduler and self._scheduler.revoke(worker):
+            self._anew.add(worker)
+        self._complete()
+
+    def tick(self, now_s: float, patience_s: float) -> None:
+        """Give up on those who were left out and have not been heard since."""
+        for worker, since_s in list(self._leaving.items()):
+            if since_s is not None and now_s - since_s > patience_s:
+                self.has_followed(worker)
+
+    def _move(self, members: frozenset[int], step: int) -> None:
+        self._members, self._step = members, step
+        for worker in members:
+            self._leaving.pop(worker, None)
+        if self.is_used:
+            self._scheduler.set_members(members)
+            self._reckon()
+
+    # Rounds ----------------------------------------------------------------------------------------------
+
+    def _has_done(self, worker: int, rounds: int) -> None:
+        if rounds <= self._done.get(worker, -1):
+            return
+        self._done[worker] = rounds
+        if rounds > self._next and worker in self._lacking:
+            self._lacking.discard(worker)
+            self._complete()
+
+    def _reckon(self) -> None:
+        self._lacking = {worker for worker in self._members if self._done.get(worker, -1) <= self._next}
+        self._complete()
+
+    def _complete(self) -> None:
+        """Complete the rounds that all members have finished, once all contributions have been heard."""
+        while self.is_used and self._members and not self._lacking and not self._leaving:
+            last = min(self._done[worker] for worker in self._members)
+            if last == _NEVER_AGAIN:
+                last = self._latest + 1
+            for round_ in self._scheduler.open_rounds():
+                if round_ < last:
+                    self._scheduler.completed(round_)
+            if last <= self._next:
+                return
+            self._next = last
+            self._lacking = {worker for worker in self._members if self._done[worker] <= last}
+
+    # Telling ---------------------------------------------------------------------------------------------
+
+    def deals(self) -> list[Deal]:
+        """What there is to tell now, ascending by worker."""
+        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.deal()}
+        for worker, (blocks, over) in dealt.items():
+            if blocks or over:
+                self._waiting.pop(worker, None)
+        awaited = [
+            worker for worker, round_ in self._waiting.items() if round_ <= self._latest or self._joining
+        ]
+        for worker in awaited:
+            del self._waiting[worker]
+        told = sorted({*dealt, *awaited, *self._anew, *self._curious})
+        deals = [
+            self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
+            for worker in told
+            if worker in self._in
+        ]
+        self._anew.clear()
+        self._curious.clear()
+        return deals
+
+    def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
+        epoch, samples = self._in[worker]
+        is_open = epoch in self._scheduler.unfinished()
+        reasons = ["the others wait"] * is_awaited
+        reasons += ["what it had is not its own any more"] * (worker in self._anew)
+        reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
+        return Deal(
+            worker=worker,
+            epoch=epoch,
+            anew=worker in self._anew,
+            blocks=blocks,
+            over=over,
+            is_awaited=is_awaited,
+            used=self._scheduler.used(epoch) if is_open else samples,
+            reason="; ".join(reasons) or "so far is the epoch",
+        )
+
+    # Remembering -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as plain data."""
+        return {
+            "is_used": self.is_used,
+            "scheduler": self._scheduler.state_dict(),
+            "members": sorted(self._members),
+            "leaving": [list(one) for one in self._leaving.items()],
+            "step": self._step,
+            "done": [list(one) for one in self._done.items()],
+            "next": self._next,
+            "lacking": sorted(self._lacking),
+            "offered": [[worker, *one] for worker, one in self._offered.items()],
+            "latest": self._latest,
+            "waiting": [list(one) for one in self._waiting.items()],
+            "joining": sorted(self._joining),
+            "in": [[worker, *one] for worker, one in self._in.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.is_used = state["is_used"]
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._members = frozenset(state["members"])
+        self._leaving = dict(state["leaving"])
+        self._step, self._next, self._latest = state["step"], state["next"], state["latest"]
+        self._done = dict(state["done"])
+        self._lacking = set(state["lacking"])
+        self._offered = {worker: (round_, step) for worker, round_, step in state["offered"]}
+        self._waiting = dict(state["waiting"])
+        self._joining = set(state["joining"])
+        self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}

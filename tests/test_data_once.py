@@ -1,0 +1,229 @@
+"""Each sample is used exactly once an epoch, with real workers, whoever is slow, dies or stops.
+
+The model has one number a sample, and the loss moves only those of the batch: what a replica holds in the end
+says how often each sample was used by somebody, and no sum can hide a sample that came twice.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import offbeat
+from cluster import run, values
+from jobs import job
+from offbeat.runtime import exchange
+from offbeat.strategies import PartialAllReduce
+from test_groups import groups_of, spin
+
+SAMPLES, BATCH = 101, 4
+STRATEGY = PartialAllReduce(limit=3, n_profile=2)
+
+
+class Counter(nn.Module):
+    """Counts how often each sample was used."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses_N = nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
+
+    def forward(self, numbers):
+        return self.uses_N[numbers].mean()
+
+
+class Samples(Dataset):
+    """Its samples' numbers, through a DataLoader."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return (torch.tensor(index),)
+
+
+def once_each(model):
+    """All samples of a round weigh the same, however many they are: makes each count for one."""
+    grad = model.uses_N.grad
+    if grad is not None and grad.any():
+        grad.div_(grad.abs()[grad != 0].min()).round_()
+
+
+def take(model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wait_for_group(log, members):
+    deadline_s = time.monotonic() + 60
+    while not (log.exists() and any(group.members == members for group in groups_of(log))):
+        assert time.monotonic() < deadline_s, f"no group was {members}"
+
+
+def count(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, compute_s=0.005, dataset=None, options=None):
+    """Returns how often each sample was used in each epoch, as this replica has it, and the steps."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dataset = dataset or TensorDataset(torch.arange(SAMPLES))
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(epochs):
+            for (numbers,) in session.batches(dataset, BATCH, **(options or {})):
+                if misdeed is not None:
+                    misdeed(session)
+                optimizer.zero_grad()
+                spin(compute_s)
+                (-model(numbers)).backward()
+                once_each(model)
+                optimizer.step()
+        steps = session.step
+    return model.uses_N.detach().tolist(), steps
+
+
+def once(ended, epochs=4):
+    for uses, _ in values(ended):
+        assert uses == [float(epochs)] * SAMPLES
+
+
+class Misdeed:
+    """Sends this process a signal when a step comes, once."""
+
+    def __init__(self, say, step, number=signal.SIGKILL):
+        self._say, self._step, self._number = say, step, number
+
+    def __call__(self, session):
+        if session.step == self._step:
+            self._step = -1
+            self._say("now")
+            os.kill(os.getpid(), self._number)
+
+
+def test_with_nobody_slow_in_as_few_steps_as_there_can_be():
+    ended = run(count, 3)
+    once(ended)
+    assert {steps for _, steps in values(ended)} == {4 * 9}
+
+
+@pytest.mark.parametrize("slow", ["1:20", "0:20@burst=8/100000", "1:10@burst=5/12", "2:20@0.0-0.5"])
+def test_with_a_slow_worker_that_is_left_out_and_perhaps_comes_back(slow):
+    once(run(count, 3, env={"OFFBEAT_SLOW": slow}))
+
+
+def dies(rank, say, steps):
+    return count(rank, say, misdeed=Misdeed(say, steps[rank]) if rank in steps else None)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [{0: 3}, {2: 12}, {1: 5, 3: 5}, {0: 8, 1: 14, 2: 20}, {3: 27}, {1: 26, 2: 27}],
+    ids=lambda steps: ", ".join(f"{rank} in step {step}" for rank, step in steps.items()),
+)
+def test_with_workers_that_are_killed(steps):
+    with job(dies, 4, steps) as running:
+        once([one for one in running.ends() if one.rank not in steps])
+
+
+def dies_in_the_exchange(rank, say, victim, at_step, share):
+    def misdeed(session):
+        if rank == victim and session.step == at_step:
+            arrived = exchange._ScheduleRun._arrived
+
+            def die_on_the_way(self, number, first, last):
+                if self._to_receive - (last - first) <= self._plan.received * share:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                arrived(self, number, first, last)
+
+            exchange._ScheduleRun._arrived = die_on_the_way
+
+    return count(rank, say, misdeed=misdeed)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(("victim", "at_step"), [(0, 5), (2, 35)])
+def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
+    with job(dies_in_the_exchange, 3, victim, at_step, share) as running:
+        once([one for one in running.ends() if one.rank != victim])
+
+
+def stops(rank, say):
+    return count(rank, say, epochs=60, misdeed=Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
+
+
+def test_with_a_worker_that_hangs_and_goes_on(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(stops, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.said(1)
+        wait_for_group(log, (0, 2))
+        running.signal(1, signal.SIGCONT)
+        ended = running.ends()
+    once(ended, 60)
+
+
+def accumulates(rank, say, victim=None):
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    misdeed = Misdeed(say, 3)
+    with offbeat.join(model, optimizer, STRATEGY) as session:
+        for _ in session.epochs(3):
+            for place, (numbers,) in enumerate(session.batches(dataset, BATCH)):
+                if rank == victim:
+                    misdeed(session)
+                spin(0.002)
+                if place % 3 < 2:
+                    with session.no_sync():
+                        (-model(numbers)).backward()
+                else:
+                    (-model(numbers)).backward()
+                    take(model, optimizer)
+            if place % 3 < 2:
+                take(model, optimizer)
+    return model.uses_N.detach().tolist(), session.step
+
+
+@pytest.mark.parametrize("victim", [None, 1])
+def test_with_gradients_accumulated_over_batches(victim):
+    with job(accumulates, 3, victim) as running:
+        ended = [one for one in running.ends() if one.rank != victim]
+    assert {len(values([one])[0][0]) for one in ended} == {SAMPLES}
+    assert all(all(uses) for uses, _ in values(ended))
+
+
+def loads(rank, say, options, victim):
+    misdeed = Misdeed(say, 12) if rank == victim else None
+    return count(rank, say, dataset=Samples(), options=options, misdeed=misdeed)
+
+
+@pytest.mark.parametrize("victim", [None, 0])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2}, {"num_workers": 1, "prefetch_factor": 4}], ids=str
+)
+def test_through_a_data_loader(options, victim):
+    with job(loads, 3, options, victim, clean=victim is None) as running:
+        once([one for one in running.ends() if one.rank != victim])
+
+
+def breaks_off(rank, say):
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    with offbeat.join(model, optimizer, STRATEGY) as session:
+        for epoch in session.epochs(5):
+            for place, (numbers,) in enumerate(session.batches(dataset, BATCH)):
+                optimizer.zero_grad()
+                (-model(numbers)).backward()
+                once_each(model)
+                optimizer.step()
+                if epoch % 2 == 0 and place == 2:
+                    break
+    return model.uses_N.detach().tolist(), session.step
+
+
+def test_a_loop_that_breaks_off_gives_up_the_rest_of_the_epoch():
+    ended = run(breaks_off, 3)
+    for uses, steps in values(ended):
+        assert steps == 3 * 3 + 2 * 9
+        assert sum(uses) == 3 * (3 * 3 * BATCH) + 2 * SAMPLES
+        assert min(uses) >= 2
