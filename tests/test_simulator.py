@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,11 @@ from offbeat.policies.assembly import Assembly
 from offbeat.policies.lockstep import Lockstep
 from offbeat.policies.partial import PartialGroups
 from offbeat.policies.slowness import parse as rule
-from offbeat.simulator import faults, times
+from offbeat.simulator import campaign, faults, times
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.engine import Engine
 from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import LeastSquares
+from offbeat.simulator.replicas import History, LeastSquares
 from offbeat.simulator.times import Constant, Jittered, Recorded
 
 
@@ -185,6 +186,60 @@ def test_the_same_seed_gives_the_same_run_to_the_last_event():
     one, other = run(setting, partial(5)), run(setting, partial(5))
     assert one.log == other.log
     assert len(one.log) > 200
+
+
+def everything(cluster: Cluster) -> list[Any]:
+    """All that a run has come to, each worker's replica and place included."""
+    facts = [cluster.log, cluster.groups, cluster.chance.getstate(), cluster.progress_s, cluster.engine.now_s]
+    for worker, one in sorted(cluster.workers.items()):
+        own, follower = dict(vars(one)), vars(one.follower)
+        del own["_busy"]  # a count that means something only to its own calls
+        facts += [worker, one.exchange and one.exchange.exchange_id, repr(one.state), repr(one.gradient)]
+        facts += [
+            value for name, value in sorted(own.items()) if isinstance(value, int | float | str | Ready)
+        ]
+        facts += [value for name, value in sorted(follower.items()) if isinstance(value, int)]
+    return facts
+
+
+@pytest.mark.parametrize("begin", range(0, 60, 20))
+def test_a_cohort_does_what_its_members_would(begin):
+    """Whatever goes wrong, and whenever: the same events, answers, times and replicas, only sooner."""
+    calls = {True: 0, False: 0}
+    for seed in range(begin, begin + 20):
+        case = campaign.case(seed)
+        setting = dataclasses.replace(case.setting, rounds_per_step=1, apply_s=0.0)
+        runs = []
+        for one_by_one in (True, False):
+            problem = LeastSquares(seed) if case.has_gradients else History()
+            cluster = run(setting, case.build, problem=problem, one_by_one=one_by_one)
+            runs.append(everything(cluster))
+            calls[one_by_one] += cluster.engine.count
+        assert runs[0] == runs[1], f"seed {seed}: {case}"
+    assert calls[False] < 0.7 * calls[True]
+
+
+def test_to_look_at_workers_changes_nothing():
+    setting = Setting(world=5, until_s=6.0, times=Jittered(mean_s=0.05), slow=(rule("1:4"),))
+    looked = Cluster(setting, partial(5), keeps_log=True)
+    for at in range(50):
+        looked.engine.at(0.1 * at + 0.003, lambda _: [one.doing for one in looked.workers.values()])
+    looked.run()
+    assert everything(looked) == everything(run(setting, partial(5)))
+
+
+def test_a_calm_round_costs_as_many_calls_for_many_workers_as_for_few():
+    """With more workers, more is asked of the policies; the rest is once for all of them."""
+
+    def calls(world: int, steps: int) -> int:
+        setting = Setting(world=world, steps=steps, steps_per_epoch=1000, times=Jittered())
+        cluster = run(setting, partial(world))
+        assert sum(isinstance(event, Ready) for event, _ in cluster.log) == steps * world
+        return cluster.engine.count
+
+    per_round = {world: (calls(world, 150) - calls(world, 50)) / 100 for world in (4, 400)}
+    assert per_round[4] < 5
+    assert per_round[400] < 6
 
 
 def test_in_lockstep_a_death_stops_the_job_by_name():

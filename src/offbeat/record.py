@@ -351,7 +351,7 @@ def replay(log: Log) -> Difference | None:
     Raises:
         ValueError: the header does not say which policies to build, or names something else than a policy.
     """
-    policies = _policies(log.header)
+    policies = policies_of(log.header)
     answered = list(_answered(log.entries))
     for place, (number, event, expected) in enumerate(answered):
         got = tuple(decide(policies, event))
@@ -384,7 +384,13 @@ def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
         raise ValueError(f"the policy {path} cannot be built with {arguments}: {error}") from None
 
 
-def _policies(header: dict[str, Any]) -> list[Policy]:
+def policies_of(header: dict[str, Any]) -> list[Policy]:
+    """Build the policies that a run log's header names.
+
+    Raises:
+        ValueError: it does not say which, or names something else than a policy.
+    """
+
     class Line(msgspec.Struct):
         path: str
         arguments: dict[str, Any] = {}

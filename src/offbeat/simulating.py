@@ -159,7 +159,7 @@ def _one(
 
         def show(_: Any = None) -> None:
             nonlocal every_s
-            progress.update(task, completed=max(one.follower.step for one in cluster.workers.values()))
+            progress.update(task, completed=cluster.step)
             every_s = max(1.0, cluster.engine.now_s / 20)
             cluster.engine.at(cluster.engine.now_s + every_s, show)
 

@@ -85,6 +85,20 @@ def quality(
     _report(json, lambda command: run(command=command, runs=runs, seed=seed))
 
 
+@bench.command()
+def simulator(
+    workers: Annotated[int, typer.Option(min=1, help="How many workers are simulated at once.")] = 10_000,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that each of them takes.")] = 1000,
+    jobs: Annotated[int, typer.Option(min=1, help="Real jobs that are simulated afterwards.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of all chance in simulation.")] = 0,
+    json: Json = None,
+) -> None:
+    """How quickly many workers are simulated, and how truly the jobs of 4 real ones."""
+    from offbeat.bench.simulator import run
+
+    _report(json, lambda command: run(command=command, workers=workers, steps=steps, jobs=jobs, seed=seed))
+
+
 def _report(json: Path | None, measure: Callable[[str], Result]) -> None:
     from offbeat.bench.result import check_writable
 

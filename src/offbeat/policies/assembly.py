@@ -74,14 +74,14 @@ class Assembly:
         if self._first_event_s is None:
             self._first_event_s = event.now_s
         match event:
+            case Ready() | Wants() | StepTimed() | Halted() | Evaluated() | Finished():
+                return []  # nearly all events are these
             case Joined():
                 return self._joined(event)
             case Lost() | Failed() | Left():
                 return self._gone(event)
             case Tick():
                 return self._tick(event.now_s)
-            case Ready() | Wants() | StepTimed() | Halted() | Evaluated() | Finished():
-                return []
             case _:
                 assert_never(event)
 

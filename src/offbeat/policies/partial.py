@@ -39,7 +39,7 @@ Monitor: TypeAlias = Literal["continuous", "epoch_window"]
 _EXCHANGES_IN_A_STEP_MAX = 2**16
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Worker:
     """What is known of a worker that is not gone.
 

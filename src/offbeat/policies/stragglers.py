@@ -50,7 +50,7 @@ class _Threshold:
     epoch: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Worker:
     count: int = 0
     straggler: bool = False
@@ -227,7 +227,10 @@ class StragglerClassifier:
 
     @property
     def last_s(self) -> dict[int, list[float]]:
-        """How long each worker computed its last iterations, 20 at most, in seconds, the newest last."""
+        """How long each worker computed its last iterations, in seconds, the newest last.
+
+        20 at most, and none without the gate, which alone asks for them.
+        """
         return {worker: list(it.last_s) for worker, it in self._workers.items()}
 
     def threshold_s(self, epoch: int) -> float | None:
@@ -307,21 +310,21 @@ class StragglerClassifier:
         Raises:
             ProtocolError: an unknown worker, a negative count, or a time that is none; nothing changes.
         """
-        said = f"got {compute_s} s in iteration {iteration} of epoch {epoch} of worker {worker}"
-        if worker not in self._workers:
-            raise ProtocolError(f"expected a worker that was added, {said}")
-        if epoch < 0 or iteration < 0:
-            raise ProtocolError(f"expected epochs and iterations from 0, {said}")
-        if not (math.isfinite(compute_s) and compute_s >= 0):
-            raise ProtocolError(f"expected a finite time of at least 0 s, {said}")
-        it = self._workers[worker]
-        it.last_s.append(compute_s)
+        it = self._workers.get(worker)
+        if it is None or epoch < 0 or iteration < 0 or not 0 <= compute_s < math.inf:
+            raise ProtocolError(
+                f"{self._expected(worker, epoch, iteration)}, "
+                f"got {compute_s} s in iteration {iteration} of epoch {epoch} of worker {worker}"
+            )
+        if self._is_gated:
+            it.last_s.append(compute_s)
         it.epoch, it.iteration = epoch, iteration
         if not it.straggler and not it.takes_part:
             it.takes_part = self._is_at_the_front(epoch, iteration)
         if not it.takes_part:
             return self._judge(worker, epoch, iteration, compute_s, self._newest)
-        self._advance(epoch, iteration)
+        if self._front is None or self._front < (epoch, iteration):
+            self._advance(epoch, iteration)
         window = self._window
         if self._is_static:
             threshold = self._newest if iteration >= self._skip_first_iters else None
@@ -342,6 +345,13 @@ class StragglerClassifier:
             return self._close_window()
         return self._judge(worker, epoch, iteration, compute_s, window.before)
 
+    def _expected(self, worker: int, epoch: int, iteration: int) -> str:
+        if worker not in self._workers:
+            return "expected a worker that was added"
+        if epoch < 0 or iteration < 0:
+            return "expected epochs and iterations from 0"
+        return "expected a finite time of at least 0 s"
+
     # Profiles --------------------------------------------------------------------------------------------
 
     def _is_at_the_front(self, epoch: int, iteration: int) -> bool:
@@ -353,7 +363,7 @@ class StragglerClassifier:
         return (epoch, iteration) == (front_epoch + 1, 0)
 
     def _advance(self, epoch: int, iteration: int) -> None:
-        """Move the front on; a new epoch opens a new window."""
+        """Move the front on, to where nobody was yet; a new epoch opens a new window."""
         if self._front is None or epoch > self._front[0]:
             if self._front is not None and self._iterations_per_epoch is None and self._front[0] == epoch - 1:
                 self._iterations_seen = self._front[1] + 1
@@ -361,7 +371,7 @@ class StragglerClassifier:
             self._may_guard = True
             self._front = (epoch, iteration)
             self._open_window(epoch, max(iteration, self._skip_first_iters), self._newest)
-        self._front = max(self._front, (epoch, iteration))
+        self._front = (epoch, iteration)
 
     def _open_window(self, epoch: int, first: int, before: _Threshold | None) -> None:
         if self._is_static:
@@ -447,8 +457,10 @@ class StragglerClassifier:
         if threshold is None:
             return []
         it = self._workers[worker]
-        is_slow = compute_s > threshold.threshold_s
-        it.count = min(max(it.count + (1 if is_slow else -1), 0), self._limit)
+        if compute_s > threshold.threshold_s:
+            it.count = min(it.count + 1, self._limit)
+        elif it.count:
+            it.count = min(it.count - 1, self._limit)  # which may have been lowered
         if it.straggler:
             if it.count > self._limit - min(self._recover_gap, self._limit):
                 return []
@@ -456,7 +468,7 @@ class StragglerClassifier:
             return [self._take_back(worker, epoch, iteration, reason, count=it.count)]
         if self._k == "auto" and threshold.pace_s and threshold.epoch == epoch:
             it.held.append(compute_s / threshold.pace_s)
-        if it.count == 0:
+        if it.count == 0 and it.held:
             self._ratios.extend(it.held)
             it.held.clear()
         if it.count == self._limit:

@@ -32,6 +32,7 @@ from offbeat.events import (
 from offbeat.policies import Policy, decide
 from offbeat.policies.lockstep import Lockstep
 from offbeat.policies.slowness import Slowness, SlowRule
+from offbeat.simulator.cohort import Cohort
 from offbeat.simulator.engine import Engine
 from offbeat.simulator.exchange import Exchange
 from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, check
@@ -108,12 +109,14 @@ class Cluster:
         policies: builds the coordinator's policies, anew for each coordinator.
         problem: what is trained; by default only a history.
         keeps_log: whether `log` is kept; it is where coordinators restart.
+        one_by_one: whether every worker is simulated on its own all the time; the run is the same.
 
     Attributes:
         log: every event with its answers.
         stopped: the Stop that ended the job, if one did.
-        workers: all that ever were.
-        progress_s: when somebody last finished a step.
+        progress_s: when somebody last finished a step, or earlier while there is a cohort.
+        cohort: the members, while all that they do is known beforehand.
+        heard: workers whose last Ready the coordinator has heard although they are only about to say it.
         changed_s: when the last Halt or Group was said.
     """
 
@@ -124,6 +127,7 @@ class Cluster:
         *,
         problem: Problem | None = None,
         keeps_log: bool = False,
+        one_by_one: bool = False,
     ) -> None:
         self.setting = setting
         self.engine = Engine()
@@ -134,7 +138,10 @@ class Cluster:
         self.steps_per_epoch, self.rounds_per_step = setting.steps_per_epoch, setting.rounds_per_step
         self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
         self.exchanges: dict[int, Exchange] = {}
-        self.workers: dict[int, SimulatedWorker] = {}
+        self.cohort = Cohort(self)
+        self.heard: frozenset[int] = frozenset()
+        self._is_quick = not one_by_one and setting.rounds_per_step == 1 and not setting.apply_s
+        self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.changed_s = 0.0
         self.stopped: Stop | None = None
@@ -149,7 +156,7 @@ class Cluster:
         self.policies = list(policies())
         self._incarnation = 0
         self._is_down = False
-        self._behind_s = 0.0  # the coordinator's clock goes on where its log ended
+        self.behind_s = 0.0  # the coordinator's clock goes on where its log ended
         self._present: set[int] = set()
         self._gone: set[int] = set()
         self._said: list[Action] = []  # the last Start, Group and Halt
@@ -174,15 +181,35 @@ class Cluster:
             engine.at(fault.at_s, self._fail, fault)
         engine.at(setting.tick_s, self._tick)
         engine.run(setting.until_s)
+        self.cohort.dissolve()
+        if self._alive:
+            engine.run(engine.now_s)  # of this very time, what members do on their own
+
+    @property
+    def workers(self) -> dict[int, SimulatedWorker]:
+        """All that ever were, as they are now; to look at them is to dissolve the cohort."""
+        self.cohort.dissolve()
+        return self._workers
+
+    @property
+    def step(self) -> int:
+        """How many steps whoever is furthest has finished, or one less while there is a cohort."""
+        return max(self.cohort.step, max(one.follower.step for one in self._workers.values()))
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing is the matter that keeps members from being a cohort."""
+        return self._is_quick and not (self._hung_until_s or self._cuts or self._is_down)
 
     def _add(self, worker: int, *, is_new: bool) -> None:
+        is_slowed = any(rule.worker in (None, worker) for rule in self.setting.slow)
         stopwatch = Stopwatch(
             self.setting.times,
             worker,
             seed=self.setting.seed,
-            slowness=self._slowness if worker < self.world else None,
+            slowness=self._slowness if is_slowed and worker < self.world else None,
         )
-        one = self.workers[worker] = SimulatedWorker(self, worker, stopwatch, is_new=is_new)
+        one = self._workers[worker] = SimulatedWorker(self, worker, stopwatch, is_new=is_new)
         self._alive += 1
         self.engine.at(self.engine.now_s, one.meet)
 
@@ -203,26 +230,30 @@ class Cluster:
     def _tick(self, _: Any) -> None:
         now_s = self.engine.now_s
         if not self._is_down:
-            self._ask(Tick(now_s=now_s - self._behind_s))
+            self.ask(Tick(now_s=now_s - self.behind_s))
             self._durable = len(self.log)
-        if now_s - self.progress_s > self.setting.stuck_after_s and any(
-            one.is_alive and not one.is_hung for one in self.workers.values()
-        ):
-            doing = ", ".join(f"{one.worker} {one.doing}" for one in self.workers.values() if one.is_alive)
-            self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
+        if now_s - self.progress_s > self.setting.stuck_after_s:
+            self._check_progress()
         self.engine.at(now_s + self.setting.tick_s, self._tick)
+
+    def _check_progress(self) -> None:
+        alive = [one for one in self.workers.values() if one.is_alive]
+        is_stuck = self.engine.now_s - self.progress_s > self.setting.stuck_after_s
+        if is_stuck and not all(one.is_hung for one in alive):
+            doing = ", ".join(f"{one.worker} {one.doing}" for one in alive)
+            self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
 
     # Control messages ----------------------------------------------------------------------------------
 
     def arrival_s(self, worker: SimulatedWorker) -> float:
         """Return when what a worker says now is heard, on the coordinator's clock."""
-        return max(worker.up_s, self.engine.now_s + self.network.latency_s) - self._behind_s
+        return max(worker.up_s, self.engine.now_s + self.network.latency_s) - self.behind_s
 
     def tell(self, worker: SimulatedWorker, event: Event) -> None:
         """Sends an event to the coordinator."""
         at_s = max(worker.up_s, self.engine.now_s + self.network.latency_s)
         worker.up_s = at_s
-        self.engine.at(at_s, self._hear, (worker.worker, self._incarnation, event))
+        self.bring(worker.worker, event, at_s)
 
     def tell_ready(
         self, worker: SimulatedWorker, generation: int, epoch: int, step: int, round: int, compute_s: float
@@ -237,7 +268,7 @@ class Cluster:
             ready,
             "__dict__",
             {
-                "now_s": at_s - self._behind_s,
+                "now_s": at_s - self.behind_s,
                 "worker": worker.worker,
                 "generation": generation,
                 "epoch": epoch,
@@ -249,7 +280,12 @@ class Cluster:
             },
         )
         worker.last_ready = ready
-        self.engine.at(at_s, self._hear, (worker.worker, self._incarnation, ready))
+        if worker.worker not in self.heard:
+            self.bring(worker.worker, ready, at_s)
+
+    def bring(self, worker: int, event: Event, at_s: float) -> None:
+        """Lets the coordinator hear an event that is on its way."""
+        self.engine.at(at_s, self._hear, (worker, self._incarnation, event))
 
     def _hear(self, message: tuple[int, int, Event]) -> None:
         worker, incarnation, event = message
@@ -264,15 +300,18 @@ class Cluster:
             self._present.add(worker)
         elif worker not in self._present:
             return
-        self._ask(event)
+        self.ask(event)
 
-    def _ask(self, event: Event) -> None:
+    def ask(self, event: Event) -> bool:
+        """Asks the policies about an event, and sends what they answer; returns whether they do."""
         actions = decide(self.policies, event)
         if self._keeps_log:
             self.log.append((event, tuple(actions)))
         if actions:
             self._durable = len(self.log)
             self._answer(actions)
+            return True
+        return False
 
     def _answer(self, actions: list[Action]) -> None:
         common = []
@@ -309,12 +348,15 @@ class Cluster:
         self._said = [one for one in self._said if type(one) is not type(action)] + [action]
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
-        one = self.workers[worker]
+        one = self._workers[worker]
         one.down_s = max(one.down_s, self.engine.now_s + self.network.latency_s)
         self.engine.at(one.down_s, self._deliver, (one, self._incarnation, actions))
 
     def _deliver(self, message: tuple[SimulatedWorker, int, tuple[Action, ...]]) -> None:
         worker, incarnation, actions = message
+        if worker.worker in self.cohort and all(isinstance(action, EpochEnded) for action in actions):
+            return  # which members do not heed
+        self.cohort.dissolve()
         if incarnation == self._incarnation and worker.is_alive:
             worker.hear(actions)
 
@@ -338,7 +380,7 @@ class Cluster:
             return
         group = self.groups[-1][1]
         for worker in sorted(self._present.intersection(group.members)):
-            if self.workers[worker].is_alive and self.workers[worker].follower.is_member:
+            if self.workers[worker].is_alive and self._workers[worker].follower.is_member:
                 self.violated(f"worker {worker} has the state, and the job is stopped: {stop.reason}")
 
     def _check_halt(self, halt: Halt) -> None:
@@ -357,15 +399,17 @@ class Cluster:
         follower.exchange_id += 1
         exchange = self.exchanges.get(exchange_id)
         if exchange is None:
-            sign = (group.generation, group.members)
-            if self._exchange_ids.setdefault(exchange_id, sign) != sign:
-                self.violated(
-                    f"exchange {exchange_id} of {sign} was one of {self._exchange_ids[exchange_id]}"
-                )
-            exchange = Exchange(self, group, exchange_id, follower.step, follower.round)
-            self.exchanges[exchange_id] = exchange
+            exchange = self.open_exchange(group, exchange_id, follower.step, follower.round)
         worker.exchange = exchange
         exchange.arrive(worker)
+
+    def open_exchange(self, group: Group, exchange_id: int, step: int, round: int) -> Exchange:
+        """Returns an exchange to which nobody has come yet."""
+        sign = (group.generation, group.members)
+        if self._exchange_ids.setdefault(exchange_id, sign) != sign:
+            self.violated(f"exchange {exchange_id} of {sign} was one of {self._exchange_ids[exchange_id]}")
+        exchange = self.exchanges[exchange_id] = Exchange(self, group, exchange_id, step, round)
+        return exchange
 
     def blocks_of(self, exchange: Exchange) -> None:
         """Tells an exchange that begins what stands in its way."""
@@ -386,7 +430,8 @@ class Cluster:
 
     def _bring(self, message: tuple[SimulatedWorker, int, tuple[int, Any, int]]) -> None:
         donor, joiner, parcel = message
-        if not (donor.is_alive or donor.has_left) or not self.workers[joiner].is_alive:
+        self.cohort.dissolve()
+        if not (donor.is_alive or donor.has_left) or not self._workers[joiner].is_alive:
             return
         free_s = self._cuts.get(frozenset((donor.worker, joiner)), 0.0)
         if donor.is_hung:
@@ -394,13 +439,14 @@ class Cluster:
         if free_s > self.engine.now_s:
             self.engine.at(free_s + self.network.latency_s, self._bring, message)
             return
-        self.workers[joiner].receive(parcel)
+        self._workers[joiner].receive(parcel)
 
     # Faults --------------------------------------------------------------------------------------------
 
     def _fail(self, fault: Fault) -> None:
+        self.cohort.dissolve()
         now_s = self.engine.now_s
-        if not isinstance(fault, Death | Arrival | Restart) and fault.worker not in self.workers:
+        if not isinstance(fault, Death | Arrival | Restart) and fault.worker not in self._workers:
             return  # a newcomer that found the job over
         match fault:
             case Death():
@@ -409,7 +455,7 @@ class Cluster:
             case Hang():
                 self._hang(fault)
             case Late():
-                one = self.workers[fault.worker]
+                one = self._workers[fault.worker]
                 if self.chance.random() < 0.5:
                     one.up_s = max(one.up_s, now_s + fault.length_s)
                 else:
@@ -418,11 +464,11 @@ class Cluster:
                 self._cut(fault)
             case Arrival():
                 if self.stopped is None and any(
-                    one.is_alive for one in self.workers.values()
+                    one.is_alive for one in self._workers.values()
                 ):  # else the job is over
                     self._add(fault.worker, is_new=True)
             case Departure():
-                self.workers[fault.worker].is_leaving = True
+                self._workers[fault.worker].is_leaving = True
             case Restart():
                 self._restart(fault)
             case _:
@@ -438,13 +484,14 @@ class Cluster:
         worker, cause = loss
         if self._is_down:
             return  # the next coordinator sees it
+        self.cohort.dissolve()
         self._gone.add(worker)
         if worker in self._present:
             self._present.discard(worker)
-            self._ask(Lost(now_s=self.engine.now_s - self._behind_s, worker=worker, cause=cause))
+            self.ask(Lost(now_s=self.engine.now_s - self.behind_s, worker=worker, cause=cause))
 
     def _hang(self, fault: Hang) -> None:
-        one, now_s = self.workers[fault.worker], self.engine.now_s
+        one, now_s = self._workers[fault.worker], self.engine.now_s
         if not one.is_alive or one.is_hung:
             return
         self.hung_at_s[fault.worker] = now_s
@@ -468,7 +515,7 @@ class Cluster:
             self._reconnect(one)
 
     def _cut(self, fault: Cut) -> None:
-        one, now_s = self.workers[fault.worker], self.engine.now_s
+        one, now_s = self._workers[fault.worker], self.engine.now_s
         until_s = now_s + fault.length_s
         if fault.peer is not None:
             cut = frozenset((fault.worker, fault.peer))
@@ -515,9 +562,9 @@ class Cluster:
         joined = {event.worker for event in events if isinstance(event, Joined)}
         self._present = joined - {event.worker for event in events if isinstance(event, Lost | Left)}
         last_s = self.log[-1][0].now_s if self.log else 0.0
-        self._behind_s = self.engine.now_s - last_s
-        for worker in sorted(self.workers):
-            one = self.workers[worker]
+        self.behind_s = self.engine.now_s - last_s
+        for worker in sorted(self._workers):
+            one = self._workers[worker]
             if not one.is_alive:
                 self._lose((worker, "it did not connect again"))
             elif not one.is_hung:

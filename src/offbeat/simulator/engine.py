@@ -6,7 +6,7 @@ Nothing here knows what happens; it only keeps the order of times, and of asking
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -20,19 +20,23 @@ class Engine:
     Most calls lie farther ahead than those that are due next. They are only collected, and sorted when their
     time comes near: with 10,000 workers that is several times cheaper than a heap of all of them.
 
+    Args:
+        begin_s: the virtual time at which it begins.
+
     Attributes:
-        now_s: the virtual time.
+        now_s: the virtual time. What is called may move it on itself, up to `free_until_s`.
         count: how many calls have been made.
     """
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self.now_s = begin_s
         self.count = 0
         self._soon: list[_Entry] = []  # a heap: what was asked for before the horizon
         self._sorted: list[_Entry] = []  # latest first, all before the horizon
         self._far: list[_Entry] = []  # in no order, none before the horizon
         self._horizon_s = 0.0
         self._number = 0
+        self._until_s = 0.0
         self._is_stopped = False
 
     def at(self, time_s: float, call: Callable[[Any], None], argument: Any = None) -> None:
@@ -43,6 +47,18 @@ class Engine:
         else:
             self._far.append((time_s, self._number, call, argument))
 
+    @property
+    def free_until_s(self) -> float:
+        """Before when nothing is to be called, as things stand, and the run does not end."""
+        if not self._soon and not self._sorted and self._far:
+            self._sort()
+        free_s = self._until_s
+        if self._soon:
+            free_s = min(free_s, self._soon[0][0])
+        if self._sorted:
+            free_s = min(free_s, self._sorted[-1][0])
+        return self.now_s if self._is_stopped else free_s
+
     def stop(self) -> None:
         """Ends `run` after the call that is being made."""
         self._is_stopped = True
@@ -50,6 +66,7 @@ class Engine:
     def run(self, until_s: float = math.inf) -> None:
         """Makes all calls up to `until_s`, those included that they ask for, or until `stop`."""
         self._is_stopped = False
+        self._until_s = until_s
         while not self._is_stopped:
             soon, ordered = self._soon, self._sorted
             if soon and (not ordered or soon[0] < ordered[-1]):
@@ -69,6 +86,11 @@ class Engine:
             self.count += 1
             entry[2](entry[3])
 
+    def asked(self) -> Iterator[tuple[float, Callable[[Any], None], Any]]:
+        """Yields what is still to be called, in order: when, what, and with which argument."""
+        for time_s, _, call, argument in sorted(self._soon + self._sorted + self._far, key=_order):
+            yield time_s, call, argument
+
     def _sort(self) -> None:
         """Puts what comes next in order; what is rare and far off stays, so that the horizon stays near."""
         far = self._far
@@ -79,3 +101,7 @@ class Engine:
         if self._far:  # of what comes at one time, all or nothing
             while self._far and self._far[-1][0] < self._horizon_s:
                 self._sorted.insert(0, self._far.pop())
+
+
+def _order(entry: _Entry) -> tuple[float, int]:
+    return entry[0], entry[1]

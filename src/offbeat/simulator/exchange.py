@@ -5,7 +5,11 @@ Nothing here knows of policies; it checks that all who take part mean the same e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offbeat.events import Group
 
@@ -24,6 +28,9 @@ class Exchange:
 
     Attributes:
         mean: what every member gets, None before all have come.
+        begin_s: when the last one came.
+        first: the member, by its place, from which on they end.
+        last_s: when the last ones end.
     """
 
     def __init__(self, cluster: Cluster, group: Group, exchange_id: int, step: int, round: int) -> None:
@@ -35,7 +42,9 @@ class Exchange:
         self._blocked: set[Any] = set()
         self._blocked_s = 0.0
         self._ends_until_s = 0.0  # while blocked
-        self._last_s = 0.0
+        self.begin_s = self.last_s = 0.0
+        self.first = 0
+        self._ends: list[tuple[float, int, int]] = []  # when, and from which to which, counted from `first`
         self._held: list[tuple[float, list[SimulatedWorker]]] = []
         self._ended = 0
 
@@ -68,7 +77,7 @@ class Exchange:
         now_s = cluster.engine.now_s
         if not self._blocked:
             self._blocked_s = now_s
-            self._ends_until_s = now_s + cluster.chance.random() * max(0.0, self._last_s - now_s)
+            self._ends_until_s = now_s + cluster.chance.random() * max(0.0, self.last_s - now_s)
         self._blocked.add(what)
 
     def unblock(self, what: Any) -> None:
@@ -95,22 +104,47 @@ class Exchange:
                 )
         workers.sort(key=_id)
         weights = [weight_of[worker.worker] * worker.weight for worker in workers]
-        self.mean = problem.mean([worker.gradient for worker in workers], weights, self.exchange_id)
+        self.begin_with(workers, [worker.gradient for worker in workers], weights)
         cluster.blocks_of(self)
-        now_s, count = cluster.engine.now_s, len(workers)
+        if self._blocked:
+            self._blocked_s = self._ends_until_s = self.begin_s
+        if not cluster.cohort.takes(self):
+            self.end_each()
+
+    def begin_with(
+        self, workers: list[SimulatedWorker], gradients: Sequence[Any], weights: Sequence[float]
+    ) -> None:
+        """Averages the gradients of all members, in the order of their ids, and draws when they end."""
+        cluster = self._cluster
+        self._workers = workers
+        self.mean = cluster.problem.mean(gradients, weights, self.exchange_id)
+        self.begin_s = now_s = cluster.engine.now_s
+        count = len(workers)
         whole_s = cluster.network.all_reduce_s(cluster.size_bytes, count)
         spread_s = cluster.network.spread * whole_s
         ends = min(count, _ENDS_MAX)
-        first = int(cluster.chance.random() * count)
-        ordered = workers[first:] + workers[:first]
-        self._last_s = now_s + whole_s
-        if self._blocked:
-            self._blocked_s = self._ends_until_s = now_s
-        for end in range(ends):
-            end_s = self._last_s - spread_s * (ends - 1 - end) / ends
-            cluster.engine.at(
-                end_s, self._end, (end_s, ordered[count * end // ends : count * (end + 1) // ends])
+        self.first = int(cluster.chance.random() * count)
+        self.last_s = now_s + whole_s
+        self._ends = [
+            (
+                self.last_s - spread_s * (ends - 1 - end) / ends,
+                count * end // ends,
+                count * (end + 1) // ends,
             )
+            for end in range(ends)
+        ]
+
+    @property
+    def ends_s(self) -> NDArray[np.float64]:
+        """When each member ends, in the order of their ids."""
+        ends_s = [end_s for end_s, _, _ in self._ends]
+        return np.roll(np.repeat(ends_s, [last - first for _, first, last in self._ends]), self.first)
+
+    def end_each(self) -> None:
+        """Lets members end, each at its time."""
+        ordered = self._workers[self.first :] + self._workers[: self.first]
+        for end_s, first, last in self._ends:
+            self._cluster.engine.at(end_s, self._end, (end_s, ordered[first:last]))
 
     def _end(self, ending: tuple[float, list[SimulatedWorker]]) -> None:
         end_s, workers = ending

@@ -5,6 +5,7 @@ Nothing here knows of groups or time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,10 @@ class Problem(Protocol):
     def gradient(self, state: State, worker: int, iteration: int) -> Gradient:
         """Return a worker's gradient in its `iteration`-th computation."""
 
-    def mean(self, gradients: list[Gradient], weights: list[float], exchange_id: int) -> Gradient:
+    def gradients(self, state: State, workers: Sequence[int], iterations: Iterable[int]) -> list[Gradient]:
+        """Return the gradients of many workers, each in its own `iterations`-th computation."""
+
+    def mean(self, gradients: Sequence[Gradient], weights: Sequence[float], exchange_id: int) -> Gradient:
         """Return the weighted mean; weights may sum to less than 1, and to 0 if only joiners are left."""
 
     def step(self, state: State, mean: Gradient) -> State:
@@ -44,7 +48,11 @@ class History:
         """See `Problem.gradient`."""
         return 0
 
-    def mean(self, gradients: list[int], weights: list[float], exchange_id: int) -> int:
+    def gradients(self, state: int, workers: Sequence[int], iterations: Iterable[int]) -> list[int]:
+        """See `Problem.gradients`."""
+        return [0] * len(workers)
+
+    def mean(self, gradients: Sequence[int], weights: Sequence[float], exchange_id: int) -> int:
         """See `Problem.mean`."""
         return exchange_id
 
@@ -90,7 +98,11 @@ class LeastSquares:
         x = self._x[batch]
         return x.T @ (x @ state.parameters - self._y[batch]) / 16
 
-    def mean(self, gradients: list[Any], weights: list[float], exchange_id: int) -> Any:
+    def gradients(self, state: _Momentum, workers: Sequence[int], iterations: Iterable[int]) -> list[Any]:
+        """See `Problem.gradients`."""
+        return [self.gradient(state, *one) for one in zip(workers, iterations, strict=True)]
+
+    def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
         """See `Problem.mean`."""
         total = sum(weights) or 1.0
         return np.sum([g * (w / total) for g, w in zip(gradients, weights, strict=True)], axis=0)

@@ -212,7 +212,7 @@ class Stopwatch:
         model: where they come from.
         worker: whose.
         seed: of the whole run; each worker has its own chance, whatever the others do.
-        slowness: who is slowed on top; None for nobody.
+        slowness: who is slowed on top; None where this worker never is.
     """
 
     def __init__(self, model: ComputeTimes, worker: int, *, seed: int, slowness: Slowness | None) -> None:
@@ -220,16 +220,43 @@ class Stopwatch:
         self._worker = worker
         self._chance = np.random.default_rng([seed, worker])
         self._slowness = slowness
-        self._block: list[float] = []
+        self._times_s = np.zeros(0)  # drawn, and from `_at` on not asked for
+        self._at = 0
         self._drawn = 0
 
     def next_s(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
         """Return how long the next gradients take, in seconds."""
-        if not self._block:
-            self._block = self._model.draw(self._worker, self._chance, _BLOCK, self._drawn).tolist()
-            self._block.reverse()
+        if self._at == len(self._times_s):
+            self._draw(1)
+        time_s = float(self._times_s[self._at])
+        self._at += 1
+        return time_s * self.factor(epoch, step_in_epoch, steps_per_epoch, step)
+
+    def ahead_s(self, count: int) -> NDArray[np.float64]:
+        """Return the next `count` times without slowness, which stay to be asked for."""
+        if len(self._times_s) - self._at < count:
+            self._draw(count)
+        return self._times_s[self._at : self._at + count]
+
+    def skip(self, count: int) -> None:
+        """Goes on as if `next_s` had been asked `count` times; `ahead_s` has shown at least so many."""
+        self._at += count
+
+    @property
+    def is_even(self) -> bool:
+        """Whether this worker is never slowed on top."""
+        return self._slowness is None
+
+    def factor(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
+        """Return how many times as long a step takes for slowness on top."""
+        if self._slowness is None:
+            return 1.0
+        return self._slowness.factor(self._worker, epoch, step_in_epoch, steps_per_epoch, step)
+
+    def _draw(self, count: int) -> None:
+        """Has `count` times at least in hand."""
+        blocks = [self._times_s[self._at :]]
+        while sum(map(len, blocks)) < count:
+            blocks.append(self._model.draw(self._worker, self._chance, _BLOCK, self._drawn))
             self._drawn += _BLOCK
-        time_s = self._block.pop()
-        if self._slowness is not None:
-            time_s *= self._slowness.factor(self._worker, epoch, step_in_epoch, steps_per_epoch, step)
-        return time_s
+        self._times_s, self._at = np.concatenate(blocks), 0

@@ -45,6 +45,8 @@ class SimulatedWorker:
         outside: how often it has computed since it last took part.
         steps_taken: optimizer steps that it took as a member.
         active_s: when it last had gradients or took a step.
+        computed: how many gradients it has computed.
+        stopwatch: how long it takes for them.
     """
 
     def __init__(self, cluster: Cluster, worker: int, stopwatch: Stopwatch, *, is_new: bool) -> None:
@@ -68,9 +70,9 @@ class SimulatedWorker:
         self.last_finished: Finished | None = None
         self._is_dismissed = False
         self._is_new = is_new
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
         self._means: list[Any] = []  # of the rounds of the step under way
-        self._computed = 0
+        self.computed = 0
         self._compute_s = 0.0
         self._busy_until_s = 0.0
         self._busy = 0  # counts what it was busy with; who comes back with an older number comes too late
@@ -203,6 +205,44 @@ class SimulatedWorker:
         self.doing = ENDED
         self.cluster.end_if_empty()
 
+    def is_steady(self, exchange: Exchange) -> bool:
+        """Whether it has begun this exchange, and the next one follows if nothing else happens."""
+        cluster, follower = self.cluster, self.follower
+        return (
+            self.exchange is exchange
+            and follower.group is self._given
+            and not follower.will_change
+            and follower.step + 1 < cluster.steps
+            and self.weight == 1.0
+            and not self.is_leaving
+            and self.up_s <= cluster.engine.now_s + cluster.network.latency_s
+        )
+
+    def catch_up(
+        self, exchange: Exchange, *, rounds: int, state: Any, gradient: Any, done_s: float, ready: Ready
+    ) -> None:
+        """Is where a worker is that has begun this exchange, `rounds` after the one that it had begun.
+
+        Args:
+            exchange: the one that it has begun.
+            rounds: how many it has finished since; a step each.
+            state: before the exchange.
+            gradient: what it gives to it.
+            done_s: when it had computed that.
+            ready: what it then said.
+        """
+        follower = self.follower
+        follower.step, follower.round = exchange.step, exchange.round
+        follower.exchange_id = exchange.exchange_id + 1
+        self.exchange = exchange
+        self.state, self.gradient = state, gradient
+        self.steps_taken += rounds
+        self.computed += rounds
+        self._compute_s = ready.compute_s
+        self.active_s = self._busy_until_s = done_s
+        self.up_s = done_s + self.cluster.network.latency_s
+        self.last_ready = ready
+
     # The loop ------------------------------------------------------------------------------------------
 
     def _compute(self) -> None:
@@ -210,7 +250,7 @@ class SimulatedWorker:
         self.doing = COMPUTING
         step = self.follower.step + self.outside
         epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
-        self._compute_s = compute_s = self._stopwatch.next_s(
+        self._compute_s = compute_s = self.stopwatch.next_s(
             epoch, step_in_epoch, cluster.steps_per_epoch, step
         )
         self._be_busy(compute_s)
@@ -228,8 +268,8 @@ class SimulatedWorker:
             self._apply()
             return
         cluster, follower = self.cluster, self.follower
-        self.gradient = cluster.problem.gradient(self.state, self.worker, self._computed)
-        self._computed += 1
+        self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed)
+        self.computed += 1
         self.active_s = cluster.engine.now_s
         self.weight = 1.0
         cluster.tell_ready(
