@@ -1,15 +1,16 @@
 """What a run log says about who was left out when, beside who was slow when; nothing here reads a file.
 
-A worker's *episode* is a run of the group's steps in which a rule makes it slow. The group's steps are counted
-because a worker that is left out has a count of its own.
+A worker's *episode* is a run of the group's steps in which a rule makes it slow. The group's steps are
+counted because a worker that is left out has a count of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from offbeat.events import Action, Event, Group, Halt, Ready
+from offbeat.events import Action, Event, Finished, Group, Halt, Left, Ready
 from offbeat.policies.slowness import Slowness
 
 
@@ -39,12 +40,14 @@ class Change:
         decided: the furthest step that any member had computed when it was decided.
         named_s: when the group was named, by the coordinator's clock.
         members: from then on.
+        finished: whose loop was over then.
     """
 
     step: int
     decided: int
     named_s: float
     members: frozenset[int]
+    finished: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +108,28 @@ def read_changes(entries: Iterable[Event | Action]) -> list[Change]:
     """Return the groups in their order, the first one included."""
     changes: list[Change] = []
     known: set[int] = set()
+    finished: set[int] = set()
     furthest, decided, now_s = -1, -1, 0.0
     for entry in entries:
         now_s = getattr(entry, "now_s", now_s)
         if isinstance(entry, Ready) and entry.worker in known:
             furthest = max(furthest, entry.step)
+        elif isinstance(entry, Finished | Left):
+            finished.add(entry.worker)
         elif isinstance(entry, Halt):
             decided = furthest
         elif isinstance(entry, Group):
             members = frozenset(entry.members)
             if not changes or members != changes[-1].members:
-                changes.append(Change(step=entry.step, decided=decided, named_s=now_s, members=members))
+                changes.append(
+                    Change(
+                        step=entry.step,
+                        decided=decided,
+                        named_s=now_s,
+                        members=members,
+                        finished=frozenset(finished),
+                    )
+                )
             known = set(members)
     return changes
 
@@ -167,19 +181,19 @@ def judge(changes: Sequence[Change], steps: Sequence[Step], slow: Sequence[froze
     been computed then or in the one before, for what the coordinator hears is about a step that is over.
     """
     found = Findings(episodes=[])
-    workers = sorted(frozenset().union(*slow))
-    for begins, ends, worker in sorted(
-        (begins, ends, worker) for worker in workers for begins, ends in _runs(slow, worker)
-    ):
+    runs = [(*run, worker) for worker in frozenset[int]().union(*slow) for run in _runs(slow, worker)]
+    for begins, ends, worker in sorted(runs):
         if worker in members_at(changes, begins):
             found.episodes.append(_episode(worker, begins, ends, changes, steps))
     false_alarms = early = 0
-    for before, change in zip(changes, changes[1:], strict=False):
+    for before, change in pairwise(changes):
         at = min(change.decided, len(slow) - 1)
         around = slow[max(0, at - 1) : at + 1]
-        false_alarms += sum(not any(w in now for now in around) for w in before.members - change.members)
+        gone = before.members - change.members - change.finished
+        false_alarms += sum(not any(worker in now for now in around) for worker in gone)
         if change.step < len(steps):  # later, everybody comes back for the final state
-            early += sum(all(w in now for now in around) for w in change.members - before.members)
+            come = change.members - before.members
+            early += sum(all(worker in now for now in around) for worker in come)
     return Findings(episodes=found.episodes, false_alarms=false_alarms, early_recoveries=early)
 
 

@@ -1,4 +1,4 @@
-"""One training of a benchmark: workers that compute, or wait for as long as computing takes, and their run log.
+"""One training of a benchmark: workers that compute, or wait for as long as that takes, and their run log.
 
 The data are shaped like CIFAR-10 and have nothing to learn in them: nobody may read an accuracy from it.
 """
@@ -20,12 +20,12 @@ from torch.utils.data import TensorDataset
 from offbeat.bench.timed import Profile, TimedModel, profile
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.models import build
+from offbeat.policies.slowness import parse
 from offbeat.runtime import environment
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 
 SHAPE, CLASSES = (3, 32, 32), 10
-LR, MOMENTUM = 0.01, 0.9
 Compute = Literal["timed", "real"]
 
 
@@ -52,9 +52,14 @@ class Run:
     slow: tuple[str, ...] = ()
     seed: int = 0
 
+    @property
+    def samples(self) -> int:
+        """In an epoch, of all workers together."""
+        return self.steps * self.workers * self.batch_size
+
 
 def run(run: Run, log: Path | None = None) -> float:
-    """Run it; return how long it took, from when everybody was there until everybody had finished, in seconds.
+    """Run it; return the seconds from when everybody was there until everybody had finished.
 
     Raises:
         OffbeatError: a worker failed; says which.
@@ -71,8 +76,26 @@ def surroundings(slow: tuple[str, ...], seed: int, log: Path | None) -> Mapping[
     return env if log is None else {**env, environment.RUN_LOG: str(log)}
 
 
+def slowed(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:
+    """Return the rules that slow the last workers: the first one, which tells the time, gets slow last.
+
+    Raises:
+        ValueError: no worker gets slower by this factor.
+    """
+    if not factor > 1:
+        raise ValueError(f"a slow worker must take more than 1 times as long, got {factor:g}")
+    rules = tuple(f"{workers - 1 - place}:{factor:g}" for place in range(stragglers))
+    for rule in rules:
+        parse(rule)
+    return rules
+
+
 def measured(model: str, batch_size: int, seed: int) -> Profile:
-    """Measure a built-in model alone, on this machine as it is now."""
+    """Measure a built-in model alone, on this machine as it is now.
+
+    Raises:
+        ValueError: there is no such model.
+    """
     inputs, labels = _batch(batch_size, seed)
     return profile(build(model, sample_shape=SHAPE, classes=CLASSES, seed=seed), inputs, labels)
 
@@ -86,13 +109,18 @@ def network(model: str, times: Profile | None, seed: int) -> torch.nn.Module:
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
     """Take one step on a batch."""
     optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(model(x), y).backward()
     optimizer.step()
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of all these benchmarks."""
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    """Return the first paper's optimizer, fused: for what it computes, workers still fight for cores.
+
+    Its learning rate is low, since gradients that are drawn always point the same way.
+    """
+    return torch.optim.SGD(
+        model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, weight_decay=5e-5, fused=True
+    )
 
 
 def batch(batch_size: int, seed: int, timed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +141,7 @@ def main() -> None:
     model = network(settings.model, settings.profile, settings.seed)
     optimizer = optimizer_of(model)
     # The session counts samples and steps of an epoch on numbers that stand for them.
-    numbers = TensorDataset(torch.arange(settings.steps * settings.workers * settings.batch_size))
+    numbers = TensorDataset(torch.arange(settings.samples))
     with join(model, optimizer, parse_strategy(settings.strategy)) as session:
         x, y = batch(settings.batch_size, settings.seed * 1000 + session.worker, settings.profile is not None)
         began_s = time.perf_counter()

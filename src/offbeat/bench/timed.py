@@ -172,7 +172,7 @@ def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, lab
         start_s = time.perf_counter()
         loss = F.cross_entropy(model(inputs), labels)
         turn_s = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     finally:
         for handle in handles:
             handle.remove()
@@ -203,7 +203,7 @@ def _between_stamps(
     )
 
 
-# Waiting instead ----------------------------------------------------------------------------------------------
+# Waiting instead ----------------------------------------------------------------------------------------
 
 
 class Waiter:
@@ -241,9 +241,9 @@ class TimedModel(nn.Module):
     """A model that waits where another one computes.
 
     It has the parameters and buffers of `model` under the same names and in the same order. Its forward pass
-    waits in every layer, and gives logits of zeros; its backward pass, an ordinary one, waits in every layer and
-    then hands out its gradients, so that hooks on modules and parameters run when and in the order in which
-    they would otherwise. What hooks do is not part of a layer's time. No core is needed meanwhile.
+    waits in every layer, and gives logits of zeros; its backward pass, an ordinary one, waits in every layer
+    and then hands out its gradients, so that hooks on modules and parameters run when and in the order in
+    which they would otherwise. What hooks do is not part of a layer's time. Waiting needs no core.
 
     Gradients are drawn once and lie in memory that is handed out again in every backward pass. Buffers stay
     as they are.
@@ -313,7 +313,7 @@ class TimedLayer(nn.Module):
     def forward(self, passed: Tensor) -> Tensor:
         """Wait for the layer's forward time."""
         self._waiter.wait(self.times.forward_s)
-        handed_on: Tensor = _Wait.apply(passed, self, *self._trained())
+        handed_on: Tensor = _Wait.apply(passed, self, *self._trained())  # type: ignore[no-untyped-call]
         return handed_on
 
     def backward(self) -> list[Tensor]:
@@ -335,7 +335,7 @@ class _Wait(torch.autograd.Function):
         return passed.view_as(passed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None, *ctx.layer.backward()
 
 
@@ -360,7 +360,7 @@ def _register(twin: nn.Module, name: str, buffer: Tensor, module: nn.Module) -> 
     twin.register_buffer(name, buffer.detach().clone(), persistent=is_saved)
 
 
-# Computing, and waiting for the rest ----------------------------------------------------------------------------
+# Computing, and waiting for the rest --------------------------------------------------------------------
 
 
 class Pace:
@@ -368,8 +368,8 @@ class Pace:
 
     The forward pass ends after a third of it at the earliest, and the backward pass at its end. So workers
     that share cores behave as if each had a machine of its own, as long as all of them together compute
-    within that time; `late_steps` counts the steps in which they did not. Put it on before `offbeat.join`, whose
-    hooks must see the wait as computing.
+    within that time; `late_steps` counts the steps in which they did not. Put it on before `offbeat.join`,
+    whose hooks must see the wait as computing.
 
     Args:
         model: whose steps.
@@ -400,7 +400,7 @@ class Pace:
 
     def _backward_begins(self, _: Tensor) -> None:
         # Callbacks run in the order in which they were queued: before those of who has joined later.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._wait_until(self._step_s)
