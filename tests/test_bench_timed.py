@@ -1,4 +1,4 @@
-"""Promises of timed compute: what a profile says, what a timed model keeps of the model it stands for."""
+"""Promises of timed compute: what is measured, what a timed model keeps of the model it stands for."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offbeat.bench.timed import LayerTimes, Pace, Profile, TimedModel, Waiter, profile
+from offbeat.bench.timed import LayerTimes, ModelTimes, Stretch, TimedModel, Waiter, time_layers
 from offbeat.models import build
 
 
@@ -39,7 +39,7 @@ def batch(samples=4):
 
 def steady(names, forward_s=0.0, backward_s=0.0):
     layers = [LayerTimes(name=name, forward_s=forward_s, backward_s=backward_s) for name in names]
-    return Profile(layers=tuple(layers))
+    return ModelTimes(layers=tuple(layers))
 
 
 def twin(model, **kwargs):
@@ -60,12 +60,12 @@ class FakeTime:
         self.now_s += duration_s + self.late_s
 
 
-# Profiles -----------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------------
 
 
-def test_a_profile_names_the_layers_in_the_order_of_the_forward_pass():
+def test_measuring_names_the_layers_in_the_order_of_the_forward_pass():
     model = Branched()
-    found = profile(model, *batch(), runs=1)
+    found = time_layers(model, *batch(), runs=1)
     assert [layer.name for layer in found.layers] == LAYERS
     assert all(layer.forward_s > 0 and layer.backward_s >= 0 for layer in found.layers)
     assert found.forward_s == pytest.approx(found.lead_s + sum(layer.forward_s for layer in found.layers))
@@ -75,13 +75,13 @@ def test_a_profile_names_the_layers_in_the_order_of_the_forward_pass():
 def test_the_parts_of_one_run_fit_into_the_time_that_it_took():
     model, (inputs, labels) = Branched(), batch()
     began_s = time.perf_counter()
-    found = profile(model, inputs, labels, runs=1)
+    found = time_layers(model, inputs, labels, runs=1)
     assert 0 < found.step_s < time.perf_counter() - began_s
 
 
-def test_a_profile_leaves_no_hook_and_no_gradient():
+def test_measuring_leaves_no_hook_and_no_gradient():
     model, threads = Branched(), torch.get_num_threads()
-    profile(model, *batch(), runs=1)
+    time_layers(model, *batch(), runs=1)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -90,7 +90,7 @@ def test_a_profile_leaves_no_hook_and_no_gradient():
 
 def test_every_layer_of_resnet18_has_its_times():
     model = build("resnet18", sample_shape=(3, 8, 8), classes=10, seed=0)
-    found = profile(model, torch.zeros(2, 3, 8, 8), torch.zeros(2).long(), runs=1)
+    found = time_layers(model, torch.zeros(2, 3, 8, 8), torch.zeros(2).long(), runs=1)
     own = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     assert [layer.name for layer in found.layers] == own
     assert len(own) == 41
@@ -111,25 +111,25 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(("calls", "words"), [(2, "called twice"), (0, "not called")])
 def test_a_layer_that_is_not_called_once_is_refused_by_name(calls, words):
     with pytest.raises(ValueError, match=f"layer layer is {words}"):
-        profile(Twice(calls), torch.zeros(2, 3), torch.zeros(2).long(), runs=1)
+        time_layers(Twice(calls), torch.zeros(2, 3), torch.zeros(2).long(), runs=1)
 
 
 def test_a_model_with_parameters_of_its_own_is_refused():
     with pytest.raises(ValueError, match="put it into a Sequential"):
-        profile(nn.Linear(3, 3), torch.zeros(2, 3), torch.zeros(2).long())
+        time_layers(nn.Linear(3, 3), torch.zeros(2, 3), torch.zeros(2).long())
 
 
 @pytest.mark.parametrize("time_s", [-1.0, float("nan"), float("inf")])
-def test_a_profile_of_times_that_are_none_is_refused(time_s):
-    with pytest.raises(ValueError, match="finite times"):
+def test_times_that_are_none_are_refused(time_s):
+    with pytest.raises(ValueError, match="finite and at least 0 s"):
         steady(["a"], forward_s=time_s)
 
 
 def test_scaling_and_plain_data_keep_the_proportions():
-    found = Profile(lead_s=1.0, layers=(LayerTimes(name="a", forward_s=2.0, backward_s=4.0),))
+    found = ModelTimes(lead_s=1.0, layers=(LayerTimes(name="a", forward_s=2.0, backward_s=4.0),))
     assert found.scaled(0.5).step_s == 3.5
     assert found.scaled(0.5).layers[0] == LayerTimes(name="a", forward_s=1.0, backward_s=2.0)
-    assert Profile.from_plain(found.to_plain()) == found
+    assert ModelTimes.from_plain(found.to_plain()) == found
 
 
 # Waiting instead ------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_each_layer_waits_for_its_own_time_forward_and_backward():
     ]
     timed = TimedModel(
         model,
-        Profile(layers=tuple(times), lead_s=0.5),
+        ModelTimes(layers=tuple(times), lead_s=0.5),
         classes=3,
         seed=0,
         waiter=Waiter(fake.clock, fake.sleep),
@@ -248,8 +248,8 @@ def test_gradients_are_drawn_from_the_seed_once_and_cost_no_copy():
     assert [p.grad.data_ptr() for p in timed.parameters() if p.requires_grad] == places
 
 
-def test_the_profile_of_another_model_is_refused_by_layer():
-    with pytest.raises(ValueError, match=r"differs in layer 'shortcut\.1\.0'"):
+def test_the_times_of_another_model_are_refused_by_layer():
+    with pytest.raises(ValueError, match=r"differ in layer 'shortcut\.1\.0'"):
         TimedModel(Branched(), steady([n for n in LAYERS if n != "shortcut.1.0"]), classes=3, seed=0)
 
 
@@ -268,36 +268,36 @@ def test_an_optimizer_steps_a_timed_model():
 
 def test_a_paced_step_computes_the_same_gradients_and_waits_at_its_turn_and_end():
     inputs, labels = batch()
-    plain, paced = Branched(), Branched()
-    paced.load_state_dict(plain.state_dict())
+    plain, stretched = Branched(), Branched()
+    stretched.load_state_dict(plain.state_dict())
     waited = []
-    pace = Pace(paced, 3000.0, waits=waited.append)
-    for model in (plain, paced):
+    stretch = Stretch(stretched, 3000.0, waits=waited.append)
+    for model in (plain, stretched):
         F.cross_entropy(model(inputs), labels).backward()
-    assert torch.equal(plain.first.weight.grad, paced.first.weight.grad)
+    assert torch.equal(plain.first.weight.grad, stretched.first.weight.grad)
     assert [round(wait_s / 100) for wait_s in waited] == [10, 30]  # a third of it, and all of it
-    assert (pace.steps, pace.late_steps) == (1, 0)
+    assert (stretch.steps, stretch.late_steps) == (1, 0)
 
 
 def test_a_pace_that_computing_does_not_keep_is_counted():
     model, (inputs, labels) = Branched(), batch()
-    pace = Pace(model, 1e-9)
+    stretch = Stretch(model, 1e-9)
     for _ in range(3):
         F.cross_entropy(model(inputs), labels).backward()
-    assert (pace.steps, pace.late_steps) == (3, 3)
+    assert (stretch.steps, stretch.late_steps) == (3, 3)
 
 
 def test_a_paced_model_that_only_predicts_is_not_slowed():
     waited = []
     model = Branched()
-    pace = Pace(model, 3000.0, waits=waited.append)
+    stretch = Stretch(model, 3000.0, waits=waited.append)
     with torch.no_grad():
         model(batch()[0])
     assert waited == []
-    assert pace.steps == 0
+    assert stretch.steps == 0
 
 
 @pytest.mark.parametrize("step_s", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_pace_of_no_time_is_refused(step_s):
-    with pytest.raises(ValueError, match="paced to more than 0 s"):
-        Pace(Branched(), step_s)
+    with pytest.raises(ValueError, match="stretched to more than 0 s"):
+        Stretch(Branched(), step_s)

@@ -1,8 +1,8 @@
 """`offbeat bench accuracy`: test accuracy against time with one slow worker, in lockstep and around it.
 
-Gradients are really computed. Each worker's step is paced (see `offbeat.bench.timed.Pace`): it lasts for
-longer than all workers together need the cores for, so that each behaves as if on a machine of its own, and
-leaving one out gives the others nothing that several machines would not. How often that was not enough is
+Gradients are really computed. Each worker's step is stretched (see `offbeat.bench.timed.Stretch`): it lasts
+for longer than all workers together need the cores for, so that each behaves as if on a machine of its own,
+and leaving one out gives the others nothing that several machines would not. How often that was not enough is
 in the rows.
 
 The first worker copies its parameters every so many steps; the copies are measured after the training, and
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from offbeat.bench.exclusions import read_changes, read_steps
 from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import slowed, surroundings
-from offbeat.bench.timed import Pace
+from offbeat.bench.timed import Stretch
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.data import DEFAULT_DIR, Splits, load
 from offbeat.models import build
@@ -86,7 +86,7 @@ class Curve:
     """One training.
 
     Attributes:
-        late_share: part of the first worker's steps that took longer than they are paced to.
+        late_share: part of the first worker's steps that took longer than they are stretched to.
     """
 
     strategy: str
@@ -215,7 +215,7 @@ def run(
             for curve in curves
             for point in curve.points
         ],
-        machine=machine(model=model, data=data, batch_size=batch_size, paced_step_ms=step_ms),
+        machine=machine(model=model, data=data, batch_size=batch_size, stretched_step_ms=step_ms),
     )
 
 
@@ -250,7 +250,7 @@ def main() -> None:
     splits = load(settings.data, settings.data_dir)
     model = _built(settings.model, splits, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
-    pace = Pace(model, settings.step_s)
+    stretch = Stretch(model, settings.step_s)
     copies: list[tuple[int, float, dict[str, torch.Tensor]]] = []
     with join(model, optimizer, parse_strategy(settings.strategy)) as session:
         torch.manual_seed(settings.seed + session.worker)
@@ -269,7 +269,12 @@ def main() -> None:
             if session.worker == 0:
                 print(f"epoch {epoch + 1} of {settings.epochs}", flush=True)
     if session.worker == 0:
-        answer({"copies": _measured(model, copies, splits), "late_share": pace.late_steps / pace.steps})
+        answer(
+            {
+                "copies": _measured(model, copies, splits),
+                "late_share": stretch.late_steps / max(1, stretch.steps),
+            }
+        )
 
 
 def _measured(

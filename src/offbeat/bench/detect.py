@@ -101,7 +101,7 @@ def run(
         findings = _measure(
             Run(
                 model=model,
-                profile=times,
+                times=times,
                 workers=workers,
                 batch_size=batch_size,
                 epochs=epochs,

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from offbeat.bench.timed import Profile, TimedModel, profile
+from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.models import build
 from offbeat.policies.slowness import parse
@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
-        profile: of the model, which then waits; None computes.
+        times: of the model, which then waits; None computes.
         batch_size: samples a worker and step.
         steps: in an epoch.
         strategy: as on the command line.
@@ -43,7 +43,7 @@ class Run:
     """
 
     model: str
-    profile: Profile | None
+    times: ModelTimes | None
     workers: int
     batch_size: int
     epochs: int
@@ -90,17 +90,17 @@ def slowed(workers: int, stragglers: int, factor: float) -> tuple[str, ...]:
     return rules
 
 
-def measured(model: str, batch_size: int, seed: int) -> Profile:
+def measured(model: str, batch_size: int, seed: int) -> ModelTimes:
     """Measure a built-in model alone, on this machine as it is now.
 
     Raises:
         ValueError: there is no such model.
     """
     inputs, labels = _batch(batch_size, seed)
-    return profile(build(model, sample_shape=SHAPE, classes=CLASSES, seed=seed), inputs, labels)
+    return time_layers(build(model, sample_shape=SHAPE, classes=CLASSES, seed=seed), inputs, labels)
 
 
-def network(model: str, times: Profile | None, seed: int) -> torch.nn.Module:
+def network(model: str, times: ModelTimes | None, seed: int) -> torch.nn.Module:
     """Build a model that computes, or waits for the `times` that it is given."""
     built = build(model, sample_shape=SHAPE, classes=CLASSES, seed=seed)
     return built if times is None else TimedModel(built, times, classes=CLASSES, seed=seed)
@@ -138,12 +138,12 @@ def main() -> None:
     """One worker: trains; rank 0 answers."""
     settings = msgspec.convert(settings_of(sys.argv), Run)
     torch.set_num_threads(1)
-    model = network(settings.model, settings.profile, settings.seed)
+    model = network(settings.model, settings.times, settings.seed)
     optimizer = optimizer_of(model)
     # The session counts samples and steps of an epoch on numbers that stand for them.
     numbers = TensorDataset(torch.arange(settings.samples))
     with join(model, optimizer, parse_strategy(settings.strategy)) as session:
-        x, y = batch(settings.batch_size, settings.seed * 1000 + session.worker, settings.profile is not None)
+        x, y = batch(settings.batch_size, settings.seed * 1000 + session.worker, settings.times is not None)
         began_s = time.perf_counter()
         for epoch in session.epochs(settings.epochs):
             for _ in session.batches(numbers, settings.batch_size):

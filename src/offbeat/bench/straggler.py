@@ -164,7 +164,7 @@ def run(
     times = alone.scaled(step_ms / 1000 / alone.step_s) if compute == "timed" else None
     base = Run(
         model=model,
-        profile=times,
+        times=times,
         workers=workers,
         batch_size=batch_size,
         epochs=epochs,
@@ -172,9 +172,8 @@ def run(
         strategy="bsp",
         seed=seed,
     )
-    rows = [
-        _measure(base, case, factor) for case in cases(workers, workers if stragglers is None else stragglers)
-    ]
+    stragglers = workers if stragglers is None else stragglers
+    rows = [_measure(base, case, factor) for case in cases(workers, stragglers)]
     pair = run_workers("offbeat.bench.straggler", msgspec.to_builtins(base), workers)
     ratio = median(pair["partial"]) / median(pair["bsp"])
     end = "" if compute == "timed" else "_real"
@@ -234,10 +233,10 @@ def main() -> None:
     steppers: dict[str, Callable[[], None]] = {}
     with ExitStack() as stack:
         for strategy in SIDES:
-            model = runs.network(settings.model, settings.profile, settings.seed)
+            model = runs.network(settings.model, settings.times, settings.seed)
             optimizer = runs.optimizer_of(model)
             session = stack.enter_context(join(model, optimizer, parse_strategy(strategy)))
-            timed = settings.profile is not None
+            timed = settings.times is not None
             x, y = runs.batch(settings.batch_size, settings.seed * 1000 + session.worker, timed)
             steppers[strategy] = _stepper(model, optimizer, x, y)
         step_s: dict[str, list[float]] = {strategy: [] for strategy in SIDES}

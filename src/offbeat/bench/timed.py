@@ -4,8 +4,8 @@ Workers on one small machine fight for its cores, and leaving one out makes the 
 `TimedModel` needs a core only for what the benchmark is about: exchanging gradients and applying them. So two
 cores can stand for many machines. Nothing is learnt by it, so nobody may read an accuracy from it.
 
-`pace` is for benchmarks that must learn: gradients are computed, and a step then waits until it has taken
-as long as it is to take.
+`Stretch` is for benchmarks that must learn: gradients are computed, and a step then waits until it has
+taken as long as it is to take.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class ModelTimes:
     """How long the layers of a model compute on one core of a machine that does nothing else.
 
     Attributes:
@@ -57,7 +57,7 @@ class Profile:
     def __post_init__(self) -> None:
         times_s = [self.lead_s, *(t for layer in self.layers for t in (layer.forward_s, layer.backward_s))]
         if not self.layers or not all(math.isfinite(time_s) and time_s >= 0 for time_s in times_s):
-            raise ValueError("a profile needs at least one layer, and finite times of at least 0 s")
+            raise ValueError("expected the times of at least one layer, finite and at least 0 s")
 
     @property
     def forward_s(self) -> float:
@@ -74,9 +74,9 @@ class Profile:
         """Of both passes."""
         return self.forward_s + self.backward_s
 
-    def scaled(self, factor: float) -> Profile:
-        """Return the profile of a machine on which everything takes `factor` times as long."""
-        return Profile(
+    def scaled(self, factor: float) -> ModelTimes:
+        """Return the times of a machine on which everything takes `factor` times as long."""
+        return ModelTimes(
             lead_s=self.lead_s * factor,
             layers=tuple(
                 replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
@@ -85,17 +85,17 @@ class Profile:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain data for `from_plain`, to hand a profile to workers."""
+        """Return plain data for `from_plain`, to hand the times to workers."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
     @staticmethod
-    def from_plain(plain: dict[str, Any]) -> Profile:
-        """Return the profile that `to_plain` was called on."""
-        return msgspec.convert(plain, Profile)
+    def from_plain(plain: dict[str, Any]) -> ModelTimes:
+        """Return the times that `to_plain` was called on."""
+        return msgspec.convert(plain, ModelTimes)
 
 
-def profile(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int = 5) -> Profile:
+def time_layers(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int = 5) -> ModelTimes:
     """Measure each layer's forward and backward pass on one thread, as the median of several runs.
 
     The first run only warms up. The model's gradients are gone afterwards, its buffers have moved.
@@ -116,7 +116,7 @@ def profile(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int = 5) 
         measured = [_measure(model, layers, inputs, labels) for _ in range(runs + 1)][1:]
     finally:
         torch.set_num_threads(threads)
-    return Profile(
+    return ModelTimes(
         lead_s=median(one.lead_s for one in measured),
         layers=tuple(
             LayerTimes(
@@ -141,7 +141,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, labels: Tensor) -> Profile:
+def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, labels: Tensor) -> ModelTimes:
     """Stamp one step: where each layer's forward pass begins, and where its last gradient is there."""
     began_s: dict[str, float] = {}
     ready_s: dict[str, float] = {}
@@ -185,7 +185,7 @@ def _measure(model: nn.Module, layers: dict[str, nn.Module], inputs: Tensor, lab
 
 def _between_stamps(
     start_s: float, turn_s: float, began_s: dict[str, float], ready_s: dict[str, float]
-) -> Profile:
+) -> ModelTimes:
     """Cut a step at its stamps, so that the parts sum to it."""
     order = sorted(began_s, key=began_s.__getitem__)
     ends_s = [*(began_s[name] for name in order[1:]), turn_s]
@@ -194,7 +194,7 @@ def _between_stamps(
     for name in reversed(order):  # a branch may be ready before its turn; what it took is in another one then
         backward_s[name] = max(0.0, ready_s[name] - reached_s)
         reached_s = max(reached_s, ready_s[name])
-    return Profile(
+    return ModelTimes(
         lead_s=began_s[order[0]] - start_s,
         layers=tuple(
             LayerTimes(name=name, forward_s=end_s - began_s[name], backward_s=backward_s[name])
@@ -250,40 +250,40 @@ class TimedModel(nn.Module):
 
     Args:
         model: what it stands for; is not kept. It must not hold parameters itself, only in its modules.
-        profile: of this model, `scaled` where it stands for a faster or slower machine.
+        times: of this model, `scaled` where it stands for a faster or slower machine.
         classes: K, columns of the logits.
         seed: of the gradients.
         waiter: what waits.
 
     Raises:
-        ValueError: the profile is another model's.
+        ValueError: the times are another model's.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        profile: Profile,
+        times: ModelTimes,
         *,
         classes: int,
         seed: int,
         waiter: Waiter | None = None,
     ) -> None:
         super().__init__()
-        expected, got = {name for name, _ in _layers(model)}, {layer.name for layer in profile.layers}
+        expected, got = {name for name, _ in _layers(model)}, {layer.name for layer in times.layers}
         if expected != got:
             differing = sorted(expected ^ got)[0]
-            raise ValueError(f"expected a profile of this model, got one that differs in layer {differing!r}")
+            raise ValueError(f"expected the times of this model, got some that differ in layer {differing!r}")
         self._classes = classes
-        self._lead_s = profile.lead_s
+        self._lead_s = times.lead_s
         self._waiter = waiter or Waiter()
         generator = torch.Generator().manual_seed(seed)
-        times = {layer.name: layer for layer in profile.layers}
+        of_layer = {layer.name: layer for layer in times.layers}
         for name, child in model.named_children():
-            self.add_module(name, _twin(name, child, times, self._waiter, generator))
+            self.add_module(name, _twin(name, child, of_layer, self._waiter, generator))
         for name, buffer in model.named_buffers(recurse=False):
             _register(self, name, buffer, model)
         modules = dict(self.named_modules())
-        self._in_order = [modules[layer.name] for layer in profile.layers]
+        self._in_order = [modules[layer.name] for layer in times.layers]
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Samples (B, ...) to logits (B, K), all zero."""
@@ -363,7 +363,7 @@ def _register(twin: nn.Module, name: str, buffer: Tensor, module: nn.Module) -> 
 # Computing, and waiting for the rest --------------------------------------------------------------------
 
 
-class Pace:
+class Stretch:
     """Makes each step of a model that really computes last for `step_s`, wherever it computes in less.
 
     The forward pass ends after a third of it at the earliest, and the backward pass at its end. So workers
@@ -383,7 +383,7 @@ class Pace:
 
     def __init__(self, model: nn.Module, step_s: float, waits: Callable[[float], None] = time.sleep) -> None:
         if not (math.isfinite(step_s) and step_s > 0):
-            raise ValueError(f"a step must be paced to more than 0 s, got {step_s}")
+            raise ValueError(f"a step must be stretched to more than 0 s, got {step_s}")
         self._step_s, self._waits = step_s, waits
         self._began_s = 0.0
         self.steps = self.late_steps = 0
