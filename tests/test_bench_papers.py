@@ -27,7 +27,7 @@ ROWS = [
     row("bsp", 0, 10.0, steps=50, samples=6400),
     row("partial", 0, 20.0),
     row("bsp", 1, 47.0, steps=50, samples=6400),
-    row("partial", 1, 20.8, samples=9984, detect_steps=14),
+    row("partial", 1, 41.6, steps=200, samples=19_968, detect_steps=14),
     row("partial:k=auto", 1, 30.0, detect_steps=8),
 ]
 
