@@ -149,6 +149,16 @@ def test_the_table_shows_every_figure_and_row_as_it_is() -> None:
         assert shown in out.getvalue()
 
 
+def test_a_long_table_is_cut_and_says_so() -> None:
+    out = io.StringIO()
+    result = _result(rows=[{"place": f"row {place}."} for place in range(43)])
+    result.print(Console(file=out, width=100))
+    assert "row 39." in out.getvalue()
+    assert "row 40." not in out.getvalue()
+    assert "and 3 more rows" in out.getvalue()
+    assert len(json.loads(result.to_json())["rows"]) == 43
+
+
 @given(st.lists(st.floats(allow_nan=False), min_size=1), st.integers(min_value=1, max_value=100))
 def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(
     values: list[float], percent: int

@@ -12,12 +12,17 @@ import typer
 
 if TYPE_CHECKING:
     from offbeat.bench.result import Result
+    from offbeat.bench.runs import Compute
 
 bench = typer.Typer(no_args_is_help=True, help="Run a benchmark by name.")
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")]
 Workers = Annotated[int, typer.Option(min=2, help="How many workers.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
+Epochs = Annotated[int, typer.Option(min=1, help="Epochs of each run.")]
+StepMs = Annotated[
+    float, typer.Option(min=1.0, help="Timed: to what forward and backward pass together are scaled, in ms.")
+]
 
 
 @bench.command()
@@ -97,6 +102,132 @@ def simulator(
     from offbeat.bench.simulator import run
 
     _report(json, lambda command: run(command=command, workers=workers, steps=steps, jobs=jobs, seed=seed))
+
+
+@bench.command()
+def straggler(
+    compute: Annotated[
+        str, typer.Option(help="'timed' waits for times measured layer by layer, 'real' computes.")
+    ] = "timed",
+    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "resnet18",
+    workers: Workers = 4,
+    stragglers: Annotated[
+        int | None, typer.Option(min=0, help="Up to how many are slow; by default all.")
+    ] = None,
+    factor: Annotated[float, typer.Option(help="How many times as long a slow worker takes.")] = 5.0,
+    epochs: Epochs = 10,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps an epoch; by default 120 timed, 20 real.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples a worker and step; by default 32 timed, 4 real.")
+    ] = None,
+    step_ms: StepMs = 100.0,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """What none to all of the workers being slow costs in lockstep and with partial: the paper's figure 1."""
+    from offbeat.bench.straggler import run
+
+    _report(
+        json,
+        lambda command: run(
+            command=command,
+            compute=_compute(compute),
+            model=model,
+            workers=workers,
+            stragglers=stragglers,
+            factor=factor,
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            step_ms=step_ms,
+            seed=seed,
+        ),
+    )
+
+
+@bench.command()
+def detect(
+    strategy: Annotated[str, typer.Option(help="Whose detector is measured.")] = "partial",
+    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "resnet18",
+    workers: Workers = 4,
+    epochs: Epochs = 10,
+    steps: Annotated[int, typer.Option(min=2, help="Steps an epoch of batches of 32; half for 64.")] = 80,
+    step_ms: StepMs = 100.0,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """How soon a worker that gets slow is left out and is back afterwards: the paper's section 5; timed."""
+    from offbeat.bench.detect import run
+    from offbeat.strategies import parse_strategy
+
+    parse_strategy(strategy)
+    _report(
+        json,
+        lambda command: run(
+            command=command,
+            strategy=strategy,
+            model=model,
+            workers=workers,
+            epochs=epochs,
+            steps=steps,
+            step_ms=step_ms,
+            seed=seed,
+        ),
+    )
+
+
+@bench.command()
+def accuracy(
+    data: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "mnist",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "mlp",
+    workers: Workers = 4,
+    factor: Annotated[float, typer.Option(help="How many times as long the slow worker takes.")] = 5.0,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of lockstep.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a worker and step.")] = 32,
+    lr: Annotated[float, typer.Option(help="Learning rate of SGD with momentum 0.9.")] = 0.01,
+    step_ms: Annotated[
+        float, typer.Option(min=1.0, help="How long a worker's step lasts: more than all of them compute.")
+    ] = 20.0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 on.")] = 3,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the data if they are not there.")
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Test accuracy against time with one slow worker, in lockstep and around it; real gradients."""
+    from offbeat.bench.accuracy import run
+    from offbeat.data import DEFAULT_DIR
+
+    _report(
+        json,
+        lambda command: run(
+            command=command,
+            data=data,
+            data_dir=str((data_dir or DEFAULT_DIR).expanduser().absolute()),
+            model=model,
+            workers=workers,
+            factor=factor,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            step_ms=step_ms,
+            seeds=seeds,
+            download=download,
+        ),
+    )
+
+
+def _compute(text: str) -> Compute:
+    match text:
+        case "timed" | "real":
+            return text
+        case _:
+            raise ValueError(f"expected --compute timed or real, got {text!r}")
 
 
 def _report(json: Path | None, measure: Callable[[str], Result]) -> None:

@@ -28,7 +28,9 @@ Kind = Literal["real", "timed", "simulated"]
 UNITS = (
     *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
+    *("slowdown", "alarms", "missed", "recoveries"),  # times as long; so many of these
 )
+_SHOWN_ROWS = 40
 _NAME = re.compile(r"[a-z][A-Za-z0-9_]*(?<!_)")
 _UNIT = re.compile(rf"(^|_)({'|'.join(UNITS)})(_|$)")
 
@@ -97,7 +99,7 @@ class Result:
                 beside.replace(target.resolve())
 
     def print(self, console: Console | None = None) -> None:
-        """Print the figures and the rows as tables, and in one line how they came about."""
+        """Print the figures and the first 40 rows as tables, and in one line how they came about."""
         console = console or Console()
         if self.rows:
             names = list(dict.fromkeys(name for row in self.rows for name in row))
@@ -105,9 +107,11 @@ class Result:
             for name in names:
                 is_text = any(isinstance(row.get(name), str) for row in self.rows)
                 table.add_column(name, justify="left" if is_text else "right")
-            for row in self.rows:
+            for row in self.rows[:_SHOWN_ROWS]:
                 table.add_row(*(_shown(row.get(name)) for name in names))
             console.print(table)
+            if len(self.rows) > _SHOWN_ROWS:
+                console.print(f"and {len(self.rows) - _SHOWN_ROWS:,} more rows", style="dim", highlight=False)
         if self.figures:
             table = Table("figure", title=None if self.rows else self.name, title_justify="left")
             table.add_column("value", justify="right")

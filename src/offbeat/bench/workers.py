@@ -21,23 +21,33 @@ def run_workers(
     settings: Mapping[str, Any],
     workers: int,
     *,
+    env: Mapping[str, str] | None = None,
     prefix: Sequence[Sequence[str]] | None = None,
     master_addr: str = "127.0.0.1",
     deadline_s: float = 1800.0,
 ) -> Any:
     """Runs `python -m module SETTINGS` in every worker and returns what rank 0 answered.
 
+    Args:
+        module: has a `main` that calls `settings_of` and, in rank 0, `answer`.
+        settings: plain data for every worker.
+        workers: how many.
+        env: variables besides.
+        prefix: see `launch`.
+        master_addr: see `launch`.
+        deadline_s: after which the workers are ended, in seconds.
+
     Raises:
         OffbeatError: a worker failed, or rank 0 did not answer; says which.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
-        env = {_ANSWER: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables = {_ANSWER: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}
         command = [sys.executable, "-m", module, json.dumps(dict(settings))]
         with launch(
             command,
             workers,
-            env=env,
+            env=variables,
             prefix=prefix,
             master_addr=master_addr,
             deadline_s=deadline_s,

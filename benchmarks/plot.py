@@ -1,0 +1,122 @@
+"""Draws the committed results beside what the first paper says: `python benchmarks/plot.py [FOLDER]`.
+
+Of straggler.json, straggler_real.json, detect.json and accuracy.json it takes what is in the folder, by
+default this one, and writes a PNG beside each. Needs matplotlib, which is in the extra `dev`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed
+
+from matplotlib import pyplot as plt
+
+# The first paper, figure 1 and its text: seconds of 90 epochs with 0 to 4 stragglers of 4, in lockstep.
+PAPER_RUN_S = (990.97, 4650.11, 4693.09, 4684.54, 4698.86)
+# Section 5, batches of 32 and 64: mean seconds until a straggler was found, and until it was back; an
+# iteration took 0.166 s in both.
+PAPER_DETECT_S, PAPER_RECOVER_S, PAPER_ITERATION_S = (1.43, 1.44), (0.21, 0.30), 0.166
+GREY, BLUE, ORANGE, GREEN = "0.75", "#2b6ca3", "#d9822b", "#4a9a5b"
+
+
+def straggler(result: dict[str, Any], path: Path) -> None:
+    """How many times as long a step takes, by the number of slow workers."""
+    end = "" if result["kind"] == "timed" else "_real"
+    figures = result["figures"]
+    counts = [count for count in range(1, 5) if f"slowdown_bsp_{count}{end}" in figures]
+    bars = [
+        ("the paper, lockstep", GREY, [PAPER_RUN_S[count] / PAPER_RUN_S[0] for count in counts]),
+        ("bsp", ORANGE, [figures[f"slowdown_bsp_{count}{end}"] for count in counts]),
+        ("partial", BLUE, [figures[f"slowdown_partial_{count}{end}"] for count in counts]),
+    ]
+    _, axes = plt.subplots(figsize=(7, 4))
+    _draw_bars(axes, bars, [f"{count}" for count in counts])
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("slow workers of 4")
+    axes.set_ylabel("time of a step, over that with nobody slow")
+    axes.set_title(f"One step, slow workers take 5 times as long ({result['kind']} compute)")
+    _save(path)
+
+
+def detect(result: dict[str, Any], path: Path) -> None:
+    """How soon a straggler is left out and is back, by batch size."""
+    figures = result["figures"]
+    _, both = plt.subplots(1, 2, figsize=(8, 4))
+    parts = (
+        ("detect", "left out after", PAPER_DETECT_S),
+        ("recover", "back after", PAPER_RECOVER_S),
+    )
+    for axes, (name, title, paper_s) in zip(both, parts, strict=True):
+        bars = [
+            ("the paper, from its seconds", GREY, [time_s / PAPER_ITERATION_S for time_s in paper_s]),
+            ("partial", BLUE, [figures.get(f"{name}_steps_mean_b{size}", 0.0) for size in (32, 64)]),
+        ]
+        _draw_bars(axes, bars, ["batches of 32", "batches of 64"])
+        axes.set_title(title)
+        axes.set_ylabel("steps, mean of 10 epochs")
+    _save(path)
+
+
+def accuracy(result: dict[str, Any], path: Path) -> None:
+    """Test accuracy against time, every seed; the paper has no such figure."""
+    _, axes = plt.subplots(figsize=(7, 4))
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        runs.setdefault((row["strategy"], row["seed"]), []).append(row)
+    strategies = list(dict.fromkeys(strategy for strategy, _ in runs))
+    for (strategy, seed), rows in runs.items():
+        axes.plot(
+            [row["time_s"] for row in rows],
+            [100 * row["accuracy"] for row in rows],
+            color=(ORANGE, BLUE, GREEN)[strategies.index(strategy) % 3],
+            linewidth=1,
+            label=strategy if seed == 0 else None,
+        )
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("test accuracy in %")
+    axes.set_title("One worker of 4 takes 5 times as long, a line a seed")
+    axes.legend(frameon=False, loc="lower right")
+    _save(path)
+
+
+def _draw_bars(axes: Any, bars: list[tuple[str, str, list[float]]], groups: list[str]) -> None:
+    width = 0.8 / len(bars)
+    for place, (label, color, heights) in enumerate(bars):
+        at = [group + (place - (len(bars) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar_label(axes.bar(at, heights, width, label=label, color=color), fmt="%.3g", fontsize=8)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=len(bars))
+
+
+def _save(path: Path) -> None:
+    plt.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
+    plt.close("all")
+
+
+FIGURES = {
+    "straggler": straggler,
+    "straggler_real": straggler,
+    "detect": detect,
+    "accuracy": accuracy,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Draw what is there; say what was written."""
+    folder = Path(arguments[0]) if arguments else Path(__file__).parent
+    for name, draw in FIGURES.items():
+        source = folder / f"{name}.json"
+        if source.exists():
+            draw(json.loads(source.read_text()), folder / f"{name}.png")
+            print(folder / f"{name}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""`benchmarks/plot.py` draws every figure of the papers from a result as the benchmarks write it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "plot.py"
+STRAGGLER = {f"slowdown_{side}_{count}": 2.0 for side in ("bsp", "partial") for count in range(1, 5)}
+RESULTS = {
+    "straggler": {"kind": "timed", "figures": STRAGGLER, "rows": []},
+    "straggler_real": {
+        "kind": "real",
+        "figures": {"slowdown_bsp_1_real": 2.0, "slowdown_partial_1_real": 1.0},
+        "rows": [],
+    },
+    "detect": {
+        "kind": "timed",
+        "figures": {"detect_steps_mean_b32": 10.0, "recover_steps_mean_b32": 3.0},
+        "rows": [],
+    },
+    "accuracy": {
+        "kind": "real",
+        "figures": {},
+        "rows": [
+            {"strategy": strategy, "seed": seed, "time_s": time_s, "samples": 1, "accuracy": 0.5}
+            for strategy in ("bsp", "partial")
+            for seed in (0, 1)
+            for time_s in (1.0, 2.0)
+        ],
+    },
+}
+
+
+def plotted(folder):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "MPLCONFIGDIR": str(folder / "matplotlib")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_there_is_a_picture_of_every_result(tmp_path):
+    for name, result in RESULTS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert plotted(tmp_path) == [str(tmp_path / f"{name}.png") for name in RESULTS]
+    for name in RESULTS:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_not_there_is_not_drawn(tmp_path):
+    (tmp_path / "detect.json").write_text(json.dumps(RESULTS["detect"]))
+    assert plotted(tmp_path) == [str(tmp_path / "detect.png")]
