@@ -144,17 +144,19 @@ def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
 def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
     other, worker = by_hand
     is_inside, goes_on = threading.Event(), threading.Event()
+    worker.line.tell(ready(0, 0))
+    assert other.hear() == [0]  # there is a connection
 
     def in_a_callback():
         is_inside.set()
         assert goes_on.wait(DEADLINE_S)
-        worker.line.tell(ready(0, 1))
+        worker.line.tell(ready(0, 2))
 
     worker.links.call(in_a_callback)
     assert is_inside.wait(DEADLINE_S)
-    worker.line.tell(ready(0, 0))
+    worker.line.tell(ready(0, 1))
     goes_on.set()
-    assert [other.hear() for _ in range(2)] == [[0], [1]]
+    assert [other.hear() for _ in range(2)] == [[1], [2]]
 
 
 def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
