@@ -143,26 +143,20 @@ def test_what_belongs_to_an_earlier_connection_is_not_heard(by_hand):
 
 def test_whatever_thread_says_it_it_goes_out_in_the_order_in_which_it_was_said(by_hand):
     other, worker = by_hand
-    lock = threading.Lock()
-    rounds = iter(range(3000))
+    is_inside, goes_on = threading.Event(), threading.Event()
+    worker.line.tell(ready(0, 0))
+    assert other.hear() == [0]  # there is a connection
 
-    def say():
-        while True:
-            with lock:
-                round_ = next(rounds, None)
-                if round_ is None:
-                    return
-                worker.line.tell(ready(0, round_))
+    def in_a_callback():
+        is_inside.set()
+        assert goes_on.wait(DEADLINE_S)
+        worker.line.tell(ready(0, 2))
 
-    threads = [threading.Thread(target=say) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    worker.links.call(say)
-    heard = []
-    while len(heard) < 3000:
-        said = other.hear()
-        heard += said if isinstance(said, list) else []
-    assert heard == list(range(3000))
+    worker.links.call(in_a_callback)
+    assert is_inside.wait(DEADLINE_S)
+    worker.line.tell(ready(0, 1))
+    goes_on.set()
+    assert [other.hear() for _ in range(2)] == [[1], [2]]
 
 
 def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):

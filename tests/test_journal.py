@@ -110,6 +110,7 @@ def test_it_stays_small_and_leaves_nothing_in_a_folder(tmp_path, monkeypatch):
     journal = Journal()
     for number in range(10_000):
         journal.add(bytes(100))
+        journal.flush()
         if number % 100 == 0:
             journal.renew(bytes(1000))
         assert sum(journal.size_bytes) < 20_000
