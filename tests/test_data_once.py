@@ -161,6 +161,35 @@ def test_with_a_worker_that_hangs_and_goes_on(tmp_path):
     once(ended, 60)
 
 
+def stops_in_the_exchange(rank, say):
+    due = [20] if rank == 1 else []
+
+    def misdeed(session):
+        if session.step in due:
+            due.clear()
+            arrived = exchange._ScheduleRun._arrived
+
+            def stop(self, number, first, last):
+                exchange._ScheduleRun._arrived = arrived
+                say("now")
+                os.kill(os.getpid(), signal.SIGSTOP)
+                arrived(self, number, first, last)
+
+            exchange._ScheduleRun._arrived = stop
+
+    return count(rank, say, epochs=60, misdeed=misdeed)
+
+
+def test_with_a_worker_that_hangs_in_an_exchange_and_goes_on(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(stops_in_the_exchange, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.said(1)
+        wait_for_group(log, (0, 2))
+        running.signal(1, signal.SIGCONT)
+        ended = running.ends()
+    once(ended, 60)
+
+
 def accumulates(rank, say, victim=None):
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

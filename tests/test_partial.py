@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -219,8 +220,38 @@ def test_who_does_not_answer_a_halt_is_left_out_and_heard_again_later():
     assert "worker 2" in only(job.ready(2, 2, generation=0), Halt).reason
 
 
-def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
+def test_who_hangs_in_an_exchange_for_which_all_were_ready_is_asked_for_and_left_out():
     job = Job(3)
+    for worker in range(3):
+        job.ready(worker, 0)
+    assert job.tick(2.0) == []
+    halt = only(job.tick(2.1), Halt)
+    assert not halt.abandon
+    assert "nothing was heard for 2.1 s" in halt.reason
+    job.answer(0, 1, step=0, begun=True)
+    job.answer(1, 1, step=0, begun=True)
+    assert only(job.tick(3.2), Halt).abandon  # worker 2 has not answered
+    job.answer(0, 2, step=0, begun=True)
+    assert only(job.answer(1, 2, step=0, begun=True), Group).members == (0, 1)
+
+
+def test_who_only_takes_long_is_asked_less_and_less_often():
+    job = Job(2, deadline_s=900.0)
+    asked_s = []
+    for tenth in range(1, 630):
+        if job.tick(tenth / 10):
+            asked_s.append(tenth / 10)
+            settle(job, len(asked_s), (0, 1), step=0)
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise([0.0, *asked_s])]
+    assert gaps_s[:5] == pytest.approx([2.1, 4.1, 8.1, 16.1, 32.1], abs=0.2)
+    job.ready(0, 0, generation=len(asked_s))
+    job.ready(1, 0, generation=len(asked_s))
+    assert job.tick(job.now_s + 2.0) == []
+    assert only(job.tick(job.now_s + 0.1), Halt)
+
+
+def test_who_keeps_the_others_waiting_is_left_out_until_it_is_ready_again():
+    job = Job(3, patience_s=5.0)
     for worker in (0, 1):
         job.ready(worker, 0)
     assert job.tick(8.9) == []  # no threshold is known yet: deadline_s

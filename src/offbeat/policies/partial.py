@@ -37,6 +37,8 @@ Monitor: TypeAlias = Literal["continuous", "epoch_window"]
 
 # Exchanges that members may still begin in the step under way when they answer a Halt, repetitions included.
 _EXCHANGES_IN_A_STEP_MAX = 2**16
+# After how many times the patience it is asked whether silent members live, first and at most.
+_PROBE_FIRST, _PROBE_MAX = 2, 32
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,6 +146,8 @@ class PartialGroups:
         self._member_set: frozenset[int] = frozenset()
         self._open: dict[int, tuple[float, int]] = {}  # round: since when, how many members are Ready for it
         self._moved_s = 0.0  # when the last Group was named
+        self._heard_s = 0.0  # when a member was last Ready, or asked whether it lives
+        self._probe_after = _PROBE_FIRST  # times the patience, doubled each time that all have answered
         self._exchange_id = self._step = 0  # the first ones of the last Group
         self._begun_step = -1  # the furthest that a member was Ready for
         self._working = -1  # somebody who has not finished, as long as that is so; else looked for
@@ -217,6 +221,8 @@ class PartialGroups:
             },
             "open": [[round_, *one] for round_, one in self._open.items()],
             "moved_s": self._moved_s,
+            "heard_s": self._heard_s,
+            "probe_after": self._probe_after,
             "exchange_id": self._exchange_id,
             "step": self._step,
             "begun_step": self._begun_step,
@@ -248,6 +254,7 @@ class PartialGroups:
             self._fence = _Fence(**{**fence, "answers": answers})
         self._open = {round_: (since_s, count) for round_, since_s, count in state["open"]}
         self._moved_s, self._exchange_id = state["moved_s"], state["exchange_id"]
+        self._heard_s, self._probe_after = state["heard_s"], state["probe_after"]
         self._step = state["step"]
         self._begun_step = state["begun_step"]
         self._set_groups(self._members, self._before)
@@ -275,7 +282,7 @@ class PartialGroups:
             state.can_join = False
         self._set_groups(tuple(sorted(self._workers)), ())
         self._dealing.change(self._members, (), 0)
-        self._moved_s = event.now_s
+        self._moved_s = self._heard_s = event.now_s
         reason = f"all {self._world} workers are here"
         return [self._group(step=0, joining=(), reason=reason)]
 
@@ -310,6 +317,7 @@ class PartialGroups:
         if round_ <= before:  # said again, to a coordinator that was started again
             return
         state.round = round_
+        self._heard_s, self._probe_after = event.now_s, _PROBE_FIRST
         self._dealing.ready(event)
         self._begun_step = max(self._begun_step, event.step)
         if self._left_after:
@@ -464,12 +472,28 @@ class PartialGroups:
                 self._why[worker] = f"worker {worker} did not answer within {self._answer_s:g} s"
         else:
             silent = self._overdue(now_s) or self._unfinished(now_s)
+            if not silent and self._should_probe(now_s):
+                return self._probe(now_s)
             for worker in silent:
                 self._workers[worker].is_late = True
                 self._why[worker] = f"worker {worker} has kept the others waiting for too long"
         for worker in silent:
             self._workers[worker].can_join = self._is_settled = False
         return (self._review(now_s) or self._see_whether_all_answered(now_s)) if silent else []
+
+    def _should_probe(self, now_s: float) -> bool:
+        has_begun = bool(self._members) and self._first_finished_s is None
+        return has_begun and now_s - self._heard_s > self._probe_after * self._least_patience()
+
+    def _probe(self, now_s: float) -> list[Action]:
+        """Ask all members whether they live.
+
+        All may be Ready, and one hang in the exchange: then nobody says anything, and the links may be made
+        to bear silence for long. Who lives answers at once and loses nothing.
+        """
+        silent_s = now_s - self._heard_s
+        self._heard_s, self._probe_after = now_s, min(2 * self._probe_after, _PROBE_MAX)
+        return self._halt(now_s, abandon=False, why=(), reason=f"nothing was heard for {silent_s:.1f} s")
 
     def _overdue(self, now_s: float) -> list[int]:
         """Return the members that are not heard of for too long while others wait."""
@@ -497,9 +521,15 @@ class PartialGroups:
         return [] if set(working) & self._member_set else working
 
     def _patience(self) -> float:
-        epoch = max(self._epoch_began, default=0)
-        slow_s = self._classifier.time_to_class_s(epoch)
+        slow_s = self._slow_s()
         return self._deadline_s if slow_s is None else max(self._patience_s, slow_s)
+
+    def _least_patience(self) -> float:
+        return max(self._patience_s, self._slow_s() or 0.0)
+
+    def _slow_s(self) -> float | None:
+        """In how long a member would be classed a straggler, None as long as no threshold is known."""
+        return self._classifier.time_to_class_s(max(self._epoch_began, default=0))
 
     # Changes ---------------------------------------------------------------------------------------------
 
@@ -575,10 +605,11 @@ class PartialGroups:
         self._is_over = True
         return [Dismiss(reason="everybody has finished")]
 
-    def _halt(self, now_s: float, *, abandon: bool, why: Any) -> list[Action]:
+    def _halt(self, now_s: float, *, abandon: bool, why: Any, reason: str = "") -> list[Action]:
         self._halted_generation += 1
         self._fence = _Fence(generation=self._halted_generation, abandon=abandon, since_s=now_s)
-        reason = "; ".join(self._why.get(worker, f"worker {worker}") for worker in sorted(why)[:8])
+        reasons = [self._why.get(worker, f"worker {worker}") for worker in sorted(why)[:8]]
+        reason = "; ".join(reasons) or reason
         return [
             Halt(generation=self._halted_generation, abandon=abandon, reason=reason),
             *self._see_whether_all_answered(now_s),
@@ -616,7 +647,7 @@ class PartialGroups:
         if ended:  # a step has begun that needs somebody who has left
             return self._halt(now_s, abandon=True, why=ended)
         joining = tuple(worker for worker in members if worker not in kept)
-        reason = self._reason(set(members) ^ set(self._members))
+        reason = self._reason(set(members) ^ set(self._members)) or "all have answered"
         self._move(answers, tuple(members), joining, now_s)
         group = self._group(step=step, joining=joining, reason=reason)
         self._dealing.change(self._members, joining, step)
@@ -660,7 +691,7 @@ class PartialGroups:
         self._set_groups(members, before)
         self._unfollowed = set(members).intersection(before).difference(joining)
         self._arriving = set(joining)
-        self._moved_s = now_s
+        self._moved_s = self._heard_s = now_s
         for worker in members:
             self._workers[worker].can_join = self._workers[worker].is_late = False
         for worker in joining:
