@@ -34,7 +34,8 @@ class Cohort:
     they stood when the last exchange began, and from there through their own code, up to now.
 
     The run is the same with and without: same times, same chance, same answers
-    (`test_simulator.py::test_a_cohort_does_what_its_members_would`).
+    (`test_simulator.py::test_a_cohort_does_what_its_members_would`). Only of what is heard at the very same
+    time, a member's Ready may come after another's that it would have come before.
 
     Args:
         cluster: whose workers.

@@ -108,7 +108,11 @@ class Exchange:
         cluster.blocks_of(self)
         if self._blocked:
             self._blocked_s = self._ends_until_s = self.begin_s
-        if not cluster.cohort.takes(self):
+        # Only after all that happens at this time: a member may be in the midst of what it hears.
+        cluster.engine.at(self.begin_s, self._go_on)
+
+    def _go_on(self, _: Any) -> None:
+        if not self._cluster.cohort.takes(self):
             self.end_each()
 
     def begin_with(
