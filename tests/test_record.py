@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Block,
+    Deal,
     Dismiss,
     EpochEnded,
     Evaluated,
@@ -34,6 +36,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    Wants,
 )
 from offbeat.policies import decide
 from offbeat.record import (
@@ -82,6 +85,18 @@ EXAMPLES = [
         strategy="bsp",
     ),
     Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32, blocks=()),
+    Wants(
+        now_s=1.0,
+        worker=1,
+        epoch=2,
+        samples=100,
+        batch_size=4,
+        is_last=True,
+        skips=False,
+        ahead=5,
+        taken=(3, 7),
+        round=9,
+    ),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
     Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
@@ -104,6 +119,16 @@ EXAMPLES = [
     Tick(now_s=0.0),
     Start(peers=(Peer(worker=0, name="worker-0", addresses=("a:1",)),), reason="all"),
     Halt(generation=3, abandon=True, reason="r"),
+    Deal(
+        worker=1,
+        epoch=2,
+        anew=True,
+        blocks=(Block(3, 2, ((0, 4),)), Block(7, 1, ((8, 9), (11, 14)))),
+        over=False,
+        is_awaited=True,
+        used=17,
+        reason="r",
+    ),
     EpochEnded(epoch=2, reason="r"),
     Dismiss(reason="r"),
     GROUP,

@@ -43,6 +43,7 @@ def defaults(worker: str) -> dict:
         "metrics": {},
         "epoch": 0,
         "generation": 0,
+        "blocks": [],
     }
 
 
