@@ -482,8 +482,9 @@ class PartialGroups:
         return (self._review(now_s) or self._see_whether_all_answered(now_s)) if silent else []
 
     def _should_probe(self, now_s: float) -> bool:
-        has_begun = bool(self._members) and self._first_finished_s is None
-        return has_begun and now_s - self._heard_s > self._probe_after * self._least_patience()
+        # Who is joining is waited for with its own deadline; a change would go over its head.
+        is_calm = bool(self._members) and not self._arriving and self._first_finished_s is None
+        return is_calm and now_s - self._heard_s > self._probe_after * self._least_patience()
 
     def _probe(self, now_s: float) -> list[Action]:
         """Ask all members whether they live.
