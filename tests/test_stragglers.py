@@ -563,11 +563,11 @@ def test_a_static_threshold_never_changes_and_nothing_is_profiled():
     assert made.stragglers == {1}
 
 
-def test_the_time_until_a_slow_worker_is_classed():
+def test_how_long_others_wait_until_a_slow_worker_is_classed():
     made = classifier()
-    assert made.time_to_class_s(0) is None
+    assert made.wait_to_class_s(0) is None
     epoch_of(made, 0, 5, lambda *_: FAST_S)
-    assert made.time_to_class_s(0) == made.time_to_class_s(1) == pytest.approx(10 * 0.2)
+    assert made.wait_to_class_s(0) == made.wait_to_class_s(1) == pytest.approx(10 * (0.2 - 0.1))
 
 
 # The gate -----------------------------------------------------------------------------------------------

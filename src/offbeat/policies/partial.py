@@ -94,7 +94,8 @@ class PartialGroups:
             for the profiling window of each epoch, as the paper's section 4.2 does.
         answer_s: within how many seconds a member has to answer a Halt.
         patience_s: how long, at least, the others wait for a member that is not heard of; once a threshold
-            is known, as long as it would take to class it a straggler, if that is longer.
+            is known, as long as they wait for one that is slow until it is classed a straggler, if that is
+            longer: by then, leaving it out at once would have cost no more.
         join_s: how long a member that is joining may take to come, in seconds.
         deadline_s: how long the others wait where no threshold is known yet, in seconds.
 
@@ -109,7 +110,7 @@ class PartialGroups:
         detector: dict[str, Any] | None = None,
         monitor: Monitor = "continuous",
         answer_s: float = 5.0,
-        patience_s: float = 2.0,
+        patience_s: float = 1.0,
         join_s: float = 60.0,
         deadline_s: float = 600.0,
     ) -> None:
@@ -310,7 +311,10 @@ class PartialGroups:
             self._ready_inside(event, state)  # still in a step of the group before
         else:
             self._ready_outside(event, state)
-        return ended if self._is_settled else ended + self._review(event.now_s)
+        if self._is_settled:
+            return ended
+        # Who has to answer a Halt may have become fewer.
+        return ended + (self._review(event.now_s) or self._see_whether_all_answered(event.now_s))
 
     def _ready_inside(self, event: Ready, state: _Worker) -> None:
         before, round_ = state.round, event.round
@@ -529,8 +533,8 @@ class PartialGroups:
         return max(self._patience_s, self._slow_s() or 0.0)
 
     def _slow_s(self) -> float | None:
-        """In how long a member would be classed a straggler, None as long as no threshold is known."""
-        return self._classifier.time_to_class_s(max(self._epoch_began, default=0))
+        """How long others wait for one until it is classed a straggler; None while no threshold is known."""
+        return self._classifier.wait_to_class_s(max(self._epoch_began, default=0))
 
     # Changes ---------------------------------------------------------------------------------------------
 
@@ -621,9 +625,9 @@ class PartialGroups:
         if fence is None:
             return []
         asked = sorted(worker for worker in self._asked if worker in self._workers)
-        if any(worker not in fence.answers for worker in asked if self._answers(worker)):
-            return []
-        answers = [fence.answers[worker] for worker in asked if self._answers(worker)]
+        if any(worker not in fence.answers for worker in asked if self._keeps_up(worker)):
+            return []  # who is late is not waited for again, though it may have the only state
+        answers = [fence.answers[worker] for worker in asked if worker in fence.answers]
         if len(answers) < len(asked) and not any(answer.has_state for answer in answers):
             return []  # who hangs may have the state
         self._fence = None

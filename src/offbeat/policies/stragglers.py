@@ -243,15 +243,18 @@ class StragglerClassifier:
                 return threshold.threshold_s
         return None
 
-    def time_to_class_s(self, epoch: int) -> float | None:
-        """Return how long a worker just above the threshold computes until it is classed, in seconds.
+    def wait_to_class_s(self, epoch: int) -> float | None:
+        """Return how long others wait for a worker just above the threshold until it is classed, in seconds.
 
-        By the threshold of `epoch`, or the newest; None while there is none.
+        By the threshold of `epoch`, or the newest; None while there is none. Of a static threshold it is not
+        known how much of it is waiting, so all is.
         """
-        threshold_s = self.threshold_s(epoch)
-        if threshold_s is None and self._newest is not None:
-            threshold_s = self._newest.threshold_s
-        return None if threshold_s is None else self._limit * threshold_s
+        threshold = self._newest
+        if self._previous is not None and self._previous.epoch == epoch:
+            threshold = self._previous
+        return (
+            None if threshold is None else self._limit * (threshold.threshold_s - (threshold.pace_s or 0.0))
+        )
 
     def in_window(self, iteration: int) -> bool:
         """Say whether this iteration of the present or next epoch is profiled."""

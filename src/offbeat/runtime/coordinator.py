@@ -70,7 +70,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[PolicySpec, ...]
     log_path: str | None = None
     about: dict[str, Any] = {}
-    tick_s: float = 0.5
+    tick_s: float = 0.25
     silent_s: float = 10.0
     stay_s: float = 30.0
     journal_events: int = 10_000
