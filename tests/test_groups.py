@@ -162,7 +162,7 @@ def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(v
         ended = running.ends()
     results = values([one for one in ended if one.rank != victim])
     agree(results)
-    assert all(max(states) == SAMPLES // BATCH // 3 * 2 for states, _ in results)
+    assert all(max(states) >= SAMPLES // BATCH // 3 * 2 for states, _ in results)
 
 
 def dies_in_the_exchange(rank, say, victim, share):

@@ -145,7 +145,7 @@ class PartialGroups:
         self._fence: _Fence | None = None
         self._asked: frozenset[int] = frozenset()  # who has to answer a Halt: all that may be exchanging
         self._member_set: frozenset[int] = frozenset()
-        self._open: dict[int, tuple[float, int]] = {}  # round: since when, how many members are Ready for it
+        self._open: dict[int, tuple[float, int]] = {}  # round: how many members are Ready for it, since when
         self._moved_s = 0.0  # when the last Group was named
         self._heard_s = 0.0  # when a member was last Ready, or asked whether it lives
         self._probe_after = _PROBE_FIRST  # times the patience, doubled each time that all have answered
@@ -350,7 +350,7 @@ class PartialGroups:
                 if count + 1 == len(self._members):
                     del self._open[other]
                 else:
-                    self._open[other] = (since_s, count + 1)
+                    self._open[other] = (since_s if count else now_s, count + 1)
         if not is_open:
             self._open_round(round_, now_s)
 
@@ -507,7 +507,8 @@ class PartialGroups:
             late += [member for member in sorted(self._arriving) if member in self._workers]
         if self._open:
             round_ = min(self._open)
-            if now_s - self._open[round_][0] > self._patience():
+            since_s, count = self._open[round_]
+            if count and now_s - since_s > self._patience():
                 late += [
                     member
                     for member in self._members
