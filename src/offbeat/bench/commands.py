@@ -179,6 +179,39 @@ def detect(
 
 
 @bench.command()
+def chaos(
+    strategy: Annotated[str, typer.Option(help="How the workers keep together.")] = "partial",
+    workers: Workers = 8,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long the job with faults runs.")] = 5.0,
+    every_s: Annotated[float, typer.Option(min=1.0, help="Seconds between two faults, on average.")] = 30.0,
+    stop_s: Annotated[float, typer.Option(min=0.1, help="How long a stopped worker stands still.")] = 10.0,
+    step_ms: StepMs = 100.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a worker and step.")] = 32,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Workers are killed and stopped at random, and replaced: what throughput is left, what is lost."""
+    from offbeat.bench.chaos import run
+    from offbeat.strategies import parse_strategy
+
+    parse_strategy(strategy)
+    _report(
+        json,
+        lambda command: run(
+            command=command,
+            strategy=strategy,
+            workers=workers,
+            duration_s=60 * minutes,
+            every_s=every_s,
+            stop_s=stop_s,
+            step_ms=step_ms,
+            batch_size=batch_size,
+            seed=seed,
+        ),
+    )
+
+
+@bench.command()
 def accuracy(
     data: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "mnist",
     data_dir: Annotated[

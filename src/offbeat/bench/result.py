@@ -28,7 +28,8 @@ Kind = Literal["real", "timed", "simulated"]
 UNITS = (
     *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
-    *("slowdown", "alarms", "missed", "recoveries"),  # times as long; so many of these
+    *("slowdown", "kept", "lost", "doubled"),  # times as long; what part; how many
+    *("alarms", "missed", "recoveries"),  # how many
 )
 _SHOWN_ROWS = 40
 _NAME = re.compile(r"[a-z][A-Za-z0-9_]*(?<!_)")
