@@ -548,13 +548,16 @@ class PartialGroups:
         """Return who should be in the group; never nobody, while anybody is there."""
         if self._all_have_finished():
             return tuple(sorted(worker for worker in self._workers if self._keeps_up(worker)))
-        goes_on = self._goes_on()
+        goes_on, gives = self._goes_on(), self._gives()
         able = [
             worker
             for worker, state in self._workers.items()
             if self._keeps_up(worker)
             and worker not in self._passed
-            and (worker in self._member_set or (goes_on and state.can_join and not state.has_finished))
+            and (
+                worker in self._member_set
+                or (goes_on and state.can_join and not state.has_finished and (gives or not state.is_new))
+            )
         ]
         takes_all = self._monitor == "epoch_window" and self._is_in_window
         slow = frozenset() if takes_all else self._classifier.stragglers
@@ -564,6 +567,12 @@ class PartialGroups:
     def _goes_on(self) -> bool:
         """Whether a member that has the state takes further steps."""
         return any(self._is_working(member) for member in self._members if member not in self._arriving)
+
+    def _gives(self) -> bool:
+        """Whether every member is in its loop, where it can give its state to one that is new."""
+        return not any(
+            self._workers[member].has_finished for member in self._members if member in self._workers
+        )
 
     def _all_have_finished(self) -> bool:
         if self._is_working(self._working):
