@@ -49,26 +49,30 @@ class Cluster:
     def __init__(
         self, function: Callable[..., Any], workers: int, args: tuple[Any, ...], env: Mapping[str, str]
     ) -> None:
-        port = str(free_port())
         self.processes = []
         self._pipes: list[Connection] = []
+        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
         for rank in range(workers):
-            receiving, sending = _context.Pipe(duplex=False)
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                **env,
-            }
-            process = _context.Process(
-                target=_work, args=(function, rank, args, variables, sending), daemon=False
-            )
-            process.start()
-            sending.close()
-            self.processes.append(process)
-            self._pipes.append(receiving)
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
+            self._start(function, rank, args, {**place, **self._env})
+
+    def add(self, function: Callable[..., Any], args: tuple[Any, ...], env: Mapping[str, str]) -> int:
+        """Starts a process that joins the job while it runs, as a user would; returns its number here."""
+        number = len(self.processes)
+        self._start(function, number, args, {**self._env, "OFFBEAT_NEWCOMER": "1", **env})
+        return number
+
+    def _start(
+        self, function: Callable[..., Any], rank: int, args: tuple[Any, ...], variables: dict[str, str]
+    ) -> None:
+        receiving, sending = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_work, args=(function, rank, args, variables, sending), daemon=False
+        )
+        process.start()
+        sending.close()
+        self.processes.append(process)
+        self._pipes.append(receiving)
 
     def __enter__(self) -> Cluster:
         return self

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, Ended, start
+from cluster import Cluster, Ended, free_port, start
+from offbeat.runtime.rendezvous import open_store
 
 MARK = "OFFBEAT_TEST_JOB"
 DEADLINE_S = 60.0
@@ -37,6 +38,10 @@ class Job:
 
     def __init__(self, cluster: Cluster, mark: str, folder: Path) -> None:
         self.cluster, self.mark, self.folder = cluster, mark, folder
+
+    def add(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> int:
+        """Starts a process that joins the job while it runs; returns its number among those of the job."""
+        return self.cluster.add(_in_folder, (function, args), env or {})
 
     def said(self, *ranks: int) -> list[Any]:
         """The next thing that each of these workers said."""
@@ -85,15 +90,22 @@ def job(
     *args: Any,
     env: Mapping[str, str] | None = None,
     clean: bool = True,
+    hosts_store: bool = False,
 ) -> Iterator[Job]:
     """Runs `function(rank, say, *args)` in `workers` processes; afterwards nothing of the job may be left.
 
     Args:
         clean: whether its temporary files must be gone as well.
+        hosts_store: this process has the job's store, as torchrun and `offbeat run --replace` do, not rank 0.
     """
     mark = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="ob"))
     variables = {MARK: mark, "TMPDIR": str(folder), **(env or {})}
+    store = None
+    if hosts_store:
+        port = free_port()
+        store = open_store("127.0.0.1", port, hosts_it=True)
+        variables |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         with start(_in_folder, workers, function, args, env=variables) as cluster:
             yield Job(cluster, mark, folder)
@@ -101,6 +113,7 @@ def job(
         if clean:
             assert not list(folder.iterdir()), f"left behind: {list(folder.iterdir())}"
     finally:
+        del store
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Event, Stop
+from offbeat.events import Action, Event, Joined, Refuse, Stop
 
 
 class Policy(Protocol):
@@ -30,12 +30,16 @@ class Policy(Protocol):
 def decide(policies: Sequence[Policy], event: Event) -> list[Action]:
     """Asks every policy about one event, in order; what the protocol does not allow stops the job.
 
-    The coordinator, the simulator and a replay all ask through this function, so that they agree.
+    Whom one policy refuses has not come for those after it. The coordinator, the simulator and a replay all
+    ask through this function, so that they agree.
     """
     actions: list[Action] = []
     try:
         for policy in policies:
-            actions += policy.handle(event)
+            answers = policy.handle(event)
+            actions += answers
+            if isinstance(event, Joined) and any(isinstance(answer, Refuse) for answer in answers):
+                break
     except ProtocolError as error:
         actions.append(Stop(worker=getattr(event, "worker", None), step=None, reason=str(error)))
     return actions

@@ -25,6 +25,7 @@ from offbeat.events import (
     Left,
     Lost,
     Ready,
+    Refuse,
     StepTimed,
     Stop,
     Tick,
@@ -50,6 +51,7 @@ class _Worker:
         is_hung: it does not answer.
         is_late: it has kept the others waiting for too long, and has not been Ready since.
         has_finished: its loop is over.
+        is_new: it came while the job ran and has had no state yet; nobody waits for its loop to end.
         round: of its last Ready as a member.
         epoch: of its last Ready.
         iteration: Readys in that epoch, while it was outside.
@@ -59,6 +61,7 @@ class _Worker:
     is_hung: bool = False
     is_late: bool = False
     has_finished: bool = False
+    is_new: bool = False
     round: int = -1
     epoch: int = -1
     iteration: int = 0
@@ -161,13 +164,13 @@ class PartialGroups:
         self._why: dict[int, str] = {}  # worker: the last thing that changed its place
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer with a Halt, a Group, a Stop or nothing.
+        """Answer with a Halt, a Group, a Stop or nothing; with a Refuse to who comes when all is over.
 
         Raises:
             ProtocolError: a message that no worker of a running job can send; nothing changes.
         """
         if self._is_over:
-            return []
+            return _turn_away(event) if isinstance(event, Joined) else []
         actions = self._answer(event)
         if self._dealing.is_used and not self._is_over:
             actions += self._dealing.deals()
@@ -272,7 +275,7 @@ class PartialGroups:
     def _handle_joined(self, event: Joined) -> list[Action]:
         if event.worker in self._workers or event.worker in self._gone:
             return []  # the assembly answers
-        self._workers[event.worker] = _Worker(can_join=True)
+        self._workers[event.worker] = _Worker(can_join=True, is_new=bool(self._members))
         self._classifier.add(event.worker)
         if self._members:
             self._why[event.worker] = f"worker {event.worker} is new"
@@ -320,7 +323,7 @@ class PartialGroups:
         before, round_ = state.round, event.round
         if round_ <= before:  # said again, to a coordinator that was started again
             return
-        state.round = round_
+        state.round, state.is_new = round_, False
         self._heard_s, self._probe_after = event.now_s, _PROBE_FIRST
         self._dealing.ready(event)
         self._begun_step = max(self._begun_step, event.step)
@@ -369,7 +372,7 @@ class PartialGroups:
             self._dealing.has_followed(event.worker)
         self._dealing.outside(event.worker)
         state.iteration = state.iteration + 1 if state.epoch == event.epoch else 0
-        state.epoch = event.epoch
+        state.epoch, state.is_new = event.epoch, False
         self._observe(event, state.iteration)
 
     def _observe(self, event: Ready, iteration: int) -> None:
@@ -416,6 +419,7 @@ class PartialGroups:
             return []
         self._known(event)
         state = self._workers[event.worker]
+        state.is_new &= not event.has_state
         # A newcomer that waits for a state has nothing to be Ready with.
         is_new = not event.has_state and state.round < 0 and state.epoch < 0
         if state.is_hung or (state.is_late and is_new):  # it lives
@@ -580,13 +584,16 @@ class PartialGroups:
         """Return who should be in the group; never nobody, while anybody is there."""
         if self._all_have_finished():
             return tuple(sorted(worker for worker in self._workers if self._keeps_up(worker)))
-        goes_on = self._goes_on()
+        goes_on, gives = self._goes_on(), self._gives()
         able = [
             worker
             for worker, state in self._workers.items()
             if self._keeps_up(worker)
             and worker not in self._passed
-            and (worker in self._member_set or (goes_on and state.can_join and not state.has_finished))
+            and (
+                worker in self._member_set
+                or (goes_on and state.can_join and not state.has_finished and (gives or not state.is_new))
+            )
         ]
         takes_all = self._monitor == "epoch_window" and self._is_in_window
         slow = frozenset() if takes_all else self._classifier.stragglers
@@ -597,6 +604,12 @@ class PartialGroups:
         """Whether a member that has the state takes further steps."""
         return any(self._is_working(member) for member in self._members if member not in self._arriving)
 
+    def _gives(self) -> bool:
+        """Whether every member is in its loop, where it can give its state to one that is new."""
+        return not any(
+            self._workers[member].has_finished for member in self._members if member in self._workers
+        )
+
     def _all_have_finished(self) -> bool:
         if self._is_working(self._working):
             return False
@@ -605,7 +618,8 @@ class PartialGroups:
         return not working
 
     def _is_working(self, worker: int) -> bool:
-        return worker in self._workers and self._keeps_up(worker) and not self._workers[worker].has_finished
+        state = self._workers.get(worker)
+        return state is not None and self._keeps_up(worker) and not (state.has_finished or state.is_new)
 
     def _dismiss(self) -> list[Action]:
         self._is_over = True
@@ -733,6 +747,11 @@ class PartialGroups:
         if state is None or not self._members:
             raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")
         return state
+
+
+def _turn_away(event: Joined) -> list[Action]:
+    who = f"worker {event.worker} ({event.place})"
+    return [Refuse(peer=event.peer, reason=f"{who} cannot take part: it came when all others were done")]
 
 
 def _said(event: Event) -> str:

@@ -11,6 +11,7 @@ from offbeat.errors import OffbeatError
 SLOW = "OFFBEAT_SLOW"
 RUN_LOG = "OFFBEAT_RUN_LOG"
 SEED = "OFFBEAT_SEED"
+NEWCOMER = "OFFBEAT_NEWCOMER"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,9 @@ class Environment:
     """A worker's place in the job and what its launcher asked for.
 
     Attributes:
-        rank: 0 <= rank < world.
-        world: workers in all.
+        rank: 0 <= rank < world; of a newcomer, its id, or -1 where that is still to be drawn.
+        world: workers in all; a newcomer learns from the job how many those are.
+        is_newcomer: this process joins a job that runs.
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
@@ -31,6 +33,7 @@ class Environment:
 
     rank: int = 0
     world: int = 1
+    is_newcomer: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     agent_hosts_store: bool = False
@@ -43,7 +46,9 @@ class Environment:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Reads what torchrun, Ray Train, Slurm's torch launchers or Kubeflow set.
 
-    With none of RANK and WORLD_SIZE set it is a world of one.
+    With none of RANK and WORLD_SIZE set it is a world of one. With OFFBEAT_NEWCOMER=1 it is a worker that
+    joins the job whose store is at MASTER_ADDR and MASTER_PORT, whatever RANK may be; only a RANK that is
+    not below WORLD_SIZE is a newcomer's own, which its launcher has drawn.
 
     Raises:
         OffbeatError: a variable is missing or is not what it should be.
@@ -55,21 +60,26 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
             f"{there} is set and {missing} is not: set both, "
             "or start the script with torchrun or 'offbeat run'"
         )
-    if world < 1 or not 0 <= rank < world:
+    is_newcomer = _is_newcomer(environ)
+    if world < 1 or not (0 <= rank < world or is_newcomer):
         raise OffbeatError(f"expected 0 <= RANK < WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world}")
-    if world > 1:
+    if world > 1 or is_newcomer:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environ:
+                why, what = f"WORLD_SIZE is {world}", "rank 0's address"
+                if is_newcomer:
+                    why, what = f"{NEWCOMER} is set", "what it is in the job"
                 raise OffbeatError(
-                    f"{name} is not set although WORLD_SIZE is {world}: "
-                    "start the script with torchrun or 'offbeat run', or set it to rank 0's address"
+                    f"{name} is not set although {why}: "
+                    f"start the script with torchrun or 'offbeat run', or set it to {what}"
                 )
-    port = _whole(environ, "MASTER_PORT", 0) if world > 1 else 0
+    port = _whole(environ, "MASTER_PORT", 0) if world > 1 or is_newcomer else 0
     if not 0 <= port < 65536:
         raise OffbeatError(f"MASTER_PORT must be a port from 1 to 65535, got {port}")
     return Environment(
-        rank=rank,
+        rank=-1 if is_newcomer and not ("RANK" in environ and rank >= world) else rank,
         world=world,
+        is_newcomer=is_newcomer,
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -78,6 +88,13 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         run_log=environ.get(RUN_LOG) or None,
         seed=_whole(environ, SEED, 0),
     )
+
+
+def _is_newcomer(environ: Mapping[str, str]) -> bool:
+    text = environ.get(NEWCOMER, "0")
+    if text not in ("", "0", "1"):
+        raise OffbeatError(f"{NEWCOMER} must be 1, or not be set, got {text!r}")
+    return text == "1"
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int) -> int:

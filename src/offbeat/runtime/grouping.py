@@ -108,6 +108,28 @@ class Grouping:
             else:
                 return None
 
+    def seat_of_newcomer(self) -> Seat:
+        """The first seat of a worker that has no state yet, once it has taken one.
+
+        Raises:
+            WorkerError: the job failed or ended, or no group named this worker in time.
+        """
+
+        def is_inside() -> bool:
+            return self._follower.turn() in (Turn.TAKE, Turn.GO)
+
+        while True:
+            self._member.wait_for(
+                lambda: is_inside() or self._member.is_dismissed, self._deadline_s, "a group that takes it in"
+            )
+            with self._member.lock:
+                if not is_inside():
+                    worker = self._follower.worker
+                    raise WorkerError(f"worker {worker} came too late: the job has ended without it")
+            seat = self.seat(wait=True, may_take=True)
+            if seat is not None:
+                return seat
+
     def next_exchange_id(self) -> int:
         """An exchange id that all members use for the same exchange.
 

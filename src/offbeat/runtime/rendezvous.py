@@ -1,7 +1,7 @@
 """How the workers of a job find one another: rank 0 starts the coordinator and says where it is.
 
 The address travels through the job's torch TCPStore, the one thing that every launcher sets up. Nothing
-but that address and the job's token is ever put there.
+but that address, the job's token and size and the ids that newcomers were given is ever put there.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _COORDINATOR_START_S = 20.0
 _KEY = "meeting"
 _SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
 _EVERYBODY = "everybody is here"
+_RUNNING = "offbeat/running"  # where the job meets that has started last; no prefix, for newcomers know none
+_NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
 _joins = itertools.count()
 _coordinators: list[
     subprocess.Popen[bytes]
@@ -51,6 +53,8 @@ class Meeting:
     """Where a worker's job meets.
 
     Attributes:
+        worker: this worker's id.
+        world: how many workers the job has at the start.
         host: the address at which this worker's host is reached by the others.
         coordinator: the coordinator's addresses, best first.
         store: the job's store, under a prefix of this join's own; None in a world of one.
@@ -58,6 +62,8 @@ class Meeting:
         limit_s: until when the others may still come, on the monotonic clock.
     """
 
+    worker: int
+    world: int
     job: str
     token: str
     host: str
@@ -65,6 +71,17 @@ class Meeting:
     store: Store | None
     hosts_store: bool
     limit_s: float
+
+    def announce(self) -> None:
+        """Says where the job is that has started, to those who will be new in it."""
+        if self.store is not None:
+            place = {
+                "job": self.job,
+                "token": self.token,
+                "coordinator": self.coordinator,
+                "world": self.world,
+            }
+            _root(self.store).set(_RUNNING, json.dumps(place))
 
     def outlast_the_late(self) -> None:
         """Waits until every worker has met the coordinator, where the store would go with this process.
@@ -88,6 +105,8 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     """
     limit_s = time.monotonic() + START_DEADLINE_S
     host = _own_address(environment.master_addr)
+    if environment.is_newcomer:
+        return _meet_as_newcomer(environment, host, limit_s)
     hosts_store = environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
     found: dict[str, Any]
@@ -112,6 +131,8 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     if "error" in found:
         raise OffbeatError(f"rank 0 could not open the job: {found['error']}")
     return Meeting(
+        worker=environment.rank,
+        world=environment.world,
         job=found["job"],
         token=found["token"],
         host=host,
@@ -151,24 +172,74 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     return tuple(answer["addresses"])
 
 
+def open_store(host: str, port: int, *, hosts_it: bool) -> Store:
+    """Opens a job's store, or makes it."""
+    return TCPStore(
+        host,
+        port,
+        is_master=hosts_it,
+        timeout=datetime.timedelta(seconds=START_DEADLINE_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def draw_id(store: Store, world: int) -> int:
+    """Draws an id for a newcomer, which nobody else gets from this store."""
+    return world + int(store.add(_NEWCOMERS, 1)) - 1
+
+
+def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Meeting:
+    """Finds the job that runs now, how many workers that began with, and an id of its own.
+
+    Raises:
+        OffbeatError: there is no store, or no job that has started.
+    """
+    where = f"{environment.master_addr}:{environment.master_port}"
+
+    def find() -> tuple[Store, dict[str, Any], int]:
+        store = open_store(environment.master_addr, environment.master_port, hosts_it=False)
+        store.wait([_RUNNING], datetime.timedelta(seconds=START_DEADLINE_S))
+        found: dict[str, Any] = json.loads(store.get(_RUNNING))
+        worker = draw_id(store, found["world"]) if environment.rank < 0 else environment.rank
+        return store, found, worker
+
+    try:
+        store, found, worker = _in_time(find, limit_s)
+    except (RuntimeError, TimeoutError) as error:
+        raise OffbeatError(
+            f"a newcomer found no running job at {where} within {START_DEADLINE_S:g} s: have all its workers "
+            "come, does the process live that hosts its store (the launcher, or rank 0), and are MASTER_ADDR "
+            "and MASTER_PORT what they are in the job?"
+        ) from error
+    return Meeting(
+        worker=worker,
+        world=found["world"],
+        job=found["job"],
+        token=found["token"],
+        host=host,
+        coordinator=tuple(found["coordinator"]),
+        store=store,
+        hosts_store=False,
+        limit_s=limit_s,
+    )
+
+
+def _root(store: Store) -> Store:
+    """The store itself, whatever prefixes it is used with."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
     prefix = f"offbeat/{environment.attempt}/{next(_joins)}"
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
     where = f"{environment.master_addr}:{environment.master_port}"
-
-    def open_it() -> Store:
-        return TCPStore(
-            environment.master_addr,
-            environment.master_port,
-            is_master=hosts_it,
-            timeout=datetime.timedelta(seconds=START_DEADLINE_S),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-
+    host, port = environment.master_addr, environment.master_port
     try:
-        return PrefixStore(prefix, _in_time(open_it, limit_s))
+        return PrefixStore(prefix, _in_time(lambda: open_store(host, port, hosts_it=hosts_it), limit_s))
     except (RuntimeError, TimeoutError) as error:
         if hosts_it:
             raise OffbeatError(

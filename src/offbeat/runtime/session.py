@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +34,7 @@ from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting, meet
-from offbeat.runtime.state import StateCopier
+from offbeat.runtime.state import Place, StateCopier
 from offbeat.runtime.timing import PartTimer
 
 _STATE_VERSION = 1
@@ -77,8 +78,10 @@ def join(
     """Makes this process a worker of the job that its launcher started.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun, Ray Train, Slurm or Kubeflow set them;
-    with none of them set it is a world of one. Copies rank 0's parameters, buffers and optimizer state to
-    everybody, and puts hooks on the model and the optimizer: after `backward()` the gradients are the mean
+    with none of them set it is a world of one. With OFFBEAT_NEWCOMER=1 and the MASTER_ADDR and MASTER_PORT of
+    a job that runs, this process becomes a new worker of that one, with the state that the others have and in
+    the epoch in which they are. Else copies rank 0's parameters, buffers and optimizer state to
+    everybody. Puts hooks on the model and the optimizer: after `backward()` the gradients are the mean
     over the workers. Leaving the `with` block takes the hooks off again.
 
     Args:
@@ -92,7 +95,8 @@ def join(
 
     Raises:
         OffbeatError: model, optimizer or environment are not fit for it; says what to do.
-        WorkerError: the job did not come together within 30 s; names who is missing or differs.
+        WorkerError: the job did not come together within 30 s; names who is missing or differs. Or it takes
+            no newcomers, or not this one; says why.
     """
     return Session(model, optimizer, strategy, read_environment(), run_log)
 
@@ -118,6 +122,7 @@ class Session:
         if optimizer in _joined:
             raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
         self.worker, self.world = environment.rank, environment.world
+        self._is_newcomer, self._is_placed = environment.is_newcomer, False
         self.epoch = 0
         self._steps_taken = 0  # by this worker's own count, also where no group counts on it
         self.timer = PartTimer(time.perf_counter)
@@ -136,6 +141,7 @@ class Session:
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
         self._meeting: Meeting | None = None
+        self._store: Store | None = None  # which ends with this object, where rank 0 hosts it
         self._member: Member | None = None
         self._grouping: Grouping | None = None
         self._silent_s = _SILENT_AND_SURVIVED_S if strategy.survives else _SILENT_S
@@ -155,8 +161,9 @@ class Session:
     # Coming and going ----------------------------------------------------------------------------------
 
     def _enter(self, environment: Environment, log: str | None) -> None:
-        if self.world > 1 or log is not None:
+        if self.world > 1 or log is not None or self._is_newcomer:
             meeting = self._meeting = meet(environment, lambda *where: self._configure(*where, log=log))
+            self.worker, self.world = meeting.worker, meeting.world
             self._member = Member(
                 meeting,
                 self.worker,
@@ -170,9 +177,12 @@ class Session:
                 model=describe(self._model, self._optimizer),
                 strategy=str(self._strategy),
             )
+            if self.worker == 0:
+                meeting.announce()
+                self._store = meeting.store if self._strategy.survives else None
+        self._shared_numbers = _numbers(self._optimizer)  # before those are taken that a scheduler has added
         if self.world > 1:
             self._join_group()
-        self._shared_numbers = _numbers(self._optimizer)
         self._averager = self._strategy.averager(self._model, self._grouping, self, workers=self.world)
         self._watch = Watch(self._model, self._optimizer)
         self._averager.attach()
@@ -209,11 +219,14 @@ class Session:
         assert self._member is not None
         deadline_s = self._strategy.deadline_s
         self._grouping = Grouping(self._member, self._open_exchange, self._copy_state, deadline_s)
-        seat = self._grouping.seat(wait=True, may_take=True)
-        assert seat is not None  # the first group has everybody, a later one is waited for by a newcomer
-        if self._grouping.has_taken:
+        if self._is_newcomer:
+            self._grouping.seat_of_newcomer()
             self._grouping.has_taken = False
+            self._is_placed = True
+            self._steps_taken = self.step
         else:
+            seat = self._grouping.seat(wait=True)
+            assert seat is not None  # the first group has everybody
             self._copy_state(seat.exchange, seat.position, 0, 0)
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
@@ -253,7 +266,11 @@ class Session:
             deadline_s=self._strategy.deadline_s,
             exchange_id=exchange_id,
         )
-        return copier.copy(self._model, self._optimizer, round=round_)
+        own = Place(round=round_, epoch=self.epoch, seed=self._seed)
+        place = copier.copy(self._model, self._optimizer, own)
+        if self._is_newcomer and not self._is_placed:
+            self.epoch, self._seed = place.epoch, place.seed
+        return place.round
 
     @property
     def step(self) -> int:
@@ -319,6 +336,7 @@ class Session:
         if hasattr(self, "_averager"):
             self._averager.detach()
         _joined.discard(self._optimizer)
+        self._store = None
         try:
             if self._group is not None:  # made here, whether it is the world's or not
                 dist.destroy_process_group(self._group)
@@ -598,6 +616,8 @@ class Session:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; every worker calls it before its loop, with the same state.
 
+        In a newcomer this does nothing: it has taken the state that the others have now.
+
         Raises:
             OffbeatError: the state is of another version, or in the middle of an epoch with another number
                 of workers, or with samples that were dealt as they were needed.
@@ -616,6 +636,8 @@ class Session:
                 "the state was taken in the middle of an epoch whose samples are dealt as they are needed: "
                 "use a state from an epoch's end, or a strategy with shards=equal both times"
             )
+        if self._is_newcomer:
+            return
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.epoch = state["epoch"]
@@ -642,7 +664,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _read_slowness(environment: Environment) -> Slowness | None:
-    if not environment.slow:
+    if not environment.slow or environment.is_newcomer:  # which no rule can name
         return None
     try:
         rules = [parse(text) for text in environment.slow]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,9 +24,26 @@ class _Mark(msgspec.Struct, frozen=True, tag=True):
 
 class _Described(msgspec.Struct, frozen=True, kw_only=True):
     round: int
+    epoch: int
+    seed: int
     state: list[tuple[int, dict[str, Any]]]
     hyperparameters: list[dict[str, Any]]
     marks: list[_Mark]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in the training a state belongs.
+
+    Attributes:
+        round: how many rounds are finished.
+        epoch: the epoch under way.
+        seed: of the order of the data.
+    """
+
+    round: int
+    epoch: int
+    seed: int
 
 
 class StateCopier:
@@ -57,21 +75,21 @@ class StateCopier:
         self._exchange_id = exchange_id
 
     @torch.no_grad()
-    def copy(self, model: nn.Module, optimizer: Optimizer, *, round: int) -> int:
+    def copy(self, model: nn.Module, optimizer: Optimizer, place: Place) -> Place:
         """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
 
         Args:
-            round: at the root, how many rounds are finished.
+            place: at the root, where its state belongs.
 
         Returns:
-            The root's `round`.
+            The root's `place`.
 
         Raises:
             WorkerError: a member was lost.
             OffbeatError: the optimizer keeps something that is neither a tensor nor plain data.
         """
         self._tensors([p.data for p in model.parameters()] + list(model.buffers()), self._exchange_id)
-        return self._optimizer_state(optimizer, round)
+        return self._optimizer_state(optimizer, place)
 
     def _tensors(self, tensors: list[torch.Tensor], exchange_id: int) -> None:
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -86,16 +104,16 @@ class StateCopier:
                 for tensor, piece in zip(group, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
 
-    def _optimizer_state(self, optimizer: Optimizer, round: int) -> int:
+    def _optimizer_state(self, optimizer: Optimizer, place: Place) -> Place:
         tensors: list[torch.Tensor] = []
         plain = b""
         if self._is_root:
-            described, tensors = _describe(optimizer.state_dict(), round)
+            described, tensors = _describe(optimizer.state_dict(), place)
             plain = msgspec.msgpack.encode(described)
         plain = self._plain(plain)
         if self._is_root:
             self._tensors(tensors, self._exchange_id + 3)
-            return round
+            return place
         described = msgspec.msgpack.decode(plain, type=_Described)
         tensors = [
             torch.empty(
@@ -114,7 +132,7 @@ class StateCopier:
             group.update(
                 {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             )
-        return described.round
+        return Place(round=described.round, epoch=described.epoch, seed=described.seed)
 
     def _plain(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -130,7 +148,7 @@ class StateCopier:
         pending.wait(self._deadline_s)
 
 
-def _describe(whole: dict[str, Any], round: int) -> tuple[_Described, list[torch.Tensor]]:
+def _describe(whole: dict[str, Any], place: Place) -> tuple[_Described, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, entries in whole["state"].items():
@@ -154,7 +172,15 @@ def _describe(whole: dict[str, Any], round: int) -> tuple[_Described, list[torch
         {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
         for group in whole["param_groups"]
     ]
-    return _Described(round=round, state=rows, hyperparameters=hyperparameters, marks=marks), tensors
+    described = _Described(
+        round=place.round,
+        epoch=place.epoch,
+        seed=place.seed,
+        state=rows,
+        hyperparameters=hyperparameters,
+        marks=marks,
+    )
+    return described, tensors
 
 
 def _restore(described: _Described, tensors: list[torch.Tensor]) -> dict[int, dict[str, Any]]:

@@ -31,7 +31,10 @@ class _AroundTheSlow(ABC):
     def policies(self, world: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            PolicySpec(path="offbeat.policies.assembly:Assembly", arguments={"world": world}),
+            PolicySpec(
+                path="offbeat.policies.assembly:Assembly",
+                arguments={"world": world, "is_open": self.shards == "dynamic"},
+            ),
             PolicySpec(
                 path="offbeat.policies.partial:PartialGroups", arguments={"world": world, **self._groups()}
             ),
