@@ -8,8 +8,10 @@ two cores stand for a machine a worker.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -203,7 +205,7 @@ class _Job:
         )
         self._processes: list[_Process] = []
         for rank in range(self.workers):
-            self._start({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self._start({"RANK": str(rank), "WORLD_SIZE": str(self.workers)})
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -216,7 +218,6 @@ class _Job:
         answer = self.folder / f"{worker}.json"
         env = {
             **os.environ,
-            "WORLD_SIZE": str(self.workers),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -235,7 +236,7 @@ class _Job:
             self.settings.samples / self.settings.batch_size / self.workers * self.settings.step_ms / 1e3
         )
         limit_s = time.monotonic() + 3 * self.settings.epochs * epoch_s + _ENDS_S
-        next_s = time.monotonic() + every_s
+        next_s = math.inf  # until the job has begun
         resume: list[tuple[float, _Process]] = []
         while any(one.process.poll() is None for one in self._processes):
             now_s = time.monotonic()
@@ -246,7 +247,10 @@ class _Job:
                     self._signal(one, signal.SIGCONT)
                     one.is_stopped = False
                     resume.remove((at_s, one))
-            if chance is not None and now_s >= next_s:
+            if chance is not None and next_s == math.inf and self._epoch() >= 0:
+                next_s = now_s + every_s * chance.uniform(0.5, 1.5)
+            # Who is killed or stopped at the very end is not replaced, or not waited for.
+            if chance is not None and now_s >= next_s and self._epoch() < self.settings.epochs - 2:
                 next_s = now_s + every_s * chance.uniform(0.5, 1.5)
                 struck = self._strike(chance, stop_s)
                 resume += [(now_s + stop_s, struck)] if struck.is_stopped else []
@@ -254,6 +258,16 @@ class _Job:
         for one in self._processes:
             if not one.is_killed and one.process.returncode:
                 raise OffbeatError(f"worker {one.worker} ended with {one.process.returncode}")
+
+    def _epoch(self) -> int:
+        """How far the job is, -1 before it has begun."""
+        log = self.folder / "log.jsonl"
+        if not log.exists():
+            return -1
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 2**16))
+            found = re.findall(rb'"type":"Ready".*?"epoch":(\d+)', file.read())
+        return int(found[-1]) if found else -1
 
     def _strike(self, chance: random.Random, stop_s: float) -> _Process:
         victims = [one for one in self._processes if one.process.poll() is None and not one.is_stopped]
@@ -263,7 +277,8 @@ class _Job:
             victim.is_killed = True
             self.strikes.append(Strike(kind="kill", worker=victim.worker, at_s=now_s, until_s=now_s))
             self._signal(victim, signal.SIGKILL)
-            self._start({environment.NEWCOMER: "1"})
+            place = {"RANK": str(len(self._processes)), "WORLD_SIZE": str(self.workers)}
+            self._start({environment.NEWCOMER: "1", **place})
         else:
             victim.is_stopped = True
             self.strikes.append(Strike(kind="stop", worker=victim.worker, at_s=now_s, until_s=now_s + stop_s))

@@ -321,10 +321,26 @@ class Session:
             what = "everybody to finish"
             self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)
             self._grouping.settle_at_the_end()
+            self._see_whether_current()
         except BaseException as error:
             self._left = False
             self.leave(error)
             raise
+
+    def _see_whether_current(self) -> None:
+        """A worker that hung while the others finished has not got what they have in the end.
+
+        Raises:
+            WorkerError: this is one.
+        """
+        assert self._grouping is not None
+        if not self._grouping.follower.is_member:
+            raise WorkerError(
+                f"worker {self.worker} did not answer while the others finished: its model is that of step "
+                f"{self.step} and not of the end, which the others have",
+                worker=self.worker,
+                step=self.step,
+            )
 
     def _dismissed(self) -> bool:
         return self._member is not None and self._member.is_dismissed
