@@ -112,7 +112,7 @@ class PartialGroups:
         *,
         detector: dict[str, Any] | None = None,
         monitor: Monitor = "continuous",
-        answer_s: float = 5.0,
+        answer_s: float = 2.0,
         patience_s: float = 1.0,
         join_s: float = 60.0,
         deadline_s: float = 600.0,

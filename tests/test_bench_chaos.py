@@ -1,0 +1,101 @@
+"""What the chaos benchmark reads from a job, and that its counting model counts."""
+
+import json
+
+import pytest
+import torch
+
+from offbeat.bench.chaos import Counts, Settings, Strike, _Job, _Process, count_once
+from offbeat.errors import OffbeatError
+from offbeat.events import Joined, Lost, Ready
+from offbeat.record import LogWriter
+
+SETTINGS = Settings(strategy="partial", step_ms=1.0, batch_size=2, samples=8, epochs=2, seed=0)
+
+
+def joined(worker, now_s):
+    return Joined(
+        now_s=now_s,
+        worker=worker,
+        world=2,
+        peer=f"worker-{worker}",
+        place="",
+        addresses=(),
+        model=(),
+        strategy="",
+    )
+
+
+def ready(worker, now_s, round_, epoch=0):
+    return Ready(
+        now_s=now_s,
+        worker=worker,
+        generation=0,
+        epoch=epoch,
+        step=round_,
+        round=round_,
+        compute_s=0.1,
+        samples=2,
+        blocks=(),
+    )
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A job of 2 workers: one is killed 4 s after the first round, a third one comes 2 s later."""
+    log = LogWriter(tmp_path / "log.jsonl", {"job": "1", "policies": []})
+    log.event(joined(0, 0.0))
+    log.event(joined(1, 5.0))
+    for second in range(5):
+        log.event(ready(0, 10.0 + second, second))
+        log.event(ready(1, 10.0 + second, second))
+    log.event(Lost(now_s=14.5, worker=1, cause="it was killed"))
+    log.event(ready(0, 15.0, 5))
+    log.event(ready(0, 16.0, 6))
+    log.event(joined(2, 16.5))
+    for second in range(7, 11):
+        log.event(ready(0, 10.0 + second, second, epoch=1))
+    log.close()
+    job = _Job(SETTINGS, 2, tmp_path)
+    job._processes = [_Process(worker, None, tmp_path / f"{worker}.json") for worker in range(3)]
+    for worker in (0, 2):
+        (tmp_path / f"{worker}.json").write_text(json.dumps([2.0] * 8))
+    return job
+
+
+def test_a_job_is_read_from_its_log_and_its_answers(ended):
+    ended.strikes = [
+        Strike(kind="kill", worker=1, at_s=14.4, until_s=14.4),
+        Strike(kind="stop", worker=0, at_s=17.5, until_s=18.5),
+        Strike(kind="kill", worker=0, at_s=99.0, until_s=99.0),  # after the end
+    ]
+    trial = ended.trial()
+    assert (trial.began_s, trial.ended_s) == (10.0, 20.0)
+    assert trial.alive_s == pytest.approx(10 + 4.5 + 3.5 - 1.0)
+    assert trial.recover_s == pytest.approx([16.0 - 14.4, 19.0 - 17.5])
+    assert trial.uses == [[2.0] * 8] * 2
+
+
+def test_how_far_a_job_is_stands_in_its_log(ended, tmp_path):
+    assert ended._epoch() == 1
+    (tmp_path / "log.jsonl").unlink()
+    assert ended._epoch() == -1
+
+
+def test_replicas_that_differ_are_an_error(ended):
+    from offbeat.bench.chaos import _used
+
+    (ended.folder / "2.json").write_text(json.dumps([2.0] * 7 + [1.0]))
+    with pytest.raises(OffbeatError, match="differ"):
+        _used(ended.trial())
+
+
+def test_each_use_of_a_sample_counts_for_one_whatever_the_batch():
+    model = Counts(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for numbers in ([0, 1, 2], [2, 2], [5]):
+        optimizer.zero_grad()
+        model(torch.tensor(numbers)).backward()
+        count_once(model)
+        optimizer.step()
+    assert model.uses_N.tolist() == [1, 1, 2, 0, 0, 1]
