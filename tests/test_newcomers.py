@@ -19,8 +19,10 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import values
 from jobs import DEADLINE_S, job
+from offbeat.errors import OffbeatError
 from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready
 from offbeat.record import read_log, replay
+from offbeat.runtime.environment import read_environment
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.session import Session
 from offbeat.runtime.state import StateCopier
@@ -442,6 +444,41 @@ def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
         late = running.end(running.add(train))
     assert late.error.startswith("worker 2 lost the coordinator: nobody listens any more at ")
     assert late.error.endswith("; has the job ended?")
+
+
+# How a process knows that it is new -------------------------------------------------------------------------
+
+WHERE = {"MASTER_ADDR": "host", "MASTER_PORT": "4321", "OFFBEAT_NEWCOMER": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        (WHERE, -1),
+        ({**WHERE, "RANK": "1", "WORLD_SIZE": "4"}, -1),  # as the worker had it in whose place this one comes
+        ({**WHERE, "RANK": "4", "WORLD_SIZE": "4"}, 4),  # drawn by the launcher
+    ],
+)
+def test_a_newcomer_needs_the_address_of_the_job_alone(environ, rank):
+    read = read_environment(environ)
+    assert (read.is_newcomer, read.rank) == (True, rank)
+    assert (read.master_addr, read.master_port) == ("host", 4321)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**WHERE, "OFFBEAT_NEWCOMER": "yes"}, "OFFBEAT_NEWCOMER must be 1, or not be set, got 'yes'"),
+        ({"OFFBEAT_NEWCOMER": "1"}, "MASTER_ADDR is not set although OFFBEAT_NEWCOMER is set"),
+        (
+            {**WHERE, "OFFBEAT_NEWCOMER": "0", "RANK": "4", "WORLD_SIZE": "4"},
+            "expected 0 <= RANK < WORLD_SIZE",
+        ),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ, words):
+    with pytest.raises(OffbeatError, match=words):
+        read_environment(environ)
 
 
 # Started by a launcher -------------------------------------------------------------------------------------
