@@ -4,8 +4,11 @@ The model counts how often each sample was used (see `test_data_once.py`); repli
 and each sample must come once an epoch, whoever is killed and whoever joins.
 """
 
+import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,16 +19,58 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import values
 from jobs import DEADLINE_S, job
+from offbeat.errors import OffbeatError
 from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready
 from offbeat.record import read_log, replay
+from offbeat.runtime.environment import read_environment
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.session import Session
 from offbeat.runtime.state import StateCopier
 from offbeat.strategies import AllReduce, PartialAllReduce
-from test_data_once import BATCH, SAMPLES, STRATEGY, Counter, once_each
+from test_data_once import BATCH, SAMPLES, Counter, once_each
 from test_groups import groups_of, spin
 
-EPOCHS = 30
+EPOCHS = 10
+STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
+GATE, GATE_STEP = "OFFBEAT_TEST_GATE", 40
+
+
+class Gate:
+    """Where all workers of a job stand still in the middle of their training until a test lets them go on.
+
+    Attributes:
+        env: for the job's processes.
+        log: the job's run log.
+    """
+
+    def __init__(self, folder):
+        self.log = folder / "log.jsonl"
+        self.env = {GATE: str(folder / "gate"), "OFFBEAT_RUN_LOG": str(self.log)}
+        self._lock = os.open(folder / "gate", os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def open(self):
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def open_for(self, *workers):
+        """Waits until these workers have asked to take part."""
+        for worker in workers:
+            wait_for_newcomer(self.log, worker)
+        self.open()
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+    os.close(gate._lock)
+
+
+def pass_gate():
+    if GATE in os.environ:
+        with open(os.environ[GATE]) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 class Trained:
@@ -74,12 +119,12 @@ class Adding(torch.optim.Optimizer):
                     parameter -= parameter.grad
 
 
-def train(rank, say, strategy=STRATEGY, epochs=EPOCHS, misdeed=None, compute_s=0.01):
+def train(rank, say, strategy=STEADY, epochs=EPOCHS, misdeed=None, compute_s=0.01):
     """A loop as its user would write it; the same for those who come at the start and later."""
     model = Counting()
     optimizer = Adding(model.parameters())
     dataset = TensorDataset(torch.arange(SAMPLES))
-    seen, rates = [], {}
+    seen, rates, has_passed = [], {}, False
     with offbeat.join(model, optimizer, strategy) as session:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
         for epoch in session.epochs(epochs):
@@ -87,6 +132,9 @@ def train(rank, say, strategy=STRATEGY, epochs=EPOCHS, misdeed=None, compute_s=0
             for (numbers,) in session.batches(dataset, BATCH):
                 if misdeed is not None:
                     misdeed(session)
+                if session.step >= GATE_STEP and not has_passed:
+                    has_passed = True
+                    pass_gate()
                 optimizer.zero_grad()
                 spin(compute_s)
                 (-model(numbers)).backward()
@@ -122,11 +170,6 @@ class Misdeed:
                 os.kill(os.getpid(), self._number)
 
 
-def says_when(rank, say, step=10):
-    """Rank 0 says when the training is under way."""
-    return train(rank, say, misdeed=Misdeed(say, step, None) if rank == 0 else None)
-
-
 def entries_of(log):
     return read_log(log).entries
 
@@ -141,6 +184,10 @@ def wait_for(log, what, condition):
         assert time.monotonic() < limit_s, f"the run log never showed {what}"
 
 
+def wait_for_newcomer(log, worker):
+    wait_for(log, f"worker {worker}", lambda one: isinstance(one, Joined) and one.worker == worker)
+
+
 def joined_within_two_rounds(log, worker):
     """Checks, from the run log, that a newcomer takes part soon; returns the group that took it in."""
     entries = entries_of(log)
@@ -153,50 +200,47 @@ def joined_within_two_rounds(log, worker):
     return group
 
 
-def test_a_newcomer_takes_part_within_two_rounds_and_holds_what_the_others_hold(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(says_when, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(0)
-        running.add(train)
-        ended = running.ends()
-    *_, newcomer = trained_once(ended)
-    assert (newcomer.worker, newcomer.world) == (3, 3)
-    joined_within_two_rounds(log, 3)
-    assert replay(read_log(log)) is None
-
-
-def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learning_rate(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(says_when, 3, 60, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(0)
-        running.add(train)
-        ended = running.ends()
-    first, *_, newcomer = trained_once(ended)
-    step = joined_within_two_rounds(log, 3).step
-    begun = next(one for one in entries_of(log) if isinstance(one, Ready) and one.step == step)
-    assert newcomer.epochs == list(range(newcomer.epochs[0], EPOCHS))
-    assert 0 < begun.epoch <= newcomer.epochs[0] <= begun.epoch + 1
-    shared = [step for step in newcomer.rates if step in first.rates]
-    assert len(shared) > EPOCHS // 2
-    assert all(newcomer.rates[step] == first.rates[step] for step in shared[1:])
-
-
-def waits_in_the_middle(rank, say, log):
-    """The newcomers, told from others by their numbers: they wait for one another before they join."""
+def joins_late(rank, say, log):
+    """A newcomer that does not come before the others stand at the gate."""
     say("here")
-    wait_for(log, "a first step", lambda one: isinstance(one, Ready) and one.step >= 10)
+    wait_for(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
     return train(rank, say)
 
 
-def test_several_newcomers_at_once_more_than_there_were_workers(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(train, 2, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        added = [running.add(waits_in_the_middle, log) for _ in range(4)]
+def test_a_newcomer_takes_part_within_two_rounds_and_holds_what_the_others_hold(gate):
+    with job(train, 3, env=gate.env) as running:
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
+        ended = running.ends()
+    *_, newcomer = trained_once(ended)
+    assert (newcomer.worker, newcomer.world) == (3, 3)
+    joined_within_two_rounds(gate.log, 3)
+    assert replay(read_log(gate.log)) is None
+
+
+def test_a_newcomer_begins_in_the_epoch_in_which_the_others_are_with_their_learning_rate(gate):
+    with job(train, 3, env=gate.env) as running:
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
+        ended = running.ends()
+    first, *_, newcomer = trained_once(ended)
+    step = joined_within_two_rounds(gate.log, 3).step
+    begun = next(one for one in entries_of(gate.log) if isinstance(one, Ready) and one.step == step)
+    assert newcomer.epochs == list(range(newcomer.epochs[0], EPOCHS))
+    assert GATE_STEP // 9 <= begun.epoch <= newcomer.epochs[0] <= begun.epoch + 1
+    assert newcomer.rates == {step: rate for step, rate in first.rates.items() if step in newcomer.rates}
+    assert len(set(newcomer.rates.values())) == len(newcomer.epochs)
+
+
+def test_several_newcomers_at_once_more_than_there_were_workers(gate):
+    with job(train, 2, env=gate.env) as running:
+        added = [running.add(joins_late, gate.log) for _ in range(4)]
         running.said(*added)
+        gate.open_for(2, 3, 4, 5)
         ended = running.ends()
     results = trained_once(ended)
     assert sorted(one.worker for one in results) == list(range(6))
-    assert any(len(group.members) == 6 for group in groups_of(log))
+    assert any(len(group.members) == 6 for group in groups_of(gate.log))
 
 
 def resumes(rank, say):
@@ -222,32 +266,35 @@ def resumes(rank, say):
         return before(self, count)
 
     Session.epochs = epochs
-    return says_when(rank, say) if rank < 3 else train(rank, say)
+    return train(rank, say)
 
 
-def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was_saved():
+def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was_saved(gate):
     """Each sample comes once only if it draws the order of an epoch from the seed that the others have."""
-    with job(resumes, 3, env={"OFFBEAT_SLOW": "1:1;random:1@0.0-0.5"}) as running:
-        running.said(0)
+    with job(resumes, 3, env={"OFFBEAT_SLOW": "1:1;random:1@0.0-0.5", **gate.env}) as running:
         running.add(resumes)
+        gate.open_for(3)
         ended = running.ends()
     trained_once(ended)
 
 
-def dies(rank, say, victims, step=12):
-    return train(rank, say, misdeed=Misdeed(say, step) if rank in victims else None)
+# While others die ------------------------------------------------------------------------------------------
+
+
+def dies(rank, say, victim):
+    return train(rank, say, misdeed=Misdeed(say, 12) if rank == victim else None)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(dies, 3, (victim,), env={"OFFBEAT_RUN_LOG": str(log)}, hosts_store=True) as running:
+def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, gate):
+    with job(dies, 3, victim, env=gate.env, hosts_store=True) as running:
         running.said(victim)
-        wait_for(log, "the death", lambda one: isinstance(one, Lost))
-        running.add(train)
+        wait_for(gate.log, "the death", lambda one: isinstance(one, Lost))
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
         ended = running.ends()
     trained_once([one for one in ended if one.rank != victim])
-    assert joined_within_two_rounds(log, 3).members == tuple({0, 1, 2, 3} - {victim})
+    assert joined_within_two_rounds(gate.log, 3).members == tuple({0, 1, 2, 3} - {victim})
 
 
 def joins_on_a_halt(rank, say, log):
@@ -260,65 +307,55 @@ def one_stops(rank, say):
     return train(rank, say, misdeed=Misdeed(say, 12, signal.SIGSTOP) if rank == 2 else None)
 
 
-def test_a_newcomer_while_a_change_is_under_way(tmp_path):
+def test_a_newcomer_while_a_change_is_under_way(gate):
     """The change begins with a death, and waits for one that is stopped and does not answer."""
-    log = tmp_path / "log.jsonl"
-    with job(one_stops, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(running.add(joins_on_a_halt, log))
+    with job(one_stops, 3, env=gate.env) as running:
+        running.said(running.add(joins_on_a_halt, gate.log))
         running.said(2)
         running.signal(1, signal.SIGKILL)
-        wait_for(log, "the newcomer", lambda one: isinstance(one, Joined) and one.worker == 3)
+        gate.open_for(3)
         running.signal(2, signal.SIGCONT)
         ended = running.ends()
     trained_once([one for one in ended if one.rank != 1])
-    entries = entries_of(log)
-    kinds = (Halt, Group)
+    entries = entries_of(gate.log)
     halt = next(i for i, one in enumerate(entries) if isinstance(one, Halt))
     came = next(i for i, one in enumerate(entries) if isinstance(one, Joined) and one.worker == 3)
     assert halt < came
-    assert not any(isinstance(one, kinds) for one in entries[halt + 1 : came])
+    assert not any(isinstance(one, Halt | Group) for one in entries[halt + 1 : came])
 
 
 def dies_while_it_takes(rank, say):
-    def die(self, optimizer, place):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    StateCopier._optimizer_state = die
+    StateCopier._optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     return train(rank, say)
 
 
-def test_a_newcomer_that_dies_while_it_takes_the_state(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(says_when, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(0)
+def test_a_newcomer_that_dies_while_it_takes_the_state(gate):
+    with job(train, 3, env=gate.env) as running:
         first = running.add(dies_while_it_takes)
+        wait_for_newcomer(gate.log, 3)
+        running.add(joins_late, gate.log)
+        gate.open_for(4)
         running.died(first)
-        running.add(train)
         ended = running.ends()
     *_, newcomer = trained_once([one for one in ended if one.rank != first])
     assert newcomer.worker == 4
-    joined_within_two_rounds(log, 4)
 
 
 def dies_while_it_gives(rank, say):
     def misdeed(session):
-        if session.step >= 12:
-            StateCopier._optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            says(session)
+        StateCopier._optimizer_state = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
-    says = Misdeed(say, 12, None)
     return train(rank, say, misdeed=misdeed if rank == 0 else None)
 
 
-def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(dies_while_it_gives, 3, env={"OFFBEAT_RUN_LOG": str(log)}, hosts_store=True) as running:
-        running.said(0)
-        running.add(train)
+def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(gate):
+    with job(dies_while_it_gives, 3, env=gate.env, hosts_store=True) as running:
+        running.add(joins_late, gate.log)
+        gate.open_for(3)
         ended = running.ends()
     trained_once(ended[1:])
-    given = [group.members for group in groups_of(log) if 3 in group.joining]
-    assert given[:2] == [(0, 1, 2, 3), (1, 2, 3)]
+    given = [group.members for group in groups_of(gate.log) if 3 in group.joining]
+    assert given == [(0, 1, 2, 3), (1, 2, 3)]
     assert ended[0].exitcode == -signal.SIGKILL
 
 
@@ -327,41 +364,35 @@ def test_a_donor_that_dies_while_it_gives_is_followed_by_the_next(tmp_path):
 
 def has_another_model(rank, say):
     model = nn.Linear(3, 2)
-    offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1.0), STRATEGY)
+    offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1.0), STEADY)
 
 
-def has_an_id_of_another(rank, say):
+def has_id_3(rank, say):
     os.environ |= {"RANK": "3", "WORLD_SIZE": "3"}
     return train(rank, say)
 
 
-def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_on(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(says_when, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(0)
+def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_on(gate):
+    with job(train, 3, env=gate.env) as running:
         odd = running.end(running.add(has_another_model))
-        new = running.add(has_an_id_of_another)
-        wait_for(log, "the newcomer", lambda one: isinstance(one, Group) and 3 in one.joining)
-        again = running.end(running.add(has_an_id_of_another))
-        ended = [running.end(rank) for rank in (0, 1, 2, new)]
-    trained_once(ended)
-    assert "line 1 of model and optimizer is 'parameter uses_N float64 [101]' on worker 0" in odd.error
+        new = running.add(has_id_3)
+        wait_for(gate.log, "its group", lambda one: isinstance(one, Group) and 3 in one.joining)
+        again = running.end(running.add(has_id_3))
+        gate.open()
+        trained_once([running.end(rank) for rank in (0, 1, 2, new)])
+    assert "line 1 of model and optimizer is 'parameter uses_N float64 [101]' on worker" in odd.error
     assert "its id, 3, has been used: give every newcomer one of its own" in again.error
     assert odd.error_type == again.error_type == "WorkerError"
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(shards="equal")], ids=str)
-def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy):
-    with job(train_and_say, 2, strategy, hosts_store=True) as running:
-        running.said(0)
+def test_a_job_that_takes_nobody_says_so_and_goes_on(strategy, gate):
+    with job(train, 2, strategy, env=gate.env, hosts_store=True) as running:
         late = running.end(running.add(train, strategy))
+        gate.open()
         ended = [running.end(rank) for rank in (0, 1)]
     assert "cannot take part: the job has started without it" in late.error
     assert {one.step for one in values(ended)} == {EPOCHS * 13}
-
-
-def train_and_say(rank, say, strategy):
-    return train(rank, say, strategy, misdeed=Misdeed(say, 10, None) if rank == 0 else None)
 
 
 # At the end ------------------------------------------------------------------------------------------------
@@ -374,7 +405,7 @@ def stays(rank, say, log, owner, name):
 
         def later(self, *arguments):
             say("at the end")
-            wait_for(log, "the newcomer", lambda one: isinstance(one, Joined) and one.worker == 2)
+            wait_for_newcomer(log, 2)
             return before(self, *arguments)
 
         setattr(owner, name, later)
@@ -387,30 +418,167 @@ def joins_at_the_end(rank, say, log, kind):
     return train(rank, say, epochs=3)
 
 
-def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(tmp_path):
+def test_a_newcomer_in_whose_time_nothing_is_left_to_do_holds_the_final_state(gate):
     """One worker has finished, and the other stands at the end of its loop."""
-    log = tmp_path / "log.jsonl"
-    with job(stays, 2, log, Session, "_wait_for_the_others", env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(running.add(joins_at_the_end, log, Finished))
+    gate.open()
+    with job(stays, 2, gate.log, Session, "_wait_for_the_others", env=gate.env) as running:
+        running.said(running.add(joins_at_the_end, gate.log, Finished))
         ended = running.ends()
     *_, newcomer = trained_once(ended, 3)
     assert newcomer.epochs == []
 
 
-def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(
-        stays, 2, log, Grouping, "settle_at_the_end", env={"OFFBEAT_RUN_LOG": str(log)}, hosts_store=True
-    ) as running:
-        running.said(running.add(joins_at_the_end, log, Dismiss))
+def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
+    gate.open()
+    arguments = (gate.log, Grouping, "settle_at_the_end")
+    with job(stays, 2, *arguments, env=gate.env, hosts_store=True) as running:
+        running.said(running.add(joins_at_the_end, gate.log, Dismiss))
         ended = running.ends()
     trained_once(ended[:2], 3)
     assert "cannot take part: it came when all others were done" in ended[2].error
 
 
-def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so(tmp_path):
+def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
     with job(train, 2, PartialAllReduce(), 1, hosts_store=True) as running:
         values(running.ends())
         late = running.end(running.add(train))
     assert late.error.startswith("worker 2 lost the coordinator: nobody listens any more at ")
     assert late.error.endswith("; has the job ended?")
+
+
+# How a process knows that it is new -------------------------------------------------------------------------
+
+WHERE = {"MASTER_ADDR": "host", "MASTER_PORT": "4321", "OFFBEAT_NEWCOMER": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        (WHERE, -1),
+        ({**WHERE, "RANK": "1", "WORLD_SIZE": "4"}, -1),  # as the worker had it in whose place this one comes
+        ({**WHERE, "RANK": "4", "WORLD_SIZE": "4"}, 4),  # drawn by the launcher
+    ],
+)
+def test_a_newcomer_needs_the_address_of_the_job_alone(environ, rank):
+    read = read_environment(environ)
+    assert (read.is_newcomer, read.rank) == (True, rank)
+    assert (read.master_addr, read.master_port) == ("host", 4321)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**WHERE, "OFFBEAT_NEWCOMER": "yes"}, "OFFBEAT_NEWCOMER must be 1, or not be set, got 'yes'"),
+        ({"OFFBEAT_NEWCOMER": "1"}, "MASTER_ADDR is not set although OFFBEAT_NEWCOMER is set"),
+        (
+            {**WHERE, "OFFBEAT_NEWCOMER": "0", "RANK": "4", "WORLD_SIZE": "4"},
+            "expected 0 <= RANK < WORLD_SIZE",
+        ),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ, words):
+    with pytest.raises(OffbeatError, match=words):
+        read_environment(environ)
+
+
+# Started by a launcher -------------------------------------------------------------------------------------
+
+OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+SCRIPT = f"""
+import os, sys
+print("process", os.getpid(), flush=True)
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_newcomers import EPOCHS, SAMPLES, train
+one = train(0, print)
+assert one.uses == [float(EPOCHS)] * SAMPLES
+print("trained as worker", one.worker, os.environ["LOCAL_RANK"])
+"""
+
+
+class Launched:
+    """`offbeat run` with a script of ours, and the lines that it prints."""
+
+    def __init__(self, folder, gate, *options):
+        (folder / "train.py").write_text(SCRIPT)
+        self.log = gate.log
+        self.lines = []
+        self.process = subprocess.Popen(
+            [*OFFBEAT, "run", *options, "--nproc-per-node", "3", "train.py"],
+            cwd=folder,
+            env={**os.environ, **gate.env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.communicate()
+
+    def kill(self, rank, condition):
+        """Kills a worker with signal 9 when the condition holds for an entry of the run log."""
+        line = ""
+        while not line.startswith(f"[{rank}] process "):
+            line = self.process.stdout.readline()
+            assert line, f"worker {rank} did not start: {self.lines}"
+            self.lines.append(line.rstrip())
+        wait_for(self.log, f"what worker {rank} is killed upon", condition)
+        os.kill(int(line.split()[-1]), signal.SIGKILL)
+
+    def kill_two(self, first):
+        """Kills a worker in the middle of its training, and the one in its place as soon as that has come."""
+        self.kill(first, lambda one: isinstance(one, Ready) and one.worker == first and one.step >= 10)
+        self.kill(3, lambda one: isinstance(one, Joined) and one.worker == 3)
+
+    def end(self):
+        """Returns the exit code and the last line of standard error."""
+        output, errors = self.process.communicate(timeout=2 * DEADLINE_S)
+        self.lines += output.splitlines()
+        return self.process.returncode, errors.splitlines()[-1]
+
+
+KILLED = "was killed by SIGKILL (where nobody sent it: the kernel, for want of memory)"
+
+
+def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
+    with Launched(tmp_path, gate, "--replace", "2") as launched:
+        launched.kill_two(0)
+        gate.open_for(4)
+        code, said = launched.end()
+    assert code == 0, launched.lines
+    assert said == (
+        f"offbeat: 3 workers ended well; worker 0 {KILLED} and was replaced by worker 3; "
+        f"worker 3 {KILLED} and was replaced by worker 4"
+    )
+    assert f"[3] (this worker takes the place of worker 0, which {KILLED})" in launched.lines
+    assert f"[4] (this worker takes the place of worker 3, which {KILLED})" in launched.lines
+    trained = sorted(line for line in launched.lines if "trained" in line)
+    assert trained == [f"[{worker}] trained as worker {worker} {worker % 4}" for worker in (1, 2, 4)]
+    assert any(4 in group.joining for group in groups_of(gate.log))
+
+
+def test_the_launcher_says_which_worker_nobody_has_replaced(tmp_path, gate):
+    """The others go on and end well, and are not replaced."""
+    with Launched(tmp_path, gate, "--replace", "1") as launched:
+        launched.kill_two(1)
+        gate.open()
+        code, said = launched.end()
+    assert (code, said) == (1, f"offbeat: worker 3 {KILLED}")
+    trained = sorted(line for line in launched.lines if "trained" in line)
+    assert trained == ["[0] trained as worker 0 0", "[2] trained as worker 2 2"]
+
+
+def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path):
+    for options, words in {
+        ("--replace", "1", "--nnodes", "2"): "--nnodes cannot go with --replace",
+        ("--replace", "1", "--nproc-per-node", "1"): "--replace needs at least 2 workers",
+        ("--replace", "-1"): "expected at least 0 workers to replace others, got -1",
+    }.items():
+        done = subprocess.run(
+            [*OFFBEAT, "run", *options, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert words in done.stderr

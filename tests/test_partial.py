@@ -20,9 +20,13 @@ from offbeat.events import (
     Left,
     Lost,
     Ready,
+    Refuse,
+    Start,
     Stop,
     Tick,
 )
+from offbeat.policies import decide
+from offbeat.policies.assembly import Assembly
 from offbeat.policies.partial import PartialGroups
 
 
@@ -363,6 +367,51 @@ def test_when_all_have_finished_they_are_dismissed():
     assert only(job.policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=9)), EpochEnded).epoch == 0
     assert only(job.policy.handle(Finished(now_s=0.0, worker=1, epoch=0, step=9)), Dismiss)
     assert job.ready(0, 9) == []
+
+
+def finish(job: Job, worker: int) -> list[Action]:
+    return job.policy.handle(Finished(now_s=0.0, worker=worker, epoch=0, step=9))
+
+
+def test_a_newcomer_near_the_end_keeps_nobody_waiting_and_gets_the_final_state():
+    """Whoever has finished gives no state before all are done."""
+    job = Job(2)
+    finish(job, 0)
+    assert job.join(2) == []
+    assert only(finish(job, 1), Halt).abandon is False
+    assert job.answer(0, 1, step=9) == []
+    group, dismiss = job.answer(1, 1, step=9)
+    assert isinstance(group, Group)
+    assert (group.members, group.joining) == ((0, 1, 2), (2,))
+    assert isinstance(dismiss, Dismiss)
+
+
+def test_who_comes_when_all_is_over_is_refused():
+    job = Job(2)
+    finish(job, 0)
+    finish(job, 1)
+    refuse = only(job.join(2), Refuse)
+    assert refuse.peer == "worker-2"
+    assert refuse.reason.endswith("cannot take part: it came when all others were done")
+
+
+@pytest.mark.parametrize("model", [("one",), ("another",)])
+def test_whom_the_assembly_refuses_the_group_does_not_know(model):
+    policies = [Assembly(2, is_open=True), PartialGroups(2)]
+    actions: list[Action] = []
+    for worker in range(3):
+        came = Joined(
+            now_s=0.0,
+            worker=worker,
+            world=2,
+            peer=f"worker-{worker}",
+            place="",
+            addresses=(),
+            model=model if worker == 2 else ("one",),
+            strategy="",
+        )
+        actions = decide(policies, came)
+    assert [type(action) for action in actions] == ([Start, Halt] if model == ("one",) else [Refuse])
 
 
 def test_nobody_but_a_worker_that_has_joined_is_heard():

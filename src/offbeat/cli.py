@@ -241,12 +241,21 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Of the data's order in session.batches and of random slowness.")
     ] = None,
+    replace: Annotated[
+        int,
+        typer.Option(
+            help="Start so many workers at most in place of others that are killed or fail: each is new in "
+            "the job, with an id of its own, and takes the state from a peer (strategies partial and dpar)."
+        ),
+    ] = 0,
 ) -> None:
     """Launch a training script with torchrun, with slowness, a run log or a seed.
 
     Usage: offbeat run [OPTIONS] [torchrun's options] script.py [the script's options]
 
     Everything after the options below goes to torchrun as it is (see `torchrun --help`), so these come first.
+    Since torchrun ends all workers with the first that fails, --replace starts them itself, on this machine,
+    and understands --nproc-per-node, --module and --no-python only; every line says which worker wrote it.
     """
     from offbeat import job
     from offbeat.policies.slowness import parse
@@ -257,6 +266,8 @@ def run(
         raise ValueError("expected a script to launch, as in: offbeat run --nproc-per-node 4 script.py")
     for rule in slow or ():
         parse(rule)
+    if replace < 0:
+        raise ValueError(f"expected at least 0 workers to replace others, got {replace}")
     if seed is not None and not 0 <= seed <= SEED_MAX:
         raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {seed}")
     if slow:
@@ -265,7 +276,7 @@ def run(
         os.environ[environment.SEED] = str(seed)
     if run_dir is not None:
         os.environ[environment.RUN_LOG] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
-    raise typer.Exit(_torchrun(context.args))
+    raise typer.Exit(_start_here(context.args, replace) if replace else _torchrun(context.args))
 
 
 @app.command()
@@ -426,6 +437,38 @@ class _EpochLines:
             line = tables.epoch_line(epoch, sheet.epoch(epoch))
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             self._printed = epoch + 1
+
+
+def _start_here(arguments: list[str], replacements: int) -> int:
+    """Start the workers that torchrun would, and others in place of those that die; return the exit code."""
+    from torch.distributed.run import determine_local_world_size, parse_args
+
+    from offbeat.runtime.launch import launch, summary
+
+    given, usual = vars(parse_args(arguments)), vars(parse_args(["script"]))
+    ours = {"nproc_per_node", "standalone", "module", "no_python", "training_script", "training_script_args"}
+    others = [name for name in usual if given[name] != usual[name] and name not in ours]
+    if others:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ValueError(
+            f"{names} cannot go with --replace, which starts all workers on this machine by itself"
+        )
+    workers = determine_local_world_size(given["nproc_per_node"])
+    if workers < 2:
+        raise ValueError("--replace needs at least 2 workers (--nproc-per-node): one to give its state")
+    command = [given["training_script"], *given["training_script_args"]]
+    if not given["no_python"]:
+        command = [sys.executable, "-u", *(["-m"] if given["module"] else []), *command]
+
+    def show(rank: int, line: str) -> None:
+        print(f"[{rank}] {line}", flush=True)
+
+    with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
+        outcomes = running.wait()
+    if all(outcome.is_good or outcome.replaced_by is not None for outcome in outcomes):
+        print(f"offbeat: {summary(outcomes)}", file=sys.stderr)
+        return 0
+    return _complain(summary(outcomes), FAILED)
 
 
 def _torchrun(arguments: list[str]) -> int:

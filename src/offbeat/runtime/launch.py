@@ -2,10 +2,13 @@
 
 `offbeat train`, `compare` and `bench` start their workers here; a user's own script is started by torchrun,
 Ray Train or Slurm instead, and this module is not part of that. It sets the environment that torchrun
-would set, with one difference: rank 0 hosts the job's torch TCPStore itself.
+would set, with one difference: rank 0 hosts the job's torch TCPStore itself, unless workers that die are to
+be replaced. Then this process hosts it, as torchrun does, so that a replacement finds the job whoever has
+died.
 
-It never restarts a worker, never kills the others at once because one failed (they must end with an error of
-their own, which names the peer that they lost), and never lets a worker wait for somebody to read its output.
+It never restarts a worker (a replacement is a new one, with an id of its own), never kills the others at once
+because one failed (they must end with an error of their own, which names the peer that they lost), and never
+lets a worker wait for somebody to read its output.
 
 How workers are kept from outliving the process that launched them, even if that is killed by SIGKILL: each
 worker asks the kernel to be killed when its parent ends (`PR_SET_PDEATHSIG`). The request is made by a
@@ -30,12 +33,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.environment import NEWCOMER
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _TAIL_LINES = 40
 _LINE_BYTES = 16_384  # a longer line is cut into several, so that a tail is bounded in bytes as well
@@ -71,6 +78,7 @@ class Outcome:
         ended_s: when it ended, in seconds after the launch.
         tail: the last lines of its standard error, oldest first.
         ended_because: why the launcher ended it; None where it ended by itself (or was killed by others).
+        replaced_by: the id of the worker that was started in its place, None where there is none.
     """
 
     rank: int
@@ -78,6 +86,7 @@ class Outcome:
     ended_s: float
     tail: tuple[str, ...]
     ended_because: str | None = None
+    replaced_by: int | None = None
 
     @property
     def is_good(self) -> bool:
@@ -112,9 +121,15 @@ def free_port() -> int:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Return one line: that all is well, or which worker failed first and the last thing it said."""
-    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    bad = [outcome for outcome in outcomes if not outcome.is_good and outcome.replaced_by is None]
     if not bad:
-        return "1 worker ended well" if len(outcomes) == 1 else f"{len(outcomes)} workers ended well"
+        good = sum(outcome.is_good for outcome in outcomes)
+        replaced = [
+            f"; worker {outcome.rank} {_how(outcome)} and was replaced by worker {outcome.replaced_by}"
+            for outcome in outcomes
+            if outcome.replaced_by is not None
+        ]
+        return f"{good} worker{'s' * (good > 1)} ended well" + "".join(replaced)
     by_itself = [outcome for outcome in bad if outcome.ended_because is None]
     first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else bad[0]
     line = f"worker {first.rank} {_how(first)}"
@@ -139,8 +154,9 @@ def launch(
     threads_per_worker: int = 1,
     on_output: Callable[[int, str], None] | None = None,
     deadline_s: float | None = None,
-    grace_s: float = 10.0,
+    grace_s: float | None = 10.0,
     term_s: float = 5.0,
+    replacements: int = 0,
 ) -> Workers:
     """Start `workers` copies of `command` on this machine, each knowing its rank, and return at once.
 
@@ -156,8 +172,11 @@ def launch(
         on_output: called with (rank, line) for every line of standard output and standard error, from one
             thread of its own. Where it is slower than the workers, lines are left out and their number said.
         deadline_s: workers that have not ended after so many seconds are ended; None for no limit.
-        grace_s: how long the others may go on after one worker failed, to end with their own error.
+        grace_s: how long the others may go on after one worker failed and is not replaced, to end with their
+            own error; None for no limit.
         term_s: how long a worker that is ended may take after SIGTERM, before SIGKILL.
+        replacements: how many workers may be started in place of others that a signal or an exit code other
+            than 0 has ended while the job ran; each joins it as a newcomer.
 
     Raises:
         ValueError: a bad argument.
@@ -174,18 +193,22 @@ def launch(
     for name, value in (("deadline_s", deadline_s), ("grace_s", grace_s), ("term_s", term_s)):
         if value is not None and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}")
+    if replacements < 0:
+        raise ValueError(f"replacements must not be negative, got {replacements}")
     if not sys.platform.startswith("linux"):
         raise OffbeatError("starting workers here needs Linux: launch the script with torchrun instead")
     prefixes = [tuple(p) for p in prefix or [()] * workers]
-    common = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    foreign = ("TORCHELASTIC_", NEWCOMER)
+    common = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker))
     common.setdefault("PYTHONUNBUFFERED", "1")  # what a killed worker said last is still read
     common |= dict(env or {})
-    common |= {
-        "WORLD_SIZE": str(workers),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(free_port() if master_port is None else master_port),
-    }
+    port = free_port() if master_port is None else master_port
+    common |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": master_addr, "MASTER_PORT": str(port)}
+    spares = None
+    if replacements:
+        spares = _Spares(store=_host_store(master_addr, port), world=workers, left=replacements)
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     starts = [
         _Start(
             command=(*prefixes[rank], *command),
@@ -198,7 +221,23 @@ def launch(
         )
         for rank in range(workers)
     ]
-    return Workers(starts, on_output=on_output, deadline_s=deadline_s, grace_s=grace_s, term_s=term_s)
+    return Workers(
+        starts,
+        on_output=on_output,
+        deadline_s=deadline_s,
+        grace_s=grace_s,
+        term_s=term_s,
+        spares=spares,
+    )
+
+
+def _host_store(master_addr: str, port: int) -> Store:
+    from offbeat.runtime.rendezvous import open_store
+
+    try:
+        return open_store(master_addr, port, hosts_it=True)
+    except RuntimeError as error:
+        raise OffbeatError(f"cannot listen on port {port}, on which the workers were to meet") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +247,33 @@ class _Start:
 
 
 @dataclass(kw_only=True)
+class _Spares:
+    """Workers that may still be started in place of others.
+
+    Attributes:
+        store: the job's, which lives for as long as this does.
+        world: how many workers the job began with.
+        left: how many may still be started.
+    """
+
+    store: Store
+    world: int
+    left: int
+
+    def draw(self) -> int | None:
+        """The id of one more worker; None where there is to be none, or no job that it could join."""
+        from offbeat.runtime.rendezvous import draw_id, has_started
+
+        if not self.left or not has_started(self.store):
+            return None
+        self.left -= 1
+        return draw_id(self.store, self.world)
+
+
+@dataclass(kw_only=True)
 class _Worker:
     rank: int
+    start: _Start
     process: subprocess.Popen[bytes]
     pidfd: int
     output: _Lines
@@ -235,11 +299,13 @@ class Workers:
         *,
         on_output: Callable[[int, str], None] | None,
         deadline_s: float | None,
-        grace_s: float,
+        grace_s: float | None,
         term_s: float,
+        spares: _Spares | None = None,
     ) -> None:
         self._began_s = time.monotonic()
         self._grace_s = grace_s
+        self._spares = spares
         self._term_s = term_s
         self._deadlines: list[tuple[float, str]] = []  # (monotonic time, why workers are ended then)
         self._ending_because: str | None = None
@@ -272,12 +338,12 @@ class Workers:
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """The workers' processes, by rank. To be looked at: signals go through `kill`."""
+        """The workers' processes, by rank, replacements last. To be looked at: signals go through `kill`."""
         return [worker.process for worker in self._workers]
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank."""
+        """The workers' process ids, by rank, replacements last."""
         return [worker.process.pid for worker in self._workers]
 
     def running(self) -> list[int]:
@@ -286,7 +352,7 @@ class Workers:
             return [worker.rank for worker in self._workers if worker.outcome is None]
 
     def wait(self, deadline_s: float | None = None) -> list[Outcome]:
-        """Wait until every worker has ended and return how, by rank.
+        """Wait until every worker has ended and return how, by rank, replacements last.
 
         Args:
             deadline_s: workers still there so many seconds from now are ended, and their outcomes say so.
@@ -316,7 +382,8 @@ class Workers:
         """Send a signal to one worker's process (not to its group); no effect if it has ended."""
         with self._changed, contextlib.suppress(ProcessLookupError):
             if not self._is_closed:
-                signal.pidfd_send_signal(self._workers[rank].pidfd, number)
+                pidfd = next(worker.pidfd for worker in self._workers if worker.rank == rank)
+                signal.pidfd_send_signal(pidfd, number)
 
     def close(self) -> None:
         """End what still runs: SIGTERM, then SIGKILL, to each worker's process group; reap every worker."""
@@ -334,6 +401,7 @@ class Workers:
                 worker.process.wait()
                 os.close(worker.pidfd)
             os.close(self._wake_fd)
+            self._spares = None  # and the store with it
         if self._delivery is not None:
             self._delivery.finish()
         atexit.unregister(self.close)
@@ -389,6 +457,7 @@ class Workers:
         assert process.stderr is not None
         worker = _Worker(
             rank=rank,
+            start=start,
             process=process,
             pidfd=os.pidfd_open(process.pid),
             output=_Lines(rank, process.stdout, self._delivery),
@@ -446,17 +515,34 @@ class Workers:
                     break
             lines.flush()
         returncode = _returncode(worker)
+        outcome = Outcome(
+            rank=worker.rank,
+            returncode=returncode,
+            ended_s=time.monotonic() - self._began_s,
+            tail=tuple(worker.errors.tail),
+            ended_because=self._ending_because,
+        )
+        if returncode != 0 and self._ending_because is None:
+            outcome = self._replace(worker, outcome, selector)
         with self._changed:
-            worker.outcome = Outcome(
-                rank=worker.rank,
-                returncode=returncode,
-                ended_s=time.monotonic() - self._began_s,
-                tail=tuple(worker.errors.tail),
-                ended_because=self._ending_because,
-            )
-            if returncode != 0 and self._ending_because is None:
+            worker.outcome = outcome
+            is_failure = returncode != 0 and self._ending_because is None
+            if is_failure and outcome.replaced_by is None and self._grace_s is not None:
                 why = f"it had not ended {self._grace_s:g} s after worker {worker.rank} failed"
                 self._deadlines.append((time.monotonic() + self._grace_s, why))
+
+    def _replace(self, worker: _Worker, outcome: Outcome, selector: selectors.BaseSelector) -> Outcome:
+        """Starts another worker in place of one that died, where that is wanted and others go on."""
+        others = [one for one in self._workers if one.outcome is None and one is not worker]
+        rank = self._spares.draw() if self._spares is not None and others else None
+        if rank is None:
+            return outcome
+        if self._delivery is not None:
+            note = f"(this worker takes the place of worker {worker.rank}, which {_how(outcome)})"
+            self._delivery.put(rank, note)
+        env = worker.start.env | {"RANK": str(rank), NEWCOMER: "1"}
+        self._start(rank, replace(worker.start, env=env), selector)
+        return replace(outcome, replaced_by=rank)
 
 
 class _Lines:

@@ -184,6 +184,11 @@ def open_store(host: str, port: int, *, hosts_it: bool) -> Store:
     )
 
 
+def has_started(store: Store) -> bool:
+    """Whether a job has started that meets in this store."""
+    return bool(store.check([_RUNNING]))
+
+
 def draw_id(store: Store, world: int) -> int:
     """Draws an id for a newcomer, which nobody else gets from this store."""
     return world + int(store.add(_NEWCOMERS, 1)) - 1
