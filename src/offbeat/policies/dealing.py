@@ -57,7 +57,13 @@ class Dealing:
             scheduler.cut(self._in[worker][0])
             self._anew.add(worker)
         scheduler.begin(
-            worker, event.epoch, event.samples, event.batch_size, hold=event.is_last, ahead=event.ahead
+            worker,
+            event.epoch,
+            event.samples,
+            event.batch_size,
+            hold=event.is_last,
+            ahead=event.ahead,
+            early=event.skips,
         )
         self._in[worker] = (event.epoch, event.samples)
         if not self.is_used:
@@ -100,7 +106,9 @@ class Dealing:
         if worker in self._scheduler:
             self._scheduler.retired(worker)
         self._waiting.pop(worker, None)
+        self._leaving.pop(worker, None)  # it has said all that it will ever say
         self._has_done(worker, _NEVER_AGAIN)
+        self._complete()
 
     def gone(self, worker: int) -> None:
         """The worker is no more; what it had is for others."""
@@ -219,7 +227,9 @@ class Dealing:
             if blocks or over:
                 self._waiting.pop(worker, None)
         awaited = [
-            worker for worker, round_ in self._waiting.items() if round_ <= self._latest or self._joining
+            worker
+            for worker, round_ in self._waiting.items()
+            if round_ <= self._latest or self._joining or self._scheduler.has_taken(worker)
         ]
         for worker in awaited:
             del self._waiting[worker]
@@ -236,7 +246,7 @@ class Dealing:
     def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
         epoch, samples = self._in[worker]
         is_open = epoch in self._scheduler.unfinished()
-        reasons = ["the others wait"] * is_awaited
+        reasons = ["there is nothing for it, and others wait"] * is_awaited
         reasons += ["what it had is not its own any more"] * (worker in self._anew)
         reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
         return Deal(

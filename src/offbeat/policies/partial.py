@@ -665,7 +665,9 @@ class PartialGroups:
             self._workers[worker].can_join = self._workers[worker].is_late = False
         for worker in joining:
             self._workers[worker].round = -1
-        self._left_after.clear()
+        self._left_after = {  # who has finished takes no part in what comes after, as a member too
+            worker: steps for worker, steps in self._left_after.items() if worker in members
+        }
         self._passed.clear()
         used = max(answer.exchange_id for answer in answers)
         self._exchange_id = max(used, self._exchange_id) + _EXCHANGES_IN_A_STEP_MAX
