@@ -22,6 +22,11 @@ class Dealing:
     worker that a group leaves out keeps what it was dealt until it has been heard to follow that group, for
     what it contributed to its last step may be heard late; then others get what is left of it.
 
+    Who is lost, or is left out and not heard, may have taken part in rounds of which it could not tell any more
+    (its line to the coordinator was cut, or the coordinator died with it), and which others have finished. It
+    is presumed to have contributed what it had first, as many blocks as it did before: exact where a round takes
+    one batch.
+
     Attributes:
         is_used: somebody wants samples. Until then nothing is remembered of rounds.
     """
@@ -35,7 +40,10 @@ class Dealing:
         self._done: dict[int, int] = {}  # rounds that a member has finished, as far as is known
         self._next = 0  # the first round that is not completed
         self._lacking: set[int] = set()  # members that are not known to have finished it
-        self._offered: dict[int, tuple[int, int]] = {}  # the last round and step to which each contributed
+        # To which round and step each contributed last, and how many blocks.
+        self._offered: dict[int, tuple[int, int, int]] = {}
+        self._dead: set[int] = set()  # lost, and it is not known yet which round the others finish with it
+        self._excused: set[int] = set()  # who was told to take part in the next round with what it has taken
         self._latest = -1  # the last round for which a member is Ready
         self._waiting: dict[int, int] = {}  # who has nothing to compute with, and its next round
         self._joining: set[int] = set()  # members that have not been Ready yet, and wait for all others to be
@@ -85,13 +93,15 @@ class Dealing:
         if not self.is_used:
             return
         worker, round_ = event.worker, event.round
-        if worker not in self._members and event.step >= self._step:
+        if worker not in self._members and (event.step >= self._step or worker not in self._leaving):
             self.has_followed(worker)
             return
         if event.blocks and not self._scheduler.contributed(worker, round_, event.blocks):
             raise ProtocolError(f"blocks {list(event.blocks)} are not worker {worker}'s any more")
         self._joining.discard(worker)
-        self._offered[worker] = (round_, event.step)
+        _, _, blocks = self._offered.get(worker, (-1, -1, 1))
+        self._offered[worker] = (round_, event.step, len(event.blocks) or blocks)
+        self._excused.discard(worker)
         self._waiting.pop(worker, None)
         self._latest = max(self._latest, round_)
         self._has_done(worker, round_)
@@ -110,18 +120,52 @@ class Dealing:
         self._has_done(worker, _NEVER_AGAIN)
         self._complete()
 
-    def gone(self, worker: int) -> None:
-        """The worker is no more; what it had is for others."""
+    def gone(self, worker: int, *, is_heard_out: bool) -> None:
+        """The worker is no more; what it had is for others.
+
+        Args:
+            worker: who.
+            is_heard_out: it has said so itself, so that nothing that it said before is missing.
+        """
+        is_asked = worker in self._members or worker in self._leaving
+        self._members -= {worker}
+        self._lacking.discard(worker)
+        is_done = is_heard_out or self._done.get(worker, -1) == _NEVER_AGAIN
+        if is_done or not is_asked or worker not in self._scheduler:
+            self._forget(worker)
+        elif self._leaving.get(worker) is not None:  # the others have gone on from its last round
+            self._presume(worker, self._last_round(worker))
+            self._forget(worker)
+        else:
+            self._dead.add(worker)
+            self._leaving.pop(worker, None)
+        self._complete()
+
+    def _forget(self, worker: int) -> None:
         if worker in self._scheduler:
             self._scheduler.lost(worker)
         for known in (self._done, self._offered, self._waiting, self._in, self._leaving):
             known.pop(worker, None)
-        self._joining.discard(worker)
-        self._anew.discard(worker)
-        self._curious.discard(worker)
-        self._members -= {worker}
-        self._lacking.discard(worker)
-        self._complete()
+        for some in (self._joining, self._anew, self._curious, self._excused, self._dead):
+            some.discard(worker)
+
+    def _last_round(self, worker: int) -> int:
+        """The last one in which a worker that was left out took part, if a round is a step."""
+        round_, step, _ = self._offered.get(worker, (-1, self._step - 1, 0))
+        return round_ + self._step - 1 - step
+
+    def _presume(self, worker: int, last: int) -> None:
+        """The worker took part in all rounds up to `last`, also where that was not heard."""
+        if worker not in self._offered or worker not in self._scheduler:
+            return
+        heard, step, count = self._offered[worker]
+        for round_ in range(heard + 1, last + 1):
+            held = self._scheduler.held(worker)
+            if worker in self._excused:
+                self._excused.discard(worker)
+                held = held[: self._scheduler.taken_count(worker)]
+            self._scheduler.contributed(worker, round_, held[:count])
+            self._offered[worker] = (round_, step + round_ - heard, count)
 
     # Groups ----------------------------------------------------------------------------------------------
 
@@ -132,7 +176,7 @@ class Dealing:
             if not self.is_used:
                 continue
             self._leaving[worker] = None
-            round_, last_step = self._offered.get(worker, (-1, -1))
+            round_, last_step, _ = self._offered.get(worker, (-1, -1, 0))
             if last_step >= step:
                 self._scheduler.withdrawn(worker, round_)
             self._scheduler.taken_all(worker)
@@ -140,6 +184,8 @@ class Dealing:
         for worker in joining:
             self.has_followed(worker)
             self._done[worker] = -1
+        for worker in members - self._members - self._joining:
+            self._offered[worker] = (-1, -1, 1)
         self._move(members, step)
 
     def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
@@ -148,6 +194,10 @@ class Dealing:
         self._joining.clear()
         self._next = max(self._next, round_)
         if self.is_used:
+            for worker in sorted((self._members | self._dead | self._leaving.keys()) - members):
+                self._presume(worker, round_ - 1)
+            for worker in sorted(self._dead):
+                self._forget(worker)
             for before in self._scheduler.open_rounds():
                 if before < round_:
                     self._scheduler.completed(before)
@@ -168,10 +218,14 @@ class Dealing:
         for worker, since_s in self._leaving.items():
             if since_s is None:
                 self._leaving[worker] = now_s
+        for worker in sorted(self._dead):
+            self._presume(worker, self._last_round(worker))
+            self._forget(worker)
 
     def has_followed(self, worker: int) -> None:
         """The worker knows that no group counts on it: what it still has is for others."""
         self._leaving.pop(worker, None)
+        self._offered.pop(worker, None)
         if worker in self._scheduler and self._scheduler.revoke(worker):
             self._anew.add(worker)
         self._complete()
@@ -180,6 +234,7 @@ class Dealing:
         """Give up on those who were left out and have not been heard since."""
         for worker, since_s in list(self._leaving.items()):
             if since_s is not None and now_s - since_s > patience_s:
+                self._presume(worker, self._last_round(worker))
                 self.has_followed(worker)
 
     def _move(self, members: frozenset[int], step: int) -> None:
@@ -206,7 +261,8 @@ class Dealing:
 
     def _complete(self) -> None:
         """Complete the rounds that all members have finished, once all contributions have been heard."""
-        while self.is_used and self._members and not self._lacking and not self._leaving:
+        is_clear = self.is_used and self._members and not self._leaving and not self._dead
+        while is_clear and not self._lacking:
             last = min(self._done[worker] for worker in self._members)
             if last == _NEVER_AGAIN:
                 last = self._latest + 1
@@ -229,10 +285,11 @@ class Dealing:
         awaited = [
             worker
             for worker, round_ in self._waiting.items()
-            if round_ <= self._latest or self._joining or self._scheduler.has_taken(worker)
+            if round_ <= self._latest or self._joining or self._scheduler.taken_count(worker)
         ]
         for worker in awaited:
             del self._waiting[worker]
+            self._excused.add(worker)
         told = sorted({*dealt, *awaited, *self._anew, *self._curious})
         deals = [
             self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
@@ -274,6 +331,8 @@ class Dealing:
             "next": self._next,
             "lacking": sorted(self._lacking),
             "offered": [[worker, *one] for worker, one in self._offered.items()],
+            "dead": sorted(self._dead),
+            "excused": sorted(self._excused),
             "latest": self._latest,
             "waiting": [list(one) for one in self._waiting.items()],
             "joining": sorted(self._joining),
@@ -289,7 +348,8 @@ class Dealing:
         self._step, self._next, self._latest = state["step"], state["next"], state["latest"]
         self._done = dict(state["done"])
         self._lacking = set(state["lacking"])
-        self._offered = {worker: (round_, step) for worker, round_, step in state["offered"]}
+        self._offered = {worker: (round_, step, count) for worker, round_, step, count in state["offered"]}
+        self._dead, self._excused = set(state["dead"]), set(state["excused"])
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}

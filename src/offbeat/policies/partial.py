@@ -423,7 +423,7 @@ class PartialGroups:
             raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
         del self._workers[event.worker]
         self._gone.add(event.worker)
-        self._dealing.gone(event.worker)
+        self._dealing.gone(event.worker, is_heard_out=not isinstance(event, Lost))
         self._is_settled = False
         for verdict in self._classifier.remove(event.worker):
             self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"

@@ -157,9 +157,14 @@ class WorkScheduler:
         """Return the open epochs, ascending."""
         return tuple(self._epochs)
 
-    def has_taken(self, worker: int) -> bool:
-        """Whether the worker has taken blocks that it has not contributed."""
-        return worker in self._workers and bool(self._workers[worker].taken)
+    def held(self, worker: int) -> tuple[int, ...]:
+        """Return the ids of the blocks that a worker has and has not contributed, in the order of use."""
+        one = self._known(worker)
+        return (*one.taken, *one.untaken)
+
+    def taken_count(self, worker: int) -> int:
+        """Return how many of these are known to be taken; 0 where nothing is known of the worker."""
+        return len(self._workers[worker].taken) if worker in self._workers else 0
 
     def holders(self, epoch: int) -> tuple[int, ...]:
         """Who has blocks of the epoch, those contributed to open rounds left out; takes time O(workers)."""
