@@ -36,6 +36,7 @@ class Dealing:
         self._scheduler = WorkScheduler()
         self._members: frozenset[int] = frozenset()
         self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
+        self._last: dict[int, int] = {}  # the last round of each of them, if a round is a step
         self._step = 0  # the group's first
         self._done: dict[int, int] = {}  # rounds that a member has finished, as far as is known
         self._next = 0  # the first round that is not completed
@@ -134,7 +135,7 @@ class Dealing:
         if is_done or not is_asked or worker not in self._scheduler:
             self._forget(worker)
         elif self._leaving.get(worker) is not None:  # the others have gone on from its last round
-            self._presume(worker, self._last_round(worker))
+            self._presume(worker, self._last[worker])
             self._forget(worker)
         else:
             self._dead.add(worker)
@@ -144,27 +145,23 @@ class Dealing:
     def _forget(self, worker: int) -> None:
         if worker in self._scheduler:
             self._scheduler.lost(worker)
-        for known in (self._done, self._offered, self._waiting, self._in, self._leaving):
+        for known in (self._done, self._offered, self._waiting, self._in, self._leaving, self._last):
             known.pop(worker, None)
         for some in (self._joining, self._anew, self._curious, self._excused, self._dead):
             some.discard(worker)
-
-    def _last_round(self, worker: int) -> int:
-        """The last one in which a worker that was left out took part, if a round is a step."""
-        round_, step, _ = self._offered.get(worker, (-1, self._step - 1, 0))
-        return round_ + self._step - 1 - step
 
     def _presume(self, worker: int, last: int) -> None:
         """The worker took part in all rounds up to `last`, also where that was not heard."""
         if worker not in self._offered or worker not in self._scheduler:
             return
         heard, step, count = self._offered[worker]
-        for round_ in range(heard + 1, last + 1):
+        for round_ in range(heard + 1, min(last, self._last.get(worker, last)) + 1):
             held = self._scheduler.held(worker)
             if worker in self._excused:
                 self._excused.discard(worker)
                 held = held[: self._scheduler.taken_count(worker)]
             self._scheduler.contributed(worker, round_, held[:count])
+            self._anew.add(worker)
             self._offered[worker] = (round_, step + round_ - heard, count)
 
     # Groups ----------------------------------------------------------------------------------------------
@@ -176,7 +173,8 @@ class Dealing:
             if not self.is_used:
                 continue
             self._leaving[worker] = None
-            round_, last_step, _ = self._offered.get(worker, (-1, -1, 0))
+            round_, last_step, _ = self._offered.get(worker, (-1, step - 1, 0))
+            self._last[worker] = round_ + step - 1 - last_step
             if last_step >= step:
                 self._scheduler.withdrawn(worker, round_)
             self._scheduler.taken_all(worker)
@@ -218,14 +216,14 @@ class Dealing:
         for worker, since_s in self._leaving.items():
             if since_s is None:
                 self._leaving[worker] = now_s
-        for worker in sorted(self._dead):
-            self._presume(worker, self._last_round(worker))
+        for worker in sorted(self._dead & self._last.keys()):
+            self._presume(worker, self._last[worker])
             self._forget(worker)
 
     def has_followed(self, worker: int) -> None:
         """The worker knows that no group counts on it: what it still has is for others."""
-        self._leaving.pop(worker, None)
-        self._offered.pop(worker, None)
+        for known in (self._leaving, self._last, self._offered):
+            known.pop(worker, None)
         if worker in self._scheduler and self._scheduler.revoke(worker):
             self._anew.add(worker)
         self._complete()
@@ -234,13 +232,14 @@ class Dealing:
         """Give up on those who were left out and have not been heard since."""
         for worker, since_s in list(self._leaving.items()):
             if since_s is not None and now_s - since_s > patience_s:
-                self._presume(worker, self._last_round(worker))
+                self._presume(worker, self._last[worker])
                 self.has_followed(worker)
 
     def _move(self, members: frozenset[int], step: int) -> None:
         self._members, self._step = members, step
         for worker in members:
             self._leaving.pop(worker, None)
+            self._last.pop(worker, None)
         if self.is_used:
             self._scheduler.set_members(members)
             self._reckon()
@@ -326,6 +325,7 @@ class Dealing:
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
             "leaving": [list(one) for one in self._leaving.items()],
+            "last": [list(one) for one in self._last.items()],
             "step": self._step,
             "done": [list(one) for one in self._done.items()],
             "next": self._next,
@@ -345,6 +345,7 @@ class Dealing:
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = frozenset(state["members"])
         self._leaving = dict(state["leaving"])
+        self._last = dict(state["last"])
         self._step, self._next, self._latest = state["step"], state["next"], state["latest"]
         self._done = dict(state["done"])
         self._lacking = set(state["lacking"])

@@ -323,7 +323,7 @@ class Cluster:
         if type(event) is Joined:
             if worker in self._present:
                 return
-            if self.stopped is not None:
+            if self.stopped is not None or self.is_dismissed:
                 self.workers[worker].end()
                 return
             self._present.add(worker)
