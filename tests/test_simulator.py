@@ -202,12 +202,14 @@ def everything(cluster: Cluster) -> list[Any]:
     return facts
 
 
-@pytest.mark.parametrize("begin", range(0, 60, 20))
+@pytest.mark.parametrize("begin", range(0, 120, 40))
 def test_a_cohort_does_what_its_members_would(begin):
     """Whatever goes wrong, and whenever: the same events, answers, times and replicas, only sooner."""
     calls = {True: 0, False: 0}
-    for seed in range(begin, begin + 20):
+    for seed in range(begin, begin + 40):
         case = campaign.case(seed)
+        if case.setting.samples is not None:
+            continue  # then there are none
         setting = dataclasses.replace(case.setting, rounds_per_step=1, apply_s=0.0)
         runs = []
         for one_by_one in (True, False):

@@ -22,10 +22,10 @@ class Dealing:
     worker that a group leaves out keeps what it was dealt until it has been heard to follow that group, for
     what it contributed to its last step may be heard late; then others get what is left of it.
 
-    Who is lost, or is left out and not heard, may have taken part in rounds of which it could not tell any more
-    (its line to the coordinator was cut, or the coordinator died with it), and which others have finished. It
-    is presumed to have contributed what it had first, as many blocks as it did before: exact where a round takes
-    one batch.
+    Who is lost, or is left out and not heard, may have taken part in rounds that others have finished and
+    of which it could not tell any more (its line to the coordinator was cut, or the coordinator died with
+    it). It is presumed to have contributed what it had first, as many blocks as a round takes: exact where
+    that is one, and where a step is a round.
 
     Attributes:
         is_used: somebody wants samples. Until then nothing is remembered of rounds.
@@ -36,15 +36,16 @@ class Dealing:
         self._scheduler = WorkScheduler()
         self._members: frozenset[int] = frozenset()
         self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
-        self._last: dict[int, int] = {}  # the last round of each of them, if a round is a step
+        self._last: dict[int, int] = {}  # the last round of each of them, if a step is a round
         self._step = 0  # the group's first
         self._done: dict[int, int] = {}  # rounds that a member has finished, as far as is known
         self._next = 0  # the first round that is not completed
         self._lacking: set[int] = set()  # members that are not known to have finished it
-        # To which round and step each contributed last, and how many blocks.
-        self._offered: dict[int, tuple[int, int, int]] = {}
+        self._offered: dict[int, tuple[int, int]] = {}  # the last round and step to which each contributed
+        self._together = 1  # how many blocks a round has had of one worker, at most
         self._dead: set[int] = set()  # lost, and it is not known yet which round the others finish with it
-        self._excused: set[int] = set()  # who was told to take part in the next round with what it has taken
+        # Who was told to take part in its next round with no more than it had taken: so many blocks.
+        self._excused: dict[int, int] = {}
         self._latest = -1  # the last round for which a member is Ready
         self._waiting: dict[int, int] = {}  # who has nothing to compute with, and its next round
         self._joining: set[int] = set()  # members that have not been Ready yet, and wait for all others to be
@@ -100,9 +101,9 @@ class Dealing:
         if event.blocks and not self._scheduler.contributed(worker, round_, event.blocks):
             raise ProtocolError(f"blocks {list(event.blocks)} are not worker {worker}'s any more")
         self._joining.discard(worker)
-        _, _, blocks = self._offered.get(worker, (-1, -1, 1))
-        self._offered[worker] = (round_, event.step, len(event.blocks) or blocks)
-        self._excused.discard(worker)
+        self._offered[worker] = (round_, event.step)
+        self._together = max(self._together, len(event.blocks))
+        self._excused.pop(worker, None)
         self._waiting.pop(worker, None)
         self._latest = max(self._latest, round_)
         self._has_done(worker, round_)
@@ -118,6 +119,7 @@ class Dealing:
             self._scheduler.retired(worker)
         self._waiting.pop(worker, None)
         self._leaving.pop(worker, None)  # it has said all that it will ever say
+        self._last.pop(worker, None)
         self._has_done(worker, _NEVER_AGAIN)
         self._complete()
 
@@ -147,43 +149,44 @@ class Dealing:
             self._scheduler.lost(worker)
         for known in (self._done, self._offered, self._waiting, self._in, self._leaving, self._last):
             known.pop(worker, None)
-        for some in (self._joining, self._anew, self._curious, self._excused, self._dead):
+        self._excused.pop(worker, None)
+        for some in (self._joining, self._anew, self._curious, self._dead):
             some.discard(worker)
 
     def _presume(self, worker: int, last: int) -> None:
         """The worker took part in all rounds up to `last`, also where that was not heard."""
         if worker not in self._offered or worker not in self._scheduler:
             return
-        heard, step, count = self._offered[worker]
+        heard, step = self._offered[worker]
         for round_ in range(heard + 1, min(last, self._last.get(worker, last)) + 1):
             held = self._scheduler.held(worker)
-            if worker in self._excused:
-                self._excused.discard(worker)
-                held = held[: self._scheduler.taken_count(worker)]
-            self._scheduler.contributed(worker, round_, held[:count])
+            blocks = min(self._together, self._excused.pop(worker, self._together))
+            self._scheduler.contributed(worker, round_, held[:blocks])
             self._anew.add(worker)
-            self._offered[worker] = (round_, step + round_ - heard, count)
+            self._offered[worker] = (round_, step + round_ - heard)
 
     # Groups ----------------------------------------------------------------------------------------------
 
-    def change(self, members: Iterable[int], joining: Iterable[int], step: int) -> None:
-        """From `step` on there is another group; exchanges of the one before it are finished first."""
+    def change(self, members: Iterable[int], joining: Iterable[int], step: int, round_: int) -> None:
+        """From `step`, and `round_`, on there is another group; exchanges before it are finished first."""
         members = frozenset(members)
         for worker in self._members - members:
             if not self.is_used:
                 continue
             self._leaving[worker] = None
-            round_, last_step, _ = self._offered.get(worker, (-1, step - 1, 0))
-            self._last[worker] = round_ + step - 1 - last_step
+            self._last[worker] = round_ - 1
+            offered, last_step = self._offered.get(worker, (-1, -1))
             if last_step >= step:
-                self._scheduler.withdrawn(worker, round_)
+                self._scheduler.withdrawn(worker, offered)
             self._scheduler.taken_all(worker)
         self._joining = set(joining)
         for worker in joining:
             self.has_followed(worker)
             self._done[worker] = -1
+            is_new = worker not in self._in  # who comes back has no gradients for its first round
+            self._offered[worker] = (round_ - is_new, step - is_new)
         for worker in members - self._members - self._joining:
-            self._offered[worker] = (-1, -1, 1)
+            self._offered[worker] = (-1, -1)
         self._move(members, step)
 
     def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
@@ -288,7 +291,7 @@ class Dealing:
         ]
         for worker in awaited:
             del self._waiting[worker]
-            self._excused.add(worker)
+            self._excused[worker] = self._scheduler.taken_count(worker)
         told = sorted({*dealt, *awaited, *self._anew, *self._curious})
         deals = [
             self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
@@ -331,12 +334,15 @@ class Dealing:
             "next": self._next,
             "lacking": sorted(self._lacking),
             "offered": [[worker, *one] for worker, one in self._offered.items()],
+            "together": self._together,
             "dead": sorted(self._dead),
-            "excused": sorted(self._excused),
+            "excused": [list(one) for one in self._excused.items()],
             "latest": self._latest,
             "waiting": [list(one) for one in self._waiting.items()],
             "joining": sorted(self._joining),
             "in": [[worker, *one] for worker, one in self._in.items()],
+            "anew": sorted(self._anew),
+            "curious": sorted(self._curious),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -349,8 +355,10 @@ class Dealing:
         self._step, self._next, self._latest = state["step"], state["next"], state["latest"]
         self._done = dict(state["done"])
         self._lacking = set(state["lacking"])
-        self._offered = {worker: (round_, step, count) for worker, round_, step, count in state["offered"]}
-        self._dead, self._excused = set(state["dead"]), set(state["excused"])
+        self._offered = {worker: (round_, step) for worker, round_, step in state["offered"]}
+        self._together = state["together"]
+        self._dead, self._excused = set(state["dead"]), dict(state["excused"])
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        self._anew, self._curious = set(state["anew"]), set(state["curious"])

@@ -327,9 +327,15 @@ class Cluster:
                 self.workers[worker].end()
                 return
             self._present.add(worker)
-        elif worker not in self._present:
-            return
-        self.ask(event)
+            self.ask(event)
+        elif worker in self._present:
+            self.ask(event)
+        if type(event) is Left and self.setting.samples is not None:
+            self._durable = len(self.log)
+            self.engine.at(self.engine.now_s + self.network.latency_s, self._let_go, worker)
+
+    def _let_go(self, worker: int) -> None:
+        self._workers[worker].end()
 
     def ask(self, event: Event) -> bool:
         """Asks the policies about an event, and sends what they answer; returns whether they do."""

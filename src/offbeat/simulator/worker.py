@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
 WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "taking", "meeting", "finished", "ended"
-WANTING = "wanting samples"
+WANTING, LEAVING = "wanting samples", "leaving"
 
 
 class Parcel(NamedTuple):
@@ -435,7 +435,10 @@ class SimulatedWorker:
         cluster = self.cluster
         cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step))
         self.has_left = True
-        self.end()
+        if self.loop is None:
+            self.end()
+        else:
+            self.doing = LEAVING  # until that is written down
 
     def _end_epoch(self, epoch: int) -> None:
         """Goes on to the next epoch with its next step, if no group counts on it."""
