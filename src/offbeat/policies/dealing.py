@@ -42,6 +42,7 @@ class Dealing:
         self._next = 0  # the first round that is not completed
         self._lacking: set[int] = set()  # members that are not known to have finished it
         self._offered: dict[int, tuple[int, int]] = {}  # the last round and step to which each contributed
+        self._ahead: int | None = None  # rounds less steps, by the last that was Ready
         self._together = 1  # how many blocks a round has had of one worker, at most
         self._dead: set[int] = set()  # lost, and it is not known yet which round the others finish with it
         # Who was told to take part in its next round with no more than it had taken: so many blocks.
@@ -102,6 +103,7 @@ class Dealing:
             raise ProtocolError(f"blocks {list(event.blocks)} are not worker {worker}'s any more")
         self._joining.discard(worker)
         self._offered[worker] = (round_, event.step)
+        self._ahead = round_ - event.step
         self._together = max(self._together, len(event.blocks))
         self._excused.pop(worker, None)
         self._waiting.pop(worker, None)
@@ -167,8 +169,16 @@ class Dealing:
 
     # Groups ----------------------------------------------------------------------------------------------
 
-    def change(self, members: Iterable[int], joining: Iterable[int], step: int, round_: int) -> None:
-        """From `step`, and `round_`, on there is another group; exchanges before it are finished first."""
+    def change(self, members: Iterable[int], joining: Iterable[int], step: int, ahead: int = 0) -> None:
+        """From `step` on there is another group; exchanges of the one before it are finished first.
+
+        Args:
+            members: of the new group.
+            joining: those of them that have no current state.
+            step: the first optimizer step for which it holds.
+            ahead: how many more rounds there were than steps, where no Ready has said it.
+        """
+        round_ = step + (ahead if self._ahead is None else self._ahead)
         members = frozenset(members)
         for worker in self._members - members:
             if not self.is_used:
@@ -202,6 +212,8 @@ class Dealing:
             for before in self._scheduler.open_rounds():
                 if before < round_:
                     self._scheduler.completed(before)
+                elif before > round_:  # of who has finished more than any member, and is gone
+                    self._scheduler.abandoned(before)
             again = self._scheduler.abandoned(round_)
             for worker, ids in again.items():
                 if worker in members:
@@ -334,6 +346,7 @@ class Dealing:
             "next": self._next,
             "lacking": sorted(self._lacking),
             "offered": [[worker, *one] for worker, one in self._offered.items()],
+            "ahead": self._ahead,
             "together": self._together,
             "dead": sorted(self._dead),
             "excused": [list(one) for one in self._excused.items()],
@@ -356,7 +369,7 @@ class Dealing:
         self._done = dict(state["done"])
         self._lacking = set(state["lacking"])
         self._offered = {worker: (round_, step) for worker, round_, step in state["offered"]}
-        self._together = state["together"]
+        self._ahead, self._together = state["ahead"], state["together"]
         self._dead, self._excused = set(state["dead"]), dict(state["excused"])
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])

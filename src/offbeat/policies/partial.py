@@ -274,7 +274,7 @@ class PartialGroups:
         for state in self._workers.values():
             state.can_join = False
         self._set_groups(tuple(sorted(self._workers)), ())
-        self._dealing.change(self._members, (), 0, 0)
+        self._dealing.change(self._members, (), 0)
         self._moved_s = event.now_s
         reason = f"all {self._world} workers are here"
         return [self._group(step=0, joining=(), reason=reason)]
@@ -619,8 +619,8 @@ class PartialGroups:
         reason = self._reason(set(members) ^ set(self._members))
         self._move(answers, tuple(members), joining, now_s)
         group = self._group(step=step, joining=joining, reason=reason)
-        known = next(answer for answer in answers if answer.has_state)
-        self._dealing.change(self._members, joining, step, known.round + step - known.step)
+        ahead = min(answer.round - answer.step for answer in answers if answer.has_state)
+        self._dealing.change(self._members, joining, step, ahead)
         return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
     def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:

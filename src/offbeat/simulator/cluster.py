@@ -429,7 +429,8 @@ class Cluster:
             return
         group = self.groups[-1][1]
         for worker in sorted(self._present.intersection(group.members)):
-            if self.workers[worker].is_alive and self._workers[worker].follower.is_member:
+            one = self.workers[worker]
+            if one.is_alive and one.follower.is_member and not one.has_left:
                 self.violated(f"worker {worker} has the state, and the job is stopped: {stop.reason}")
 
     def _check_halt(self, halt: Halt) -> None:

@@ -218,11 +218,11 @@ class SimulatedWorker:
         self._queue.clear()
         if tensors_first:
             queue.sort(key=lambda one: not one[0])
-        before = self._busy
+        before, exchange = self._busy, self.exchange
         for _, call, argument in queue:
             call(argument)
-        if self.exchange is not None:
-            self.exchange.unblock(self)
+        if exchange is not None:  # also where its own end of it was in the queue
+            exchange.unblock(self)
         if self._busy == before and self.doing in (COMPUTING, APPLYING):
             self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
 
