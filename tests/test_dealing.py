@@ -81,6 +81,20 @@ class Job:
         for worker in workers:
             self.ready(worker, round_)
 
+    def go_on(self, workers: tuple[int, ...], round_: int) -> None:
+        """These take round after round until they are dealt no more."""
+        for number in range(round_, round_ + 40):
+            for worker in workers:
+                self.ready(worker, number)
+            for worker in workers:
+                if not self.has[worker]:
+                    self.wants(worker, number + 1)
+
+    def dealt(self, blocks: list[Block]) -> set[int]:
+        """How often each of their positions was dealt."""
+        counter = Counter(one for deal in self.told for block in deal.blocks for one in positions([block]))
+        return {counter[one] for one in positions(blocks)}
+
     @property
     def used(self) -> int:
         """Samples of epoch 0 that count as used."""
@@ -150,45 +164,26 @@ def test_blocks_of_nobody_are_refused():
 # Waiting ------------------------------------------------------------------------------------------------
 
 
-def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_round():
-    job = Job(2, samples=BATCH // 2)
-    assert [len(job.has[worker]) for worker in (0, 1)] == [1, 0]
-    assert job.told[-1].over  # there is nothing for it in this epoch
-    assert not any(deal.is_awaited for deal in job.wants(1, epoch=1, is_last=True))
-    job.has[1].clear()
-    job.dealing._scheduler.revoke(1)  # noqa: SLF001 – as if somebody else had all of it
-    job.dealing._waiting[1] = 0  # noqa: SLF001
-    job.tell()
-
-
 def last_epoch(samples: int = 2 * BATCH) -> Job:
     """Two members that hold one block each, the last ones."""
     job = Job(2, samples, begin=False)
     for worker in (0, 1):
         job.wants(worker, is_last=True)
-    while len(job.has[0]) > 1:
-        raise AssertionError(job.has)
+    assert [len(job.has[worker]) for worker in (0, 1)] == [1, 1]
     return job
 
 
-def test_in_the_last_epoch_a_member_waits_for_what_may_come_back_and_is_awaited_by_others_rounds():
-    job = last_epoch()
-    job.round(0, (0, 1))
-    assert job.wants(0, 1, is_last=True) == []
-    deals = job.names(1, 1, ())
-    assert said(deals, 0).over or said(deals, 0).is_awaited
-
-
-def test_an_awaited_member_is_told_so_once():
-    job = Job(3, 3 * BATCH, begin=False)
+def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_round():
+    job = Job(3, 6, begin=False)
     for worker in range(3):
         job.wants(worker, is_last=True)
-    job.round(0, (0, 1))
+    assert [len(job.has[worker]) for worker in range(3)] == [1, 1, 1]
+    for worker in (0, 1, 2):
+        job.ready(worker, 0)
+    assert not any(deal.is_awaited for deal in job.wants(0, 1, is_last=True))
     assert not any(deal.is_awaited for deal in job.told)
-    job.has[0], mine = [], job.has[0]
-    assert mine == []
-    assert said(job.wants(0, 0, is_last=True), 0).is_awaited
-    assert job.tell() == []
+    assert said(job.names(1, 1, ()), 0).is_awaited
+    assert said(job.wants(0, 1, is_last=True), 0).is_awaited  # it had to take two batches
 
 
 def test_members_that_wait_are_awaited_while_somebody_joins():
@@ -214,116 +209,131 @@ def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_wit
 
 
 def test_after_a_death_survivors_contribute_again_what_they_have_and_the_dead_one_s_goes_to_them():
-    job = Job(3, 12 * BATCH)
+    job = Job(3)
+    first = [job.has[worker][0] for worker in range(3)]
     job.round(0, (0, 1, 2))
-    kept = {worker: positions(job.has[worker]) for worker in (0, 1)}
-    had = positions(job.has[2])
+    rest = list(job.has[2])
     job.dealing.gone(2, is_heard_out=False)
-    job.tell()
-    assert {worker: positions(job.has[worker]) for worker in (0, 1)} == kept  # who knows what it has done
+    assert job.tell() == []  # who knows what it has done
     job.dealing.repeat((0, 1), 0, 0)
     job.tell()
-    for round_ in range(1, 8):
-        job.round(round_, (0, 1))
-        for worker in (0, 1):
-            if not job.has[worker]:
-                job.wants(worker, round_ + 1)
-    del had
-    assert job.used == 12 * BATCH
+    assert job.used == 0
+    job.go_on((0, 1), 1)
+    assert job.used == SAMPLES
+    assert (job.dealt(first[:2]), job.dealt([first[2], *rest])) == ({1}, {2})
 
 
 def test_what_a_dead_worker_contributed_to_a_round_that_is_not_repeated_is_used():
     job = Job(2)
-    mine = positions(job.has[1][:1])
+    first, *rest = job.has[1]
     job.round(0, (0, 1))
     job.dealing.gone(1, is_heard_out=False)
     job.dealing.repeat((0,), 1, 1)
     job.tell()
     assert job.used == 2 * BATCH
-    dealt = [one for deal in job.told for block in deal.blocks for one in positions([block])]
-    assert all(Counter(dealt)[one] == 1 for one in mine)
+    job.go_on((0,), 1)
+    assert (job.dealt([first]), job.dealt(rest)) == ({1}, {2})
+
+
+def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not_used():
+    job = Job(3)
+    mine = list(job.has[0])
+    job.round(0, (0, 1, 2))
+    job.ready(0, 1)  # it alone has finished round 0
+    job.dealing.gone(0, is_heard_out=False)
+    job.dealing.repeat((1, 2), 0, 0)
+    job.tell()
+    job.go_on((1, 2), 1)
+    assert job.used == SAMPLES
+    assert job.dealt(mine) == {2}
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
 def test_who_dies_unheard_is_presumed_to_have_taken_part_in_the_rounds_that_others_finished(finished):
     job = Job(2)
-    blocks = list(job.has[1])
+    mine = list(job.has[1])
     for round_ in range(finished):
         job.ready(0, round_)
     job.dealing.gone(1, is_heard_out=False)
     job.dealing.repeat((0,), finished, finished)
     job.tell()
-    dealt = Counter(one for deal in job.told for block in deal.blocks for one in positions([block]))
-    assert positions(blocks[:finished]) == [one for one in positions(blocks) if dealt[one] == 1]
     assert job.used == finished * 2 * BATCH
+    job.go_on((0,), finished)
+    assert job.used == SAMPLES
+    assert job.dealt(mine[:finished]) == ({1} if finished else set())
+    assert job.dealt(mine[finished:]) == ({2} if finished < 2 else set())
+
+
+def test_as_many_blocks_are_presumed_as_a_round_takes():
+    job = Job(2)
+    mine = list(job.has[1])
+    job.ready(0, 0, count=2)
+    job.dealing.gone(1, is_heard_out=False)
+    job.dealing.repeat((0,), 1, 1)
+    job.tell()
+    job.go_on((0,), 1)
+    assert job.dealt(mine) == {1}
 
 
 def test_who_leaves_in_order_has_been_heard_out():
     job = Job(2)
-    blocks = positions(job.has[1])
+    mine = list(job.has[1])
     job.ready(0, 0)
     job.dealing.gone(1, is_heard_out=True)
     job.dealing.repeat((0,), 1, 1)
     job.tell()
-    dealt = Counter(one for deal in job.told for block in deal.blocks for one in positions([block]))
-    job.ready(0, 1)
-    job.ready(0, 2)
-    job.wants(0, 3)
-    dealt = Counter(one for deal in job.told for block in deal.blocks for one in positions([block]))
-    assert {dealt[one] for one in blocks} == {2}
+    job.go_on((0,), 1)
+    assert job.dealt(mine) == {2}
 
 
 def test_who_was_told_to_take_part_with_nothing_is_not_presumed_to_have_used_what_it_was_dealt_then():
-    job = Job(2, 3 * BATCH, begin=False)
-    job.wants(0, is_last=True)
-    job.wants(1, is_last=True)
+    job = Job(3, 6, begin=False)
+    for worker in range(3):
+        job.wants(worker, is_last=True)
     job.round(0, (0, 1))
-    assert said(job.names(0, 1, tuple(block.id for block in job.has[0])), 0)
-    job.wants(1, 1, is_last=True)
-    state = job.dealing.state_dict()
-    assert state["excused"] in ([[1, 0]], [])
+    (block,) = job.has[2]
+    job.wants(0, 1, is_last=True)
+    assert said(job.names(1, 1, ()), 0).is_awaited
+    job.dealing.has_followed(2)  # it comes back into the pool, and goes to who has nothing
+    job.tell()
+    assert positions(job.has[0]) == positions([block])
+    job.dealing.gone(0, is_heard_out=False)
+    job.dealing.repeat((1,), 2, 2)
+    job.tell()
+    assert job.dealt([block]) == {3}
 
 
 # Changes ------------------------------------------------------------------------------------------------
 
 
 def test_a_contribution_of_who_is_left_out_before_its_step_is_withdrawn_and_goes_to_others():
-    job = Job(3)
+    job = Job(3, 2 * SAMPLES)
     job.round(0, (0, 1, 2))
-    mine = positions(job.has[2])
+    mine = list(job.has[2])
     job.ready(2, 1)
     job.dealing.change((0, 1), (), 1)
     job.tell()
     job.round(1, (0, 1))
-    job.dealing.followed(0.0)
-    job.dealing.has_followed(2)
-    deals = job.tell()
-    assert said(deals, 2).anew
-    for round_ in range(2, 6):
-        job.round(round_, (0, 1))
-    dealt = Counter(one for deal in job.told for block in deal.blocks for one in positions([block]))
-    assert all(dealt[one] == 2 for one in mine)
+    assert said(job.names(2, 1, (), step=1), 2).anew
+    job.go_on((0, 1), 2)
+    assert job.used == 2 * SAMPLES
+    assert job.dealt(mine) == {2}
 
 
 def test_who_is_left_out_keeps_what_it_has_until_it_is_heard_to_follow():
     job = Job(2)
-    mine = positions(job.has[1])
+    last, *rest = job.has[1]
     job.dealing.change((0,), (), 1)
     job.tell()
     job.ready(0, 0)
     job.ready(0, 1)
-    assert not set(mine) & set(positions(job.has[0]))
-    assert job.used == 0
-    last = job.has[1][0]
+    assert (job.dealt([last, *rest]), job.used) == ({1}, 0)
     job.ready(1, 0)  # late: its last step is that before the group's
     assert job.used == 0
     assert said(job.names(1, 1, ()), 1).anew  # it has computed for a step in which it has no part
     assert job.used == 2 * BATCH
-    for round_ in range(2, 9):
-        job.ready(0, round_)
-    dealt = Counter(one for deal in job.told for block in deal.blocks for one in positions([block]))
-    assert {dealt[one] for one in positions([last])} == {1}
-    assert {dealt[one] for one in set(mine) - set(positions([last]))} == {2}
+    job.go_on((0,), 2)
+    assert (job.dealt([last]), job.dealt(rest)) == ({1}, {2})
 
 
 def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_last_round_counts():
@@ -375,11 +385,8 @@ def test_who_dies_after_it_was_left_out_is_presumed_to_have_finished_its_last_ro
     job.dealing.gone(1, is_heard_out=False)
     job.tell()
     assert job.used == 2 * BATCH
-    for round_ in range(2, 9):
-        job.ready(0, round_)
-    dealt = Counter(one for deal in job.told for block in deal.blocks for one in positions([block]))
-    assert {dealt[one] for one in positions(mine[:1])} == {1}
-    assert {dealt[one] for one in positions(mine[1:])} == {2}
+    job.go_on((0,), 2)
+    assert (job.dealt(mine[:1]), job.dealt(mine[1:])) == ({1}, {2})
 
 
 def test_in_a_repetition_who_is_left_out_loses_what_it_has_at_once():

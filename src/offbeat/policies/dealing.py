@@ -209,11 +209,11 @@ class Dealing:
                 self._presume(worker, round_ - 1)
             for worker in sorted(self._dead):
                 self._forget(worker)
-            for before in self._scheduler.open_rounds():
-                if before < round_:
-                    self._scheduler.completed(before)
-                elif before > round_:  # of who has finished more than any member, and is gone
-                    self._scheduler.abandoned(before)
+            for other in self._scheduler.open_rounds():
+                if other < round_:
+                    self._scheduler.completed(other)
+                elif other > round_:  # of who has finished more than any member, and is no more
+                    self._scheduler.abandoned(other)
             again = self._scheduler.abandoned(round_)
             for worker, ids in again.items():
                 if worker in members:
