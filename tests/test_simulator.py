@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.events import Left, Ready, Stop
+from offbeat.events import Block, Deal, Left, Ready, Stop
 from offbeat.policies import Policy
 from offbeat.policies.assembly import Assembly
 from offbeat.policies.lockstep import Lockstep
@@ -20,8 +21,9 @@ from offbeat.policies.slowness import parse as rule
 from offbeat.simulator import campaign, faults, times
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.engine import Engine
+from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import History, LeastSquares
+from offbeat.simulator.replicas import History, LeastSquares, Uses
 from offbeat.simulator.times import Constant, Jittered, Recorded
 
 
