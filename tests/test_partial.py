@@ -429,6 +429,20 @@ def test_bad_arguments_are_refused(arguments):
         PartialGroups(0)
 
 
+def test_who_has_finished_and_stays_in_the_next_group_is_not_waited_for_there():
+    """A group may change after some have finished; a step that needs them is given up all the same."""
+    job = Job(3)
+    for worker in (1, 2):
+        job.policy.handle(Finished(now_s=0.0, worker=worker, epoch=0, step=9))
+    assert "worker 3 is new" in only(job.join(3), Halt).reason
+    settled = [
+        action for worker in (0, 1, 2) for action in job.answer(worker, 1, step=9, round=9, exchange_id=9)
+    ]
+    assert only(settled, Group).members == (0, 1, 2, 3)
+    said = job.ready(0, 9, generation=1)
+    assert only([action for action in said if isinstance(action, Halt)], Halt).abandon
+
+
 def test_who_is_in_a_step_that_others_have_not_got_goes_on_without_them():
     """Whichever is heard first: that it is Ready for the step, or that the others have finished before it."""
     job = Job(2)

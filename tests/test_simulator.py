@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.events import Left, Ready, Stop
+from offbeat.events import Block, Deal, Left, Ready, Stop
 from offbeat.policies import Policy
 from offbeat.policies.assembly import Assembly
 from offbeat.policies.lockstep import Lockstep
@@ -20,8 +21,9 @@ from offbeat.policies.slowness import parse as rule
 from offbeat.simulator import campaign, faults, times
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.engine import Engine
+from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import History, LeastSquares
+from offbeat.simulator.replicas import History, LeastSquares, Uses
 from offbeat.simulator.times import Constant, Jittered, Recorded
 
 
@@ -205,7 +207,7 @@ def everything(cluster: Cluster) -> list[Any]:
 @pytest.mark.parametrize(
     "seeds",
     [
-        *(range(20), range(20, 40), range(40, 60)),
+        *(range(40), range(40, 80), range(80, 120)),
         [2098, 2099, 2100],  # 2099: a worker ends in the midst of what it hears when it goes on
     ],
     ids=str,
@@ -215,6 +217,8 @@ def test_a_cohort_does_what_its_members_would(seeds):
     calls = {True: 0, False: 0}
     for seed in seeds:
         case = campaign.case(seed)
+        if case.setting.samples is not None:
+            continue  # then there are none
         setting = dataclasses.replace(case.setting, rounds_per_step=1, apply_s=0.0)
         runs = []
         for one_by_one in (True, False):
@@ -247,6 +251,127 @@ def test_a_calm_round_costs_as_many_calls_for_many_workers_as_for_few():
     per_round = {world: (calls(world, 150) - calls(world, 50)) / 100 for world in (4, 400)}
     assert per_round[4] < 5
     assert per_round[400] < 6
+
+
+# Samples ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["", "die:1@1.0", "hang:1@0.3+2.0", "cut:1@0.3+9.0", "join:4@0.4", "leave:2@0.5", "restart@0.4+0.5"],
+)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_each_sample_is_in_the_mean_of_one_round_an_epoch(fault, batches):
+    samples = Samples(count=203, batch_size=4, epochs=4, batches_per_round=batches)
+    setting = Setting(
+        world=4,
+        samples=samples,
+        times=Jittered(mean_s=0.05),
+        slow=(rule("3:4@burst=10/30"),),
+        faults=(faults.parse(fault),) if fault else (),
+        lost_after_s=4.0,
+    )
+    cluster = run(setting, partial(4, answer_s=0.5, patience_s=0.5, deadline_s=2.0))
+    assert cluster.is_dismissed
+    ended = [one for one in cluster.workers.values() if one.has_left and not one.is_leaving]
+    assert len(ended) >= 3
+    problem = cluster.problem
+    assert isinstance(problem, Uses)
+    every = {(epoch, position): 1 for epoch in range(4) for position in range(203)}
+    for one in ended:
+        assert problem.uses(one.state) == every
+
+
+def test_without_faults_epochs_take_as_few_rounds_as_they_can():
+    samples = Samples(count=101, batch_size=4, epochs=4)
+    setting = Setting(world=3, samples=samples, times=Constant(mean_s=0.05))
+    cluster = run(setting, partial(3))
+    assert {one.follower.round for one in cluster.workers.values()} == {4 * 9}
+
+
+def test_loops_that_break_off_use_no_sample_twice_and_end():
+    samples = Samples(count=101, batch_size=4, epochs=5, breaks_off_after=2)
+    setting = Setting(world=3, samples=samples, times=Constant(mean_s=0.05))
+    cluster = run(setting, partial(3))
+    assert cluster.is_dismissed
+    assert isinstance(cluster.problem, Uses)
+    uses = cluster.problem.uses(cluster.workers[0].state)
+    assert set(uses.values()) == {1}
+    of_epoch = [sum(one[0] == epoch for one in uses) for epoch in range(5)]
+    assert of_epoch == [24, 101, 24, 101, 24]
+
+
+def deals_twice(block: Block) -> Block:
+    return dataclasses.replace(block, ranges=((0, 4),))
+
+
+def test_a_sample_that_is_used_twice_or_never_is_caught():
+    """Break it by hand: one block is of other positions than the scheduler means."""
+
+    class Confused(PartialGroups):
+        def handle(self, event: Any) -> list[Any]:
+            return [
+                dataclasses.replace(one, blocks=tuple(map(self.change, one.blocks)))
+                if isinstance(one, Deal)
+                else one
+                for one in super().handle(event)
+            ]
+
+        def change(self, block: Block) -> Block:
+            return deals_twice(block) if block.id == 7 else block
+
+    class Forgetful(Confused):
+        def change(self, block: Block) -> Block:
+            return dataclasses.replace(block, ranges=()) if block.id == 7 else block
+
+    setting = Setting(world=3, samples=Samples(count=60, batch_size=4, epochs=1))
+    for policy, found in ((Confused, "position 0 of epoch 0 2 times"), (Forgetful, "56 of 60 samples")):
+        cluster = Cluster(setting, lambda policy=policy: [Assembly(3), policy(3)])
+        with pytest.raises(ViolationError, match=found):
+            cluster.run()
+
+
+def test_a_mean_contains_the_blocks_of_those_who_have_a_weight():
+    problem = Uses(History())
+    blocks = [Block(number, 0, ((4 * number, 4 * number + 4),)) for number in range(3)]
+    state = problem.begin()
+    shares = [problem.gradient(state, worker, 0, (blocks[worker],)) for worker in range(3)]
+    state = problem.step(state, problem.mean(shares, [0.5, 0.0, 0.5], 0))
+    state = problem.step(state, problem.mean(shares, [0.0, 0.0, 1.0], 1))
+    assert problem.uses(state) == {
+        **{(0, position): 1 for position in range(4)},
+        **{(0, position): 2 for position in range(8, 12)},
+    }
+
+
+def test_samples_and_steps_exclude_each_other():
+    samples = Samples(count=8, batch_size=2)
+    with pytest.raises(ValueError, match="epochs instead of steps"):
+        Setting(samples=samples, steps=3)
+    with pytest.raises(ValueError, match="the run would not end"):
+        Setting(samples=samples)
+    with pytest.raises(ValueError, match="expected batch_size of at least 1"):
+        Samples(count=8, batch_size=0)
+
+
+def test_with_samples_a_state_dict_at_any_point_gives_the_same_future():
+    setting = Setting(
+        world=5,
+        samples=Samples(count=300, batch_size=4, epochs=3),
+        times=Jittered(mean_s=0.05),
+        slow=(rule("1:4@burst=20/50"),),
+        faults=(faults.parse("die:2@0.6"), faults.parse("hang:3@0.3+0.4"), faults.parse("join:5@0.2")),
+    )
+    arguments: dict[str, Any] = {"answer_s": 0.3, "patience_s": 0.3}
+    cluster = run(setting, partial(5, **arguments))
+    kept, later = PartialGroups(5, **arguments), PartialGroups(5, **arguments)
+    for number, (event, _) in enumerate(cluster.log):
+        assert kept.handle(event) == later.handle(event)
+        if number % 7 == 0:
+            later = PartialGroups(5, **arguments)
+            later.load_state_dict(json.loads(json.dumps(kept.state_dict())))
+        assert later.state_dict() == kept.state_dict()
+    assert cluster.is_dismissed
 
 
 def test_in_lockstep_a_death_stops_the_job_by_name():

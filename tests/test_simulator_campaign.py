@@ -35,6 +35,37 @@ def test_every_kind_of_fault_is_drawn():
     assert kinds == {"Death", "Hang", "Late", "Cut", "Arrival", "Departure", "Restart"}
 
 
+def test_samples_are_dealt_in_many_of_them():
+    drawn = [campaign.case(seed).setting.samples for seed in range(SEEDS)]
+    dealt = [one for one in drawn if one is not None]
+    assert SEEDS / 3 < len(dealt) < SEEDS * 2 / 3
+    assert {one.batches_per_round for one in dealt} == {1, 2, 3}
+    assert (
+        {one.epochs is None for one in dealt}
+        == {one.breaks_off_after is None for one in dealt}
+        == {True, False}
+    )
+
+
+def test_a_policy_that_loses_count_of_samples_is_found():
+    """One that takes what a dead worker had for used, as if all of it had been in a mean."""
+
+    class Careless(PartialGroups):
+        def __init__(self, world, **arguments):
+            super().__init__(world, **arguments)
+            self._dealing._forget = self._dealing.finished  # type: ignore[method-assign]
+
+    def build(case: campaign.Case) -> list[Policy]:
+        return [Assembly(case.setting.world, is_open=True), Careless(case.setting.world, **case.arguments)]
+
+    def run_them_all() -> None:
+        for seed in range(SEEDS):
+            campaign.run(seed, build)
+
+    with pytest.raises(ViolationError, match=r"samples.*again: offbeat simulate --campaign 1 --seed \d+$"):
+        run_them_all()
+
+
 def test_a_broken_policy_is_found_and_the_line_says_how_to_repeat_it():
     class Hasty(PartialGroups):
         """Never gives up an exchange."""

@@ -22,6 +22,11 @@ class Dealing:
     worker that a group leaves out keeps what it was dealt until it has been heard to follow that group, for
     what it contributed to its last step may be heard late; then others get what is left of it.
 
+    Who is lost, or is left out and not heard, may have taken part in rounds that others have finished and
+    of which it could not tell any more (its line to the coordinator was cut, or the coordinator died with
+    it). It is presumed to have contributed what it had first, as many blocks as a round takes: exact where
+    that is one, and where a step is a round.
+
     Attributes:
         is_used: somebody wants samples. Until then nothing is remembered of rounds.
     """
@@ -31,11 +36,17 @@ class Dealing:
         self._scheduler = WorkScheduler()
         self._members: frozenset[int] = frozenset()
         self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
+        self._last: dict[int, int] = {}  # the last round of each of them, if a step is a round
         self._step = 0  # the group's first
         self._done: dict[int, int] = {}  # rounds that a member has finished, as far as is known
         self._next = 0  # the first round that is not completed
         self._lacking: set[int] = set()  # members that are not known to have finished it
         self._offered: dict[int, tuple[int, int]] = {}  # the last round and step to which each contributed
+        self._ahead: int | None = None  # rounds less steps, by the last that was Ready
+        self._together = 1  # how many blocks a round has had of one worker, at most
+        self._dead: set[int] = set()  # lost, and it is not known yet which round the others finish with it
+        # Who was told to take part in its next round with no more than it had taken: so many blocks.
+        self._excused: dict[int, int] = {}
         self._latest = -1  # the last round for which a member is Ready
         self._waiting: dict[int, int] = {}  # who has nothing to compute with, and its next round
         self._joining: set[int] = set()  # members that have not been Ready yet, and wait for all others to be
@@ -57,7 +68,13 @@ class Dealing:
             scheduler.cut(self._in[worker][0])
             self._anew.add(worker)
         scheduler.begin(
-            worker, event.epoch, event.samples, event.batch_size, hold=event.is_last, ahead=event.ahead
+            worker,
+            event.epoch,
+            event.samples,
+            event.batch_size,
+            hold=event.is_last,
+            ahead=event.ahead,
+            early=event.skips,
         )
         self._in[worker] = (event.epoch, event.samples)
         if not self.is_used:
@@ -79,13 +96,16 @@ class Dealing:
         if not self.is_used:
             return
         worker, round_ = event.worker, event.round
-        if worker not in self._members and event.step >= self._step:
+        if worker not in self._members and (event.step >= self._step or worker not in self._leaving):
             self.has_followed(worker)
             return
         if event.blocks and not self._scheduler.contributed(worker, round_, event.blocks):
             raise ProtocolError(f"blocks {list(event.blocks)} are not worker {worker}'s any more")
         self._joining.discard(worker)
         self._offered[worker] = (round_, event.step)
+        self._ahead = round_ - event.step
+        self._together = max(self._together, len(event.blocks))
+        self._excused.pop(worker, None)
         self._waiting.pop(worker, None)
         self._latest = max(self._latest, round_)
         self._has_done(worker, round_)
@@ -100,38 +120,83 @@ class Dealing:
         if worker in self._scheduler:
             self._scheduler.retired(worker)
         self._waiting.pop(worker, None)
+        self._leaving.pop(worker, None)  # it has said all that it will ever say
+        self._last.pop(worker, None)
         self._has_done(worker, _NEVER_AGAIN)
+        self._complete()
 
-    def gone(self, worker: int) -> None:
-        """The worker is no more; what it had is for others."""
-        if worker in self._scheduler:
-            self._scheduler.lost(worker)
-        for known in (self._done, self._offered, self._waiting, self._in, self._leaving):
-            known.pop(worker, None)
-        self._joining.discard(worker)
-        self._anew.discard(worker)
-        self._curious.discard(worker)
+    def gone(self, worker: int, *, is_heard_out: bool) -> None:
+        """The worker is no more; what it had is for others.
+
+        Args:
+            worker: who.
+            is_heard_out: it has said so itself, so that nothing that it said before is missing.
+        """
+        is_asked = worker in self._members or worker in self._leaving
         self._members -= {worker}
         self._lacking.discard(worker)
+        is_done = is_heard_out or self._done.get(worker, -1) == _NEVER_AGAIN
+        if is_done or not is_asked or worker not in self._scheduler:
+            self._forget(worker)
+        elif self._leaving.get(worker) is not None:  # the others have gone on from its last round
+            self._presume(worker, self._last[worker])
+            self._forget(worker)
+        else:
+            self._dead.add(worker)
+            self._leaving.pop(worker, None)
         self._complete()
+
+    def _forget(self, worker: int) -> None:
+        if worker in self._scheduler:
+            self._scheduler.lost(worker)
+        for known in (self._done, self._offered, self._waiting, self._in, self._leaving, self._last):
+            known.pop(worker, None)
+        self._excused.pop(worker, None)
+        for some in (self._joining, self._anew, self._curious, self._dead):
+            some.discard(worker)
+
+    def _presume(self, worker: int, last: int) -> None:
+        """The worker took part in all rounds up to `last`, also where that was not heard."""
+        if worker not in self._offered or worker not in self._scheduler:
+            return
+        heard, step = self._offered[worker]
+        for round_ in range(heard + 1, min(last, self._last.get(worker, last)) + 1):
+            held = self._scheduler.held(worker)
+            blocks = min(self._together, self._excused.pop(worker, self._together))
+            self._scheduler.contributed(worker, round_, held[:blocks])
+            self._anew.add(worker)
+            self._offered[worker] = (round_, step + round_ - heard)
 
     # Groups ----------------------------------------------------------------------------------------------
 
-    def change(self, members: Iterable[int], joining: Iterable[int], step: int) -> None:
-        """From `step` on there is another group; exchanges of the one before it are finished first."""
+    def change(self, members: Iterable[int], joining: Iterable[int], step: int, ahead: int = 0) -> None:
+        """From `step` on there is another group; exchanges of the one before it are finished first.
+
+        Args:
+            members: of the new group.
+            joining: those of them that have no current state.
+            step: the first optimizer step for which it holds.
+            ahead: how many more rounds there were than steps, where no Ready has said it.
+        """
+        round_ = step + (ahead if self._ahead is None else self._ahead)
         members = frozenset(members)
         for worker in self._members - members:
             if not self.is_used:
                 continue
             self._leaving[worker] = None
-            round_, last_step = self._offered.get(worker, (-1, -1))
+            self._last[worker] = round_ - 1
+            offered, last_step = self._offered.get(worker, (-1, -1))
             if last_step >= step:
-                self._scheduler.withdrawn(worker, round_)
+                self._scheduler.withdrawn(worker, offered)
             self._scheduler.taken_all(worker)
         self._joining = set(joining)
         for worker in joining:
             self.has_followed(worker)
             self._done[worker] = -1
+            is_new = worker not in self._in  # who comes back has no gradients for its first round
+            self._offered[worker] = (round_ - is_new, step - is_new)
+        for worker in members - self._members - self._joining:
+            self._offered[worker] = (-1, -1)
         self._move(members, step)
 
     def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
@@ -140,9 +205,15 @@ class Dealing:
         self._joining.clear()
         self._next = max(self._next, round_)
         if self.is_used:
-            for before in self._scheduler.open_rounds():
-                if before < round_:
-                    self._scheduler.completed(before)
+            for worker in sorted((self._members | self._dead | self._leaving.keys()) - members):
+                self._presume(worker, round_ - 1)
+            for worker in sorted(self._dead):
+                self._forget(worker)
+            for other in self._scheduler.open_rounds():
+                if other < round_:
+                    self._scheduler.completed(other)
+                elif other > round_:  # of who has finished more than any member, and is no more
+                    self._scheduler.abandoned(other)
             again = self._scheduler.abandoned(round_)
             for worker, ids in again.items():
                 if worker in members:
@@ -160,10 +231,14 @@ class Dealing:
         for worker, since_s in self._leaving.items():
             if since_s is None:
                 self._leaving[worker] = now_s
+        for worker in sorted(self._dead & self._last.keys()):
+            self._presume(worker, self._last[worker])
+            self._forget(worker)
 
     def has_followed(self, worker: int) -> None:
         """The worker knows that no group counts on it: what it still has is for others."""
-        self._leaving.pop(worker, None)
+        for known in (self._leaving, self._last, self._offered):
+            known.pop(worker, None)
         if worker in self._scheduler and self._scheduler.revoke(worker):
             self._anew.add(worker)
         self._complete()
@@ -172,12 +247,14 @@ class Dealing:
         """Give up on those who were left out and have not been heard since."""
         for worker, since_s in list(self._leaving.items()):
             if since_s is not None and now_s - since_s > patience_s:
+                self._presume(worker, self._last[worker])
                 self.has_followed(worker)
 
     def _move(self, members: frozenset[int], step: int) -> None:
         self._members, self._step = members, step
         for worker in members:
             self._leaving.pop(worker, None)
+            self._last.pop(worker, None)
         if self.is_used:
             self._scheduler.set_members(members)
             self._reckon()
@@ -198,7 +275,8 @@ class Dealing:
 
     def _complete(self) -> None:
         """Complete the rounds that all members have finished, once all contributions have been heard."""
-        while self.is_used and self._members and not self._lacking and not self._leaving:
+        is_clear = self.is_used and self._members and not self._leaving and not self._dead
+        while is_clear and not self._lacking:
             last = min(self._done[worker] for worker in self._members)
             if last == _NEVER_AGAIN:
                 last = self._latest + 1
@@ -219,10 +297,13 @@ class Dealing:
             if blocks or over:
                 self._waiting.pop(worker, None)
         awaited = [
-            worker for worker, round_ in self._waiting.items() if round_ <= self._latest or self._joining
+            worker
+            for worker, round_ in self._waiting.items()
+            if round_ <= self._latest or self._joining or self._scheduler.taken_count(worker)
         ]
         for worker in awaited:
             del self._waiting[worker]
+            self._excused[worker] = self._scheduler.taken_count(worker)
         told = sorted({*dealt, *awaited, *self._anew, *self._curious})
         deals = [
             self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
@@ -236,7 +317,7 @@ class Dealing:
     def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
         epoch, samples = self._in[worker]
         is_open = epoch in self._scheduler.unfinished()
-        reasons = ["the others wait"] * is_awaited
+        reasons = ["there is nothing for it, and others wait"] * is_awaited
         reasons += ["what it had is not its own any more"] * (worker in self._anew)
         reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
         return Deal(
@@ -259,15 +340,22 @@ class Dealing:
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
             "leaving": [list(one) for one in self._leaving.items()],
+            "last": [list(one) for one in self._last.items()],
             "step": self._step,
             "done": [list(one) for one in self._done.items()],
             "next": self._next,
             "lacking": sorted(self._lacking),
             "offered": [[worker, *one] for worker, one in self._offered.items()],
+            "ahead": self._ahead,
+            "together": self._together,
+            "dead": sorted(self._dead),
+            "excused": [list(one) for one in self._excused.items()],
             "latest": self._latest,
             "waiting": [list(one) for one in self._waiting.items()],
             "joining": sorted(self._joining),
             "in": [[worker, *one] for worker, one in self._in.items()],
+            "anew": sorted(self._anew),
+            "curious": sorted(self._curious),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,10 +364,14 @@ class Dealing:
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = frozenset(state["members"])
         self._leaving = dict(state["leaving"])
+        self._last = dict(state["last"])
         self._step, self._next, self._latest = state["step"], state["next"], state["latest"]
         self._done = dict(state["done"])
         self._lacking = set(state["lacking"])
         self._offered = {worker: (round_, step) for worker, round_, step in state["offered"]}
+        self._ahead, self._together = state["ahead"], state["together"]
+        self._dead, self._excused = set(state["dead"]), dict(state["excused"])
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        self._anew, self._curious = set(state["anew"]), set(state["curious"])

@@ -439,7 +439,7 @@ class PartialGroups:
             raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
         del self._workers[event.worker]
         self._gone.add(event.worker)
-        self._dealing.gone(event.worker)
+        self._dealing.gone(event.worker, is_heard_out=not isinstance(event, Lost))
         self._is_settled = False
         for verdict in self._classifier.remove(event.worker):
             self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
@@ -670,7 +670,8 @@ class PartialGroups:
         reason = self._reason(set(members) ^ set(self._members)) or "all have answered"
         self._move(answers, tuple(members), joining, now_s)
         group = self._group(step=step, joining=joining, reason=reason)
-        self._dealing.change(self._members, joining, step)
+        ahead = min(answer.round - answer.step for answer in answers if answer.has_state)
+        self._dealing.change(self._members, joining, step, ahead)
         return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
     def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:
@@ -716,7 +717,9 @@ class PartialGroups:
             self._workers[worker].can_join = self._workers[worker].is_late = False
         for worker in joining:
             self._workers[worker].round = -1
-        self._left_after.clear()
+        self._left_after = {  # who has finished takes no part in what comes after, as a member too
+            worker: steps for worker, steps in self._left_after.items() if worker in members
+        }
         self._passed.clear()
         used = max(answer.exchange_id for answer in answers)
         self._exchange_id = max(used, self._exchange_id) + _EXCHANGES_IN_A_STEP_MAX

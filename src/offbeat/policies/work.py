@@ -157,6 +157,15 @@ class WorkScheduler:
         """Return the open epochs, ascending."""
         return tuple(self._epochs)
 
+    def held(self, worker: int) -> tuple[int, ...]:
+        """Return the ids of the blocks that a worker has and has not contributed, in the order of use."""
+        one = self._known(worker)
+        return (*one.taken, *one.untaken)
+
+    def taken_count(self, worker: int) -> int:
+        """Return how many of these are known to be taken; 0 where nothing is known of the worker."""
+        return len(self._workers[worker].taken) if worker in self._workers else 0
+
     def holders(self, epoch: int) -> tuple[int, ...]:
         """Who has blocks of the epoch, those contributed to open rounds left out; takes time O(workers)."""
         return tuple(
@@ -168,7 +177,15 @@ class WorkScheduler:
     # Telling ---------------------------------------------------------------------------------------------
 
     def begin(
-        self, worker: int, epoch: int, samples: int, batch_size: int, hold: bool = False, ahead: int = 0
+        self,
+        worker: int,
+        epoch: int,
+        samples: int,
+        batch_size: int,
+        hold: bool = False,
+        ahead: int = 0,
+        *,
+        early: bool = False,
     ) -> None:
         """Say that a worker is in an epoch from now on; the first to be in it opens it.
 
@@ -181,12 +198,13 @@ class WorkScheduler:
             hold: tell the worker that its epoch is over only when every position is used. For the last
                 epoch: else the blocks of who dies at the very end would find nobody.
             ahead: untaken blocks that the worker can use at once, if they are more than all others'.
+            early: it has not waited to be told that the epoch before is over.
 
         Raises:
             ProtocolError: other values than who opened the epoch has, an epoch out of turn, or one
-                `epochs_open_max` after one that is not finished.
+                that nobody has begun `epochs_open_max` after one that is not finished, unless `early`.
         """
-        self._check_begin(worker, epoch, samples, batch_size)
+        self._check_begin(worker, epoch, samples, batch_size, early)
         if self._first is None:
             self._first = self._next = epoch
         if epoch == self._next:
@@ -565,9 +583,7 @@ class WorkScheduler:
         oldest = next(iter(self._epochs), self._next)
         if oldest > epoch:
             return True
-        # Who has taken blocks and asks for more has none left to contribute them with: its loop goes on.
-        is_held = one.hold and not one.taken
-        return worker in self._members and not is_held and epoch + 1 < oldest + self._epochs_open_max
+        return worker in self._members and not one.hold and epoch + 1 < oldest + self._epochs_open_max
 
     def _rounds_of_the_others(self) -> int:
         """The level of one that has no block: who enters there gets as many as the others have."""
@@ -715,7 +731,7 @@ class WorkScheduler:
 
     # Refusing --------------------------------------------------------------------------------------------
 
-    def _check_begin(self, worker: int, epoch: int, samples: int, batch_size: int) -> None:
+    def _check_begin(self, worker: int, epoch: int, samples: int, batch_size: int, early: bool) -> None:
         said = f"worker {worker} begins epoch {epoch} with {samples} samples in batches of {batch_size}"
         if samples < 1 or batch_size < 1:
             raise ProtocolError(f"expected at least 1 sample in batches of at least 1, {said}")
@@ -732,7 +748,7 @@ class WorkScheduler:
                 f"{opened.batch_size}, {said}: give every worker the same data set and batch size"
             )
         oldest = next(iter(self._epochs), epoch)
-        if epoch >= oldest + self._epochs_open_max:
+        if epoch >= max(oldest + self._epochs_open_max, self._next) and not early:
             raise ProtocolError(
                 f"expected epoch {oldest} to be finished first, {said}: use each epoch to its end"
             )

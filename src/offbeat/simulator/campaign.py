@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.policies import Policy
@@ -16,6 +16,7 @@ from offbeat.policies.partial import PartialGroups
 from offbeat.policies.slowness import Burst, EpochPart, SlowRule
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, spell
+from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.replicas import History, LeastSquares, Problem
 from offbeat.simulator.times import Bursty, ComputeTimes, Constant, Drifting, HeavyTailed, Jittered
@@ -49,7 +50,8 @@ class Case:
 
     def __str__(self) -> str:
         faults = " ".join(spell(fault) for fault in self.setting.faults) or "no faults"
-        return f"{self.setting.world} workers, {faults}"
+        samples = "" if self.setting.samples is None else f", {self.setting.samples}"
+        return f"{self.setting.world} workers, {faults}{samples}"
 
 
 def case(seed: int) -> Case:
@@ -60,6 +62,7 @@ def case(seed: int) -> Case:
     faults = sorted(_faults(chance, world, lost_after_s), key=lambda fault: fault.at_s)
     ends_s = max((fault.at_s + getattr(fault, "length_s", 0.0) for fault in faults), default=0.0)
     has_end = chance.random() < 0.4
+    samples = _samples(random.Random(f"samples {seed}"), world, has_end=has_end)
     steps_per_epoch = chance.randint(8, 60)
     setting = Setting(
         world=world,
@@ -81,6 +84,8 @@ def case(seed: int) -> Case:
         stuck_after_s=_STUCK_S,
         seed=seed,
     )
+    if samples is not None:
+        setting = replace(setting, samples=samples, steps=None, rounds_per_step=1)
     arguments: dict[str, Any] = {
         "detector": {"n_profile": chance.choice([2, 5]), "limit": chance.choice([3, 10])},
         "monitor": chance.choice(["continuous", "continuous", "epoch_window"]),
@@ -101,6 +106,20 @@ def _times(chance: random.Random) -> ComputeTimes:
         lambda: HeavyTailed(mean_s=_BATCHES_S),
     ]
     return chance.choice(kinds)()
+
+
+def _samples(chance: random.Random, world: int, *, has_end: bool) -> Samples | None:
+    if chance.random() < 0.5:
+        return None
+    batch_size = chance.randint(1, 6)
+    return Samples(
+        count=chance.choice([chance.randint(1, 3 * world), chance.randint(1, 30 * world)]) * batch_size
+        + chance.randrange(batch_size),
+        batch_size=batch_size,
+        epochs=chance.randint(1, 5) if has_end or chance.random() < 0.5 else None,
+        batches_per_round=chance.choice([1, 1, 1, 2, 3]),
+        breaks_off_after=chance.choice([None, None, None, None, chance.randint(1, 8)]),
+    )
 
 
 def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
@@ -189,7 +208,8 @@ def check(this: Case, cluster: Cluster) -> None:
     for one in left:
         if not cluster.problem.same(one.state, left[0].state):
             cluster.violated(f"workers {left[0].worker} and {one.worker} ended with different states")
-    if this.setting.steps is not None:
+    samples = this.setting.samples
+    if this.setting.steps is not None or (samples is not None and samples.epochs is not None):
         if alive and now_s - cluster.progress_s > _STUCK_S / 2:
             doing = ", ".join(f"{one.worker} {one.doing}" for one in alive)
             cluster.violated(f"the job does not end: {doing}")

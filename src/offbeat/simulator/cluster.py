@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
@@ -32,14 +33,16 @@ from offbeat.events import (
 from offbeat.policies import Policy, decide
 from offbeat.policies.lockstep import Lockstep
 from offbeat.policies.slowness import Slowness, SlowRule
+from offbeat.policies.work import WorkScheduler
 from offbeat.simulator.cohort import Cohort
 from offbeat.simulator.engine import Engine
 from offbeat.simulator.exchange import Exchange
 from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, check
+from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import History, Problem
+from offbeat.simulator.replicas import History, Problem, Uses
 from offbeat.simulator.times import ComputeTimes, Constant, Stopwatch
-from offbeat.simulator.worker import SimulatedWorker
+from offbeat.simulator.worker import Parcel, SimulatedWorker
 
 _NEVER = 10**18
 
@@ -56,7 +59,8 @@ class Setting:
         world: workers at the start.
         steps: after how many each worker leaves, None for never.
         until_s: the virtual time at which the run ends at the latest.
-        steps_per_epoch: of each worker.
+        steps_per_epoch: of each worker; where samples are dealt, it follows from them.
+        samples: what is dealt to the workers; None where nothing is, and time is all that passes.
         rounds_per_step: exchanges in a step (gradient accumulation).
         times: the model of compute time.
         slow: who is slowed on top.
@@ -75,6 +79,7 @@ class Setting:
     steps: int | None = None
     until_s: float = math.inf
     steps_per_epoch: int = 100
+    samples: Samples | None = None
     rounds_per_step: int = 1
     times: ComputeTimes = field(default_factory=Constant)
     slow: tuple[SlowRule, ...] = ()
@@ -94,7 +99,10 @@ class Setting:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least 1 step, got {self.steps}")
-        if self.steps is None and self.until_s == math.inf:
+        if self.samples is not None and (self.steps is not None or self.rounds_per_step > 1):
+            raise ValueError("expected epochs instead of steps, and a round a step, where samples are dealt")
+        has_end = self.steps is not None or (self.samples is not None and self.samples.epochs is not None)
+        if not has_end and self.until_s == math.inf:
             raise ValueError("expected steps or until_s, got neither: the run would not end")
         if self.size_bytes < 0:
             raise ValueError(f"expected a size of at least 0 bytes, got {self.size_bytes}")
@@ -114,6 +122,7 @@ class Cluster:
     Attributes:
         log: every event with its answers.
         stopped: the Stop that ended the job, if one did.
+        is_dismissed: the job has come to its end.
         progress_s: when somebody last finished a step, or earlier while there is a cohort.
         cohort: the members, while all that they do is known beforehand.
         heard: workers whose last Ready the coordinator has heard although they are only about to say it.
@@ -133,18 +142,25 @@ class Cluster:
         self.engine = Engine()
         self.chance = random.Random(f"cluster {setting.seed}")
         self.problem: Problem = problem or History()
+        samples = setting.samples
+        if samples is not None:
+            self.problem = Uses(self.problem)
         self.network, self.world = setting.network, setting.world
         self.steps = setting.steps if setting.steps is not None else _NEVER
         self.steps_per_epoch, self.rounds_per_step = setting.steps_per_epoch, setting.rounds_per_step
+        if samples is not None:
+            self.steps_per_epoch = -(-samples.count // (samples.batch_size * setting.world))
         self.size_bytes, self.apply_s = setting.size_bytes, setting.apply_s
         self.exchanges: dict[int, Exchange] = {}
         self.cohort = Cohort(self)
         self.heard: frozenset[int] = frozenset()
-        self._is_quick = not one_by_one and setting.rounds_per_step == 1 and not setting.apply_s
+        is_plain = setting.rounds_per_step == 1 and not setting.apply_s and samples is None
+        self._is_quick = not one_by_one and is_plain
         self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.changed_s = 0.0
         self.stopped: Stop | None = None
+        self.is_dismissed = False
         self.log: list[tuple[Event, tuple[Action, ...]]] = []
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
@@ -159,6 +175,10 @@ class Cluster:
         self.behind_s = 0.0  # the coordinator's clock goes on where its log ended
         self._present: set[int] = set()
         self._gone: set[int] = set()
+        self._away: set[int] = set()  # who hung when a coordinator came back
+        # Where samples are dealt: of how many events of each worker the log knows, and what each was told.
+        self._recorded: Counter[int] = Counter()
+        self._told: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
         self._said: list[Action] = []  # the last Start, Group and Halt
         self._slowness = (
             Slowness(setting.slow, workers=setting.world, seed=setting.seed) if setting.slow else None
@@ -184,6 +204,8 @@ class Cluster:
         self.cohort.dissolve()
         if self._alive:
             engine.run(engine.now_s)  # of this very time, what members do on their own
+        if setting.samples is not None:
+            self._check_uses(setting.samples)
 
     @property
     def workers(self) -> dict[int, SimulatedWorker]:
@@ -253,6 +275,8 @@ class Cluster:
         """Sends an event to the coordinator."""
         at_s = max(worker.up_s, self.engine.now_s + self.network.latency_s)
         worker.up_s = at_s
+        if worker.loop is not None:
+            worker.told.append(event)
         self.bring(worker.worker, event, at_s)
 
     def tell_ready(
@@ -291,16 +315,27 @@ class Cluster:
         worker, incarnation, event = message
         if incarnation != self._incarnation or self._is_down:
             return
+        if self.setting.samples is not None:
+            told, recorded = self._workers[worker].told, self._recorded[worker]
+            if recorded == len(told) or event is not told[recorded]:
+                return  # it has been heard, or what comes before it has not
+            self._recorded[worker] += 1
         if type(event) is Joined:
             if worker in self._present:
                 return
-            if self.stopped is not None:
+            if self.stopped is not None or self.is_dismissed:
                 self.workers[worker].end()
                 return
             self._present.add(worker)
-        elif worker not in self._present:
-            return
-        self.ask(event)
+            self.ask(event)
+        elif worker in self._present:
+            self.ask(event)
+        if type(event) is Left and self.setting.samples is not None:
+            self._durable = len(self.log)
+            self.engine.at(self.engine.now_s + self.network.latency_s, self._let_go, worker)
+
+    def _let_go(self, worker: int) -> None:
+        self._workers[worker].end()
 
     def ask(self, event: Event) -> bool:
         """Asks the policies about an event, and sends what they answer; returns whether they do."""
@@ -333,7 +368,9 @@ class Cluster:
                 case Deal():
                     self._send(action.worker, (action,))
                     continue
-                case Start() | EpochEnded() | Dismiss():
+                case Dismiss():
+                    self.is_dismissed = True
+                case Start() | EpochEnded():
                     pass
                 case _:
                     assert_never(action)
@@ -348,17 +385,29 @@ class Cluster:
         self._said = [one for one in self._said if type(one) is not type(action)] + [action]
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
+        number = 0
+        if self.setting.samples is not None:
+            number = len(self._told[worker])
+            self._told[worker].append(actions)
+        self._carry(worker, number, actions)
+
+    def _carry(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         one = self._workers[worker]
         one.down_s = max(one.down_s, self.engine.now_s + self.network.latency_s)
-        self.engine.at(one.down_s, self._deliver, (one, self._incarnation, actions))
+        self.engine.at(one.down_s, self._deliver, (one, self._incarnation, number, actions))
 
-    def _deliver(self, message: tuple[SimulatedWorker, int, tuple[Action, ...]]) -> None:
-        worker, incarnation, actions = message
+    def _deliver(self, message: tuple[SimulatedWorker, int, int, tuple[Action, ...]]) -> None:
+        worker, incarnation, number, actions = message
         if worker.worker in self.cohort and all(isinstance(action, EpochEnded) for action in actions):
             return  # which members do not heed
         self.cohort.dissolve()
-        if incarnation == self._incarnation and worker.is_alive:
-            worker.hear(actions)
+        if incarnation != self._incarnation or not worker.is_alive:
+            return
+        if worker.loop is not None:
+            if number != worker.heard:
+                return  # it has been heard, or what comes before it has not
+            worker.heard += 1
+        worker.hear(actions)
 
     # What must hold ------------------------------------------------------------------------------------
 
@@ -380,13 +429,59 @@ class Cluster:
             return
         group = self.groups[-1][1]
         for worker in sorted(self._present.intersection(group.members)):
-            if self.workers[worker].is_alive and self._workers[worker].follower.is_member:
+            one = self.workers[worker]
+            if one.is_alive and one.follower.is_member and not one.has_left:
                 self.violated(f"worker {worker} has the state, and the job is stopped: {stop.reason}")
 
     def _check_halt(self, halt: Halt) -> None:
         last = max([one.generation for one in self._said if isinstance(one, Halt | Group)], default=-1)
         if halt.generation <= last:
             self.violated(f"a Halt for generation {halt.generation} follows generation {last}")
+
+    def _check_uses(self, samples: Samples) -> None:
+        """See that no sample was used twice, and in a job that ended well each one once."""
+        assert isinstance(self.problem, Uses)
+        workers = self._workers.values()
+        for one in workers:
+            if one.state is not None:
+                for (epoch, position), count in self.problem.uses(one.state).items():
+                    if count > 1:
+                        self.violated(
+                            f"worker {one.worker} has position {position} of epoch {epoch} {count} times"
+                        )
+        members = self.groups[-1][1].members if self.groups else ()
+        if self.is_dismissed:
+            final = [one for one in workers if one.has_left and not one.is_leaving]
+        else:
+            final = [one for one in workers if one.worker in members and one.follower.is_member]
+            final = [one for one in final if one.is_alive and not one.is_hung]
+        if self.stopped is not None or not final or samples.breaks_off_after is not None:
+            return
+        uses = self.problem.uses(max(final, key=lambda one: one.follower.round).state)
+        for policy in self.policies:
+            state = policy.state_dict()
+            if "dealing" in state:
+                scheduler = WorkScheduler()
+                scheduler.load_state_dict(state["dealing"]["scheduler"])
+                self._check_scheduler(samples, scheduler, uses)
+
+    def _check_scheduler(
+        self, samples: Samples, scheduler: WorkScheduler, uses: Counter[tuple[int, int]]
+    ) -> None:
+        """See that what the scheduler says is what replicas went through, and at the end everything."""
+        of_epoch = Counter(epoch for epoch, _ in uses)
+        epoch = 0
+        while scheduler.finished(epoch):
+            if of_epoch[epoch] != samples.count:
+                self.violated(f"epoch {epoch} is finished with {of_epoch[epoch]} of {samples.count} samples")
+            epoch += 1
+        for epoch in scheduler.unfinished():
+            if scheduler.used(epoch) > of_epoch[epoch]:
+                self.violated(
+                    f"{scheduler.used(epoch)} samples of epoch {epoch} count as used, {of_epoch[epoch]} were"
+                )
+        if self.is_dismissed and epoch != samples.epochs:
+            self.violated(f"the job has ended with {epoch} of {samples.epochs} epochs finished")
 
     # Exchanges -----------------------------------------------------------------------------------------
 
@@ -421,14 +516,12 @@ class Cluster:
             if cut <= set(exchange.group.members):
                 exchange.block(cut)
 
-    def send_state(
-        self, donor: SimulatedWorker, joiner: int, place: int, parcel: tuple[int, Any, int]
-    ) -> None:
+    def send_state(self, donor: SimulatedWorker, joiner: int, place: int, parcel: Parcel) -> None:
         """Sends a donor's state to the `place`-th of those who join."""
         transfer_s = self.network.transfer_s(3 * self.size_bytes)
         self.engine.at(self.engine.now_s + (place + 1) * transfer_s, self._bring, (donor, joiner, parcel))
 
-    def _bring(self, message: tuple[SimulatedWorker, int, tuple[int, Any, int]]) -> None:
+    def _bring(self, message: tuple[SimulatedWorker, int, Parcel]) -> None:
         donor, joiner, parcel = message
         self.cohort.dissolve()
         if not (donor.is_alive or donor.has_left) or not self._workers[joiner].is_alive:
@@ -500,18 +593,16 @@ class Cluster:
         if fault.length_s >= self.setting.lost_after_s:
             lost = (fault.worker, f"nothing was heard of it for {self.setting.lost_after_s:g} s")
             self.engine.at(now_s + self.setting.lost_after_s, self._lose, lost)
-        self.engine.at(now_s + fault.length_s, self._resume, (one, self._incarnation))
+        self.engine.at(now_s + fault.length_s, self._resume, one)
 
-    def _resume(self, hung: tuple[SimulatedWorker, int]) -> None:
-        one, incarnation = hung
+    def _resume(self, one: SimulatedWorker) -> None:
         del self._hung_until_s[one.worker]
         if not one.is_alive:
             return
         one.resume(tensors_first=self.chance.random() < 0.5)
         if one.worker in self._gone:
             one.end()
-
-        elif incarnation != self._incarnation and not self._is_down:
+        elif one.worker in self._away and not self._is_down:
             self._reconnect(one)
 
     def _cut(self, fault: Cut) -> None:
@@ -559,6 +650,7 @@ class Cluster:
             for action in actions:
                 self._remember(action)
         events = [event for event, _ in self.log]
+        self._recorded = Counter(getattr(event, "worker", -1) for event in events if type(event) is not Lost)
         joined = {event.worker for event in events if isinstance(event, Joined)}
         self._present = joined - {event.worker for event in events if isinstance(event, Lost | Left)}
         last_s = self.log[-1][0].now_s if self.log else 0.0
@@ -570,6 +662,7 @@ class Cluster:
             elif not one.is_hung:
                 self._reconnect(one)
             else:
+                self._away.add(worker)
                 self.engine.at(self.engine.now_s + self.setting.lost_after_s, self._miss, one)
 
     def _miss(self, one: SimulatedWorker) -> None:
@@ -577,6 +670,10 @@ class Cluster:
             self._lose((one.worker, "it did not connect again"))
 
     def _reconnect(self, one: SimulatedWorker) -> None:
+        self._away.discard(one.worker)
+        if one.loop is not None:
+            self._say_what_was_missed(one)
+            return
         has_joined = any(isinstance(event, Joined) and event.worker == one.worker for event, _ in self.log)
         one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
         if not has_joined:
@@ -587,3 +684,15 @@ class Cluster:
         for event in (one.last_ready, one.last_halted, one.last_finished):
             if event is not None:
                 self.tell(one, replace(event, now_s=self.arrival_s(one)))
+
+    def _say_what_was_missed(self, one: SimulatedWorker) -> None:
+        """As the runtime does: each event is recorded once and each action heard once, in order."""
+        one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
+        if not self._recorded[one.worker]:
+            self._present.discard(one.worker)
+        missed, one.told = one.told, one.told[: self._recorded[one.worker]]
+        for event in missed[len(one.told) :]:
+            self.tell(one, replace(event, now_s=self.arrival_s(one)))
+        told = self._told[one.worker]
+        for number in range(one.heard, len(told)):
+            self._carry(one.worker, number, told[number])

@@ -5,11 +5,14 @@ Nothing here knows of groups or time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+
+from offbeat.events import Block
 
 State = Any
 Gradient = Any
@@ -21,8 +24,8 @@ class Problem(Protocol):
     def begin(self) -> State:
         """Return the state before the first step."""
 
-    def gradient(self, state: State, worker: int, iteration: int) -> Gradient:
-        """Return a worker's gradient in its `iteration`-th computation."""
+    def gradient(self, state: State, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Gradient:
+        """Return a worker's gradient in its `iteration`-th computation, of the blocks that it was dealt."""
 
     def gradients(self, state: State, workers: Sequence[int], iterations: Iterable[int]) -> list[Gradient]:
         """Return the gradients of many workers, each in its own `iterations`-th computation."""
@@ -44,7 +47,7 @@ class History:
         """See `Problem.begin`."""
         return 0
 
-    def gradient(self, state: int, worker: int, iteration: int) -> int:
+    def gradient(self, state: int, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> int:
         """See `Problem.gradient`."""
         return 0
 
@@ -92,7 +95,7 @@ class LeastSquares:
         zeros = np.zeros_like(self.solution)
         return _Momentum(zeros, zeros)
 
-    def gradient(self, state: _Momentum, worker: int, iteration: int) -> Any:
+    def gradient(self, state: _Momentum, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Any:
         """See `Problem.gradient`."""
         batch = np.random.default_rng([self._seed, worker, iteration]).integers(0, 256, 16)
         x = self._x[batch]
@@ -117,3 +120,64 @@ class LeastSquares:
         return bool(
             np.array_equal(one.parameters, other.parameters) and np.array_equal(one.velocity, other.velocity)
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Share:
+    gradient: Any
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Past:
+    state: Any
+    blocks: tuple[Block, ...] = ()  # whose gradients were in the last mean
+    before: _Past | None = None
+
+
+class Uses:
+    """Another problem, whose states also know which dealt blocks each mean contained that made them.
+
+    Args:
+        problem: the other one; its gradients do not depend on the blocks.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def uses(self, state: _Past) -> Counter[tuple[int, int]]:
+        """Return how often each (epoch, position) was in a mean that made the state."""
+        counter: Counter[tuple[int, int]] = Counter()
+        past: _Past | None = state
+        while past is not None:
+            for block in past.blocks:
+                for start, stop in block.ranges:
+                    counter.update((block.epoch, position) for position in range(start, stop))
+            past = past.before
+        return counter
+
+    def begin(self) -> _Past:
+        """See `Problem.begin`."""
+        return _Past(self.problem.begin())
+
+    def gradient(self, state: _Past, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> _Share:
+        """See `Problem.gradient`."""
+        return _Share(self.problem.gradient(state.state, worker, iteration), blocks)
+
+    def gradients(self, state: _Past, workers: Sequence[int], iterations: Iterable[int]) -> list[_Share]:
+        """See `Problem.gradients`."""
+        return [_Share(one, ()) for one in self.problem.gradients(state.state, workers, iterations)]
+
+    def mean(self, gradients: Sequence[_Share], weights: Sequence[float], exchange_id: int) -> _Share:
+        """See `Problem.mean`; what has no weight is not in it."""
+        mean = self.problem.mean([one.gradient for one in gradients], weights, exchange_id)
+        counted = [one for one, weight in zip(gradients, weights, strict=True) if weight]
+        return _Share(mean, tuple(block for one in counted for block in one.blocks))
+
+    def step(self, state: _Past, mean: _Share) -> _Past:
+        """See `Problem.step`."""
+        return _Past(self.problem.step(state.state, mean.gradient), mean.blocks, state)
+
+    def same(self, one: _Past, other: _Past) -> bool:
+        """See `Problem.same`."""
+        return self.problem.same(one.state, other.state)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.events import (
     Action,
+    Deal,
     Dismiss,
     EpochEnded,
+    Event,
     Finished,
     Group,
     Halt,
@@ -23,8 +26,10 @@ from offbeat.events import (
     Refuse,
     Start,
     Stop,
+    Wants,
 )
 from offbeat.policies.follower import Follower, Turn
+from offbeat.simulator.loop import Loop, Next
 from offbeat.simulator.times import Stopwatch
 
 if TYPE_CHECKING:
@@ -33,6 +38,16 @@ if TYPE_CHECKING:
 
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
 WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "taking", "meeting", "finished", "ended"
+WANTING, LEAVING = "wanting samples", "leaving"
+
+
+class Parcel(NamedTuple):
+    """What a donor sends to those who join."""
+
+    generation: int
+    state: Any
+    round: int
+    epoch: int
 
 
 class SimulatedWorker:
@@ -41,12 +56,16 @@ class SimulatedWorker:
     Attributes:
         doing: one of the words above.
         state: the replica; None in a newcomer that has taken none yet.
-        weight: 0 where the gradients are of other parameters than those of the group, else 1.
+        weight: 0 where the gradients are of other parameters than those of the group, else 1, or batches
+            where samples are dealt.
         outside: how often it has computed since it last took part.
         steps_taken: optimizer steps that it took as a member.
         active_s: when it last had gradients or took a step.
         computed: how many gradients it has computed.
         stopwatch: how long it takes for them.
+        loop: its way through the samples, None where none are dealt.
+        told: what it has said to the coordinator, where samples are dealt.
+        heard: how many messages of the coordinator have reached it.
     """
 
     def __init__(self, cluster: Cluster, worker: int, stopwatch: Stopwatch, *, is_new: bool) -> None:
@@ -71,13 +90,17 @@ class SimulatedWorker:
         self._is_dismissed = False
         self._is_new = is_new
         self.stopwatch = stopwatch
+        samples = cluster.setting.samples
+        self.loop = None if samples is None else Loop(samples, self.follower, self._tell_wants)
+        self.told: list[Event] = []
+        self.heard = 0
         self._means: list[Any] = []  # of the rounds of the step under way
         self.computed = 0
         self._compute_s = 0.0
         self._busy_until_s = 0.0
         self._busy = 0  # counts what it was busy with; who comes back with an older number comes too late
         self._given: Group | None = None  # the last group to whose newcomers it gave its state
-        self._received: tuple[int, Any, int] | None = None
+        self._received: Parcel | None = None
         self._queue: deque[tuple[bool, Callable[[Any], None], Any]] = deque()
 
     @property
@@ -117,32 +140,41 @@ class SimulatedWorker:
         for action in actions:
             if self.doing == ENDED:
                 return
-            match action:
-                case Start():
-                    self.has_heard_start = True
-                case Halt():
-                    self._hear_halt(action)
-                case Group():
-                    self.follower.hear_group(action)
-                    self._give()
-                    if self.doing == MEETING and self.state is not None:
-                        self._compute()
-                    elif self.doing in (WAITING, TAKING, MEETING):
-                        self._go_on()
-                case EpochEnded():
-                    self._end_epoch(action.epoch)
-                case Dismiss():
-                    self._is_dismissed = True
-                    self._leave()
-                case Stop() | Refuse():
-                    self.end()
+            self._hear_one(action)
+        if self.doing == WANTING:
+            self._compute()
 
-    def receive(self, parcel: tuple[int, Any, int]) -> None:
-        """A donor's state has come: generation, state and round."""
+    def _hear_one(self, action: Action) -> None:
+        match action:
+            case Start():
+                self.has_heard_start = True
+            case Halt():
+                self._hear_halt(action)
+            case Group():
+                self.follower.hear_group(action)
+                if self.doing != WANTING:  # it has its hands free only in an exchange
+                    self._give()
+                if self.doing == MEETING and self.state is not None:
+                    self._compute()
+                elif self.doing in (WAITING, TAKING, MEETING):
+                    self._go_on()
+            case EpochEnded():
+                self._end_epoch(action.epoch)
+            case Deal():
+                if self.loop is not None:
+                    self.loop.hear(action)
+            case Dismiss():
+                self._is_dismissed = True
+                self._leave()
+            case Stop() | Refuse():
+                self.end()
+
+    def receive(self, parcel: Parcel) -> None:
+        """A donor's state has come."""
         if self.is_hung:
             self._queue.append((True, self.receive, parcel))
             return
-        if self._received is None or self._received[0] < parcel[0]:
+        if self._received is None or self._received.generation < parcel.generation:
             self._received = parcel
         if self._is_dismissed:
             self._leave()
@@ -186,11 +218,11 @@ class SimulatedWorker:
         self._queue.clear()
         if tensors_first:
             queue.sort(key=lambda one: not one[0])
-        before = self._busy
+        before, exchange = self._busy, self.exchange
         for _, call, argument in queue:
             call(argument)
-        if self.exchange is not None:
-            self.exchange.unblock(self)
+        if exchange is not None:  # also where its own end of it was in the queue
+            exchange.unblock(self)
         if self._busy == before and self.doing in (COMPUTING, APPLYING):
             self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
 
@@ -238,7 +270,6 @@ class SimulatedWorker:
         self.state, self.gradient = state, gradient
         self.steps_taken += rounds
         self.computed += rounds
-        self._compute_s = ready.compute_s
         self.active_s = self._busy_until_s = done_s
         self.up_s = done_s + self.cluster.network.latency_s
         self.last_ready = ready
@@ -247,12 +278,24 @@ class SimulatedWorker:
 
     def _compute(self) -> None:
         cluster = self.cluster
+        if self.loop is not None:
+            following = self.loop.next()
+            if following is Next.WAIT:
+                self.doing = WANTING
+                return
+            if following is Next.OVER:
+                self._finish(self.loop.epoch - 1)
+                return
+            if following is Next.ROUND:
+                self._say_ready()
+                return
         self.doing = COMPUTING
         step = self.follower.step + self.outside
         epoch, step_in_epoch = divmod(step, cluster.steps_per_epoch)
-        self._compute_s = compute_s = self.stopwatch.next_s(
-            epoch, step_in_epoch, cluster.steps_per_epoch, step
-        )
+        if self.loop is not None:
+            epoch, step_in_epoch = self.loop.epoch, int(self.loop.share * cluster.steps_per_epoch)
+        compute_s = self.stopwatch.next_s(epoch, step_in_epoch, cluster.steps_per_epoch, step)
+        self._compute_s += compute_s
         self._be_busy(compute_s)
 
     def _be_busy(self, for_s: float) -> None:
@@ -267,20 +310,43 @@ class SimulatedWorker:
         if self.doing == APPLYING:
             self._apply()
             return
-        cluster, follower = self.cluster, self.follower
-        self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed)
         self.computed += 1
+        if self.loop is None or self.loop.computed():
+            self._say_ready()
+        else:
+            self._compute()
+
+    def _say_ready(self) -> None:
+        cluster, follower, loop = self.cluster, self.follower, self.loop
         self.active_s = cluster.engine.now_s
         self.weight = 1.0
-        cluster.tell_ready(
-            self,
-            follower.generation,
-            (follower.step + self.outside) // cluster.steps_per_epoch,
-            follower.step,
-            follower.round,
-            self._compute_s,
-        )
+        if loop is None:
+            self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed - 1)
+            epoch = (follower.step + self.outside) // cluster.steps_per_epoch
+            cluster.tell_ready(
+                self, follower.generation, epoch, follower.step, follower.round, self._compute_s
+            )
+        else:
+            self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed - 1, loop.blocks)
+            samples = sum(block.samples for block in loop.blocks)
+            self.weight = samples / loop.samples.batch_size
+            self.last_ready = Ready(
+                now_s=cluster.arrival_s(self),
+                worker=self.worker,
+                generation=follower.generation,
+                epoch=loop.epoch,
+                step=follower.step,
+                round=follower.round,
+                compute_s=self._compute_s,
+                samples=samples,
+                blocks=loop.contribute(),
+            )
+            cluster.tell(self, self.last_ready)
+        self._compute_s = 0.0
         self._go_on()
+
+    def _tell_wants(self, wants: Wants) -> None:
+        self.cluster.tell(self, replace(wants, now_s=self.cluster.arrival_s(self)))
 
     def _go_on(self) -> None:
         """Asks the follower what to do with the gradients, or, in a newcomer, whether to take a state."""
@@ -306,16 +372,17 @@ class SimulatedWorker:
 
     def _take(self) -> None:
         received, follower = self._received, self.follower
-        if received is None or follower.group is None or received[0] != follower.group.generation:
+        if received is None or follower.group is None or received.generation != follower.group.generation:
             self.doing = TAKING
             return
-        _, self.state, round_ = received
-        self._received = None
-        follower.take(round=round_)
+        self.state, self._received = received.state, None
+        follower.take(round=received.round)
         self.weight = 0.0
         self.outside = 0
         self._means.clear()
         if self.gradient is None:  # a newcomer
+            if self.loop is not None:
+                self.loop.begin_at(received.epoch)
             self._compute()
         else:
             self._go_on()
@@ -335,38 +402,49 @@ class SimulatedWorker:
     def _count_step(self) -> None:
         """Computes the next step, unless this worker is through."""
         cluster, follower = self.cluster, self.follower
+        if self.loop is not None:
+            self.loop.end_round()
         if self.is_leaving or (cluster.lockstep and follower.step >= cluster.steps):
             self._say_left()
         elif follower.step + self.outside >= cluster.steps:
-            self.doing = FINISHED
-            epoch = (follower.step + self.outside - 1) // cluster.steps_per_epoch
-            self.last_finished = Finished(
-                now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=follower.step
-            )
-            cluster.tell(self, self.last_finished)
+            self._finish((follower.step + self.outside - 1) // cluster.steps_per_epoch)
         else:
             self._compute()
+
+    def _finish(self, epoch: int) -> None:
+        cluster = self.cluster
+        self.doing = FINISHED
+        self.last_finished = Finished(
+            now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=self.follower.step
+        )
+        cluster.tell(self, self.last_finished)
 
     def _leave(self) -> None:
         """Takes the final state if the last group says so, and leaves."""
         follower = self.follower
         if follower.group is not None and self.worker in follower.group.joining and not follower.is_member:
             received = self._received
-            if received is None or received[0] != follower.group.generation:
+            if received is None or received.generation != follower.group.generation:
                 self.doing = TAKING
                 return
-            _, self.state, round_ = received
-            follower.take(round=round_)
+            self.state = received.state
+            follower.take(round=received.round)
         self._say_left()
 
     def _say_left(self) -> None:
         cluster = self.cluster
         cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step))
         self.has_left = True
-        self.end()
+        if self.loop is None:
+            self.end()
+        else:
+            self.doing = LEAVING  # until that is written down
 
     def _end_epoch(self, epoch: int) -> None:
         """Goes on to the next epoch with its next step, if no group counts on it."""
+        if self.loop is not None:
+            self.loop.epochs_ended = max(self.loop.epochs_ended, epoch + 1)
+            return
         if not self.follower.is_member and self.state is not None:
             begins = (epoch + 1) * self.cluster.steps_per_epoch
             self.outside = max(self.outside, begins - self.follower.step - 1)
@@ -394,4 +472,6 @@ class SimulatedWorker:
             return
         self._given = group
         for place, joiner in enumerate(follower.joiners):
-            self.cluster.send_state(self, joiner, place, (group.generation, self.state, follower.round))
+            epoch = 0 if self.loop is None else self.loop.epoch
+            parcel = Parcel(group.generation, self.state, follower.round, epoch)
+            self.cluster.send_state(self, joiner, place, parcel)

@@ -1,0 +1,513 @@
+"""Dealing to groups that change: each promise of `Dealing`, by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import ProtocolError
+from offbeat.events import Block, Deal, Ready, Wants
+from offbeat.policies.dealing import Dealing
+
+SAMPLES, BATCH = 40, 4
+
+
+class Job:
+    """Dealing, and workers that say what it needs to hear; `has` is what each was dealt and has not used."""
+
+    def __init__(self, workers: int, samples: int = SAMPLES, *, begin: bool = True) -> None:
+        self.dealing = Dealing()
+        self.samples = samples
+        self.has: dict[int, list[Block]] = {worker: [] for worker in range(workers)}
+        self.told: list[Deal] = []
+        self.dealing.change(range(workers), (), 0)
+        if begin:
+            for worker in range(workers):
+                self.wants(worker)
+
+    def wants(self, worker: int, round_: int = 0, **more: Any) -> list[Deal]:
+        said: dict[str, Any] = {
+            "epoch": 0,
+            "samples": self.samples,
+            "batch_size": BATCH,
+            "is_last": False,
+            "skips": False,
+            "ahead": 0,
+            "taken": (),
+            **more,
+        }
+        self.dealing.wants(Wants(now_s=0.0, worker=worker, round=round_, **said))
+        return self.tell()
+
+    def ready(self, worker: int, round_: int, *, step: int | None = None, count: int = 1) -> list[Deal]:
+        """It names its first blocks, which it has then not got any more."""
+        ids = tuple(block.id for block in self.has[worker][:count])
+        del self.has[worker][:count]
+        return self.names(worker, round_, ids, step=step)
+
+    def names(self, worker: int, round_: int, ids: tuple[int, ...], *, step: int | None = None) -> list[Deal]:
+        self.dealing.ready(
+            Ready(
+                now_s=0.0,
+                worker=worker,
+                generation=0,
+                epoch=0,
+                step=round_ if step is None else step,
+                round=round_,
+                compute_s=0.1,
+                samples=0,
+                blocks=ids,
+            )
+        )
+        return self.tell()
+
+    def tell(self) -> list[Deal]:
+        deals = self.dealing.deals()
+        for deal in deals:
+            had = self.has.setdefault(deal.worker, [])
+            if deal.anew:
+                had.clear()
+            had += deal.blocks
+        self.told += deals
+        return deals
+
+    def round(self, round_: int, workers: tuple[int, ...]) -> None:
+        for worker in workers:
+            self.ready(worker, round_)
+
+    def go_on(self, workers: tuple[int, ...], round_: int) -> None:
+        """These take round after round until they are dealt no more."""
+        for number in range(round_, round_ + 40):
+            for worker in workers:
+                self.ready(worker, number)
+            for worker in workers:
+                if not self.has[worker]:
+                    self.wants(worker, number + 1)
+
+    def dealt(self, blocks: list[Block]) -> set[int]:
+        """How often each of their positions was dealt."""
+        counter = Counter(one for deal in self.told for block in deal.blocks for one in positions([block]))
+        return {counter[one] for one in positions(blocks)}
+
+    @property
+    def used(self) -> int:
+        """Samples of epoch 0 that count as used."""
+        (scheduler,) = [self.dealing.state_dict()["scheduler"]]
+        left = sum(one["unused"] for one in scheduler["epochs"] if one["epoch"] == 0)
+        return self.samples - left
+
+
+def positions(blocks: list[Block]) -> list[int]:
+    return sorted(one for block in blocks for start, stop in block.ranges for one in range(start, stop))
+
+
+def said(deals: list[Deal], worker: int) -> Deal:
+    (deal,) = [deal for deal in deals if deal.worker == worker]
+    return deal
+
+
+# Rounds -------------------------------------------------------------------------------------------------
+
+
+def test_a_round_is_used_once_every_member_is_known_to_have_finished_it():
+    job = Job(3)
+    job.round(0, (0, 1, 2))
+    assert job.used == 0
+    job.round(1, (0, 1))
+    assert job.used == 0
+    job.ready(2, 1)
+    assert job.used == 3 * BATCH
+    job.round(2, (0, 1, 2))
+    assert job.used == 6 * BATCH
+
+
+def test_who_asks_for_more_says_which_rounds_it_has_finished():
+    job = Job(2)
+    job.round(0, (0, 1))
+    job.ready(0, 1)
+    job.wants(1, 1)
+    assert job.used == 2 * BATCH
+
+
+def test_nothing_is_remembered_of_rounds_until_somebody_wants_samples():
+    job = Job(2, begin=False)
+    before = job.dealing.state_dict()
+    for round_ in range(5):
+        job.names(0, round_, ())
+    assert job.dealing.state_dict() == before
+    assert job.tell() == []
+
+
+def test_each_is_told_what_is_its_own_and_how_far_the_epoch_is():
+    job = Job(2)
+    for deal in job.told:
+        assert (deal.epoch, deal.over, deal.anew, deal.used) == (0, False, False, 0)
+        assert "its turn" in deal.reason
+    assert {deal.worker for deal in job.told if deal.blocks} == {0, 1}
+    job.round(0, (0, 1))
+    job.round(1, (0, 1))
+    assert job.told[-1].used == 2 * BATCH
+
+
+def test_blocks_of_nobody_are_refused():
+    job = Job(2)
+    with pytest.raises(ProtocolError, match="are not worker 0's any more"):
+        job.names(0, 0, (job.has[1][0].id,))
+
+
+# Waiting ------------------------------------------------------------------------------------------------
+
+
+def last_epoch(samples: int = 2 * BATCH) -> Job:
+    """Two members that hold one block each, the last ones."""
+    job = Job(2, samples, begin=False)
+    for worker in (0, 1):
+        job.wants(worker, is_last=True)
+    assert [len(job.has[worker]) for worker in (0, 1)] == [1, 1]
+    return job
+
+
+def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_round():
+    job = Job(3, 6, begin=False)
+    for worker in range(3):
+        job.wants(worker, is_last=True)
+    assert [len(job.has[worker]) for worker in range(3)] == [1, 1, 1]
+    for worker in (0, 1, 2):
+        job.ready(worker, 0)
+    assert not any(deal.is_awaited for deal in job.wants(0, 1, is_last=True))
+    assert not any(deal.is_awaited for deal in job.told)
+    assert said(job.names(1, 1, ()), 0).is_awaited
+    assert said(job.wants(0, 1, is_last=True), 0).is_awaited  # it had to take two batches
+
+
+def test_members_that_wait_are_awaited_while_somebody_joins():
+    """Who joins takes part in a round without having been Ready for it."""
+    job = last_epoch()
+    job.round(0, (0, 1))
+    job.wants(0, 1, is_last=True)
+    job.dealing.change((0, 1, 2), (2,), 1)
+    deals = job.tell()
+    assert said(deals, 0).is_awaited
+    assert said(job.wants(1, 1, is_last=True), 1).is_awaited
+
+
+def test_who_has_taken_a_part_of_a_round_s_batches_and_finds_no_more_goes_on_with_what_it_has():
+    """A loop that accumulates; everybody may be in the same place."""
+    job = last_epoch()
+    taken = tuple(block.id for block in job.has[0])
+    deal = said(job.wants(0, is_last=True, taken=taken), 0)
+    assert (deal.is_awaited, deal.over, deal.blocks) == (True, False, ())
+
+
+# Death --------------------------------------------------------------------------------------------------
+
+
+def test_after_a_death_survivors_contribute_again_what_they_have_and_the_dead_one_s_goes_to_them():
+    job = Job(3)
+    first = [job.has[worker][0] for worker in range(3)]
+    job.round(0, (0, 1, 2))
+    rest = list(job.has[2])
+    job.dealing.gone(2, is_heard_out=False)
+    assert job.tell() == []  # who knows what it has done
+    job.dealing.repeat((0, 1), 0, 0)
+    job.tell()
+    assert job.used == 0
+    job.go_on((0, 1), 1)
+    assert job.used == SAMPLES
+    assert (job.dealt(first[:2]), job.dealt([first[2], *rest])) == ({1}, {2})
+
+
+def test_what_a_dead_worker_contributed_to_a_round_that_is_not_repeated_is_used():
+    job = Job(2)
+    first, *rest = job.has[1]
+    job.round(0, (0, 1))
+    job.dealing.gone(1, is_heard_out=False)
+    job.dealing.repeat((0,), 1, 1)
+    job.tell()
+    assert job.used == 2 * BATCH
+    job.go_on((0,), 1)
+    assert (job.dealt([first]), job.dealt(rest)) == ({1}, {2})
+
+
+def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not_used():
+    job = Job(3)
+    mine = list(job.has[0])
+    job.round(0, (0, 1, 2))
+    job.ready(0, 1)  # it alone has finished round 0
+    job.dealing.gone(0, is_heard_out=False)
+    job.dealing.repeat((1, 2), 0, 0)
+    job.tell()
+    job.go_on((1, 2), 1)
+    assert job.used == SAMPLES
+    assert job.dealt(mine) == {2}
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_who_dies_unheard_is_presumed_to_have_taken_part_in_the_rounds_that_others_finished(finished):
+    job = Job(2)
+    mine = list(job.has[1])
+    for round_ in range(finished):
+        job.ready(0, round_)
+    job.dealing.gone(1, is_heard_out=False)
+    job.dealing.repeat((0,), finished, finished)
+    job.tell()
+    assert job.used == finished * 2 * BATCH
+    job.go_on((0,), finished)
+    assert job.used == SAMPLES
+    assert job.dealt(mine[:finished]) == ({1} if finished else set())
+    assert job.dealt(mine[finished:]) == ({2} if finished < 2 else set())
+
+
+def test_as_many_blocks_are_presumed_as_a_round_takes():
+    job = Job(2)
+    mine = list(job.has[1])
+    job.ready(0, 0, count=2)
+    job.dealing.gone(1, is_heard_out=False)
+    job.dealing.repeat((0,), 1, 1)
+    job.tell()
+    job.go_on((0,), 1)
+    assert job.dealt(mine) == {1}
+
+
+def test_who_leaves_in_order_has_been_heard_out():
+    job = Job(2)
+    mine = list(job.has[1])
+    job.ready(0, 0)
+    job.dealing.gone(1, is_heard_out=True)
+    job.dealing.repeat((0,), 1, 1)
+    job.tell()
+    job.go_on((0,), 1)
+    assert job.dealt(mine) == {2}
+
+
+def test_who_was_told_to_take_part_with_nothing_is_not_presumed_to_have_used_what_it_was_dealt_then():
+    job = Job(3, 6, begin=False)
+    for worker in range(3):
+        job.wants(worker, is_last=True)
+    job.round(0, (0, 1))
+    (block,) = job.has[2]
+    job.wants(0, 1, is_last=True)
+    assert said(job.names(1, 1, ()), 0).is_awaited
+    job.dealing.has_followed(2)  # it comes back into the pool, and goes to who has nothing
+    job.tell()
+    assert positions(job.has[0]) == positions([block])
+    job.dealing.gone(0, is_heard_out=False)
+    job.dealing.repeat((1,), 2, 2)
+    job.tell()
+    assert job.dealt([block]) == {3}
+
+
+# Changes ------------------------------------------------------------------------------------------------
+
+
+def test_a_contribution_of_who_is_left_out_before_its_step_is_withdrawn_and_goes_to_others():
+    job = Job(3, 2 * SAMPLES)
+    job.round(0, (0, 1, 2))
+    mine = list(job.has[2])
+    job.ready(2, 1)
+    job.dealing.change((0, 1), (), 1)
+    job.tell()
+    job.round(1, (0, 1))
+    assert said(job.names(2, 1, (), step=1), 2).anew
+    job.go_on((0, 1), 2)
+    assert job.used == 2 * SAMPLES
+    assert job.dealt(mine) == {2}
+
+
+def test_who_is_left_out_keeps_what_it_has_until_it_is_heard_to_follow():
+    job = Job(2)
+    last, *rest = job.has[1]
+    job.dealing.change((0,), (), 1)
+    job.tell()
+    job.ready(0, 0)
+    job.ready(0, 1)
+    assert (job.dealt([last, *rest]), job.used) == ({1}, 0)
+    job.ready(1, 0)  # late: its last step is that before the group's
+    assert job.used == 0
+    assert said(job.names(1, 1, ()), 1).anew  # it has computed for a step in which it has no part
+    assert job.used == 2 * BATCH
+    job.go_on((0,), 2)
+    assert (job.dealt([last]), job.dealt(rest)) == ({1}, {2})
+
+
+def test_who_was_left_out_and_hangs_is_given_up_on_after_the_patience_and_its_last_round_counts():
+    job = Job(2)
+    mine = list(job.has[1])
+    job.dealing.change((0,), (), 1)
+    job.ready(0, 0)
+    job.dealing.tick(50.0, 5.0)
+    assert job.used == 0  # nobody is known to have gone on
+    job.ready(0, 1)
+    job.dealing.followed(50.0)
+    job.dealing.tick(55.0, 5.0)
+    assert job.used == 0
+    job.dealing.tick(55.1, 5.0)
+    assert said(job.tell(), 1).anew
+    assert job.used == 2 * BATCH
+    assert job.names(1, 0, (mine[0].id,)) == []  # at last it is heard
+    assert job.used == 2 * BATCH
+
+
+def test_a_leaving_worker_s_last_contribution_counts_once_though_it_is_heard_late():
+    job = Job(2)
+    job.dealing.change((0,), (), 1)
+    job.tell()
+    job.ready(0, 0)
+    job.ready(0, 1)
+    job.dealing.followed(0.0)
+    job.ready(1, 0)
+    job.dealing.has_followed(1)
+    assert job.used == 2 * BATCH
+
+
+def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
+    job = Job(2)
+    job.round(0, (0, 1))
+    job.dealing.change((0,), (), 1)
+    job.dealing.finished(1)
+    job.wants(0, 1)
+    assert job.used >= 2 * BATCH
+
+
+def test_who_dies_after_it_was_left_out_is_presumed_to_have_finished_its_last_round_and_no_more():
+    job = Job(2)
+    mine = list(job.has[1])
+    job.dealing.change((0,), (), 1)
+    for round_ in range(2):
+        job.ready(0, round_)
+    job.dealing.followed(0.0)
+    job.dealing.gone(1, is_heard_out=False)
+    job.tell()
+    assert job.used == 2 * BATCH
+    job.go_on((0,), 2)
+    assert (job.dealt(mine[:1]), job.dealt(mine[1:])) == ({1}, {2})
+
+
+def test_in_a_repetition_who_is_left_out_loses_what_it_has_at_once():
+    job = Job(3)
+    job.dealing.repeat((0, 1), 0, 0)
+    assert said(job.tell(), 2).anew
+
+
+# Loops that break off, and those that are over ----------------------------------------------------------
+
+
+def test_a_loop_that_breaks_off_cuts_the_epoch_and_is_dealt_anew():
+    job = Job(2)
+    job.round(0, (0, 1))
+    deal = said(job.wants(0, 1, epoch=1, skips=True), 0)
+    assert deal.anew
+    assert {block.epoch for block in deal.blocks} == {1}
+    assert said(job.wants(1, 1, epoch=1, skips=True), 1).anew
+    job.round(1, (0, 1))
+    job.round(2, (0, 1))
+    assert job.used == job.samples  # or nobody's
+
+
+def test_a_loop_may_break_off_again_while_others_hold_an_earlier_epoch():
+    job = Job(2)
+    for epoch in (1, 2, 3):
+        job.wants(0, epoch=epoch, skips=True)
+    assert {block.epoch for block in job.has[0]} == {3}
+
+
+def test_a_worker_whose_loop_is_over_is_dealt_nothing_and_the_others_go_on_without_it():
+    job = Job(2)
+    job.round(0, (0, 1))
+    job.dealing.finished(1)
+    deals = [*job.tell(), *job.ready(0, 1), *job.ready(0, 2), *job.ready(0, 3)]
+    assert all(deal.worker == 0 for deal in deals)
+    assert job.used >= 2 * BATCH
+
+
+def test_who_is_outside_is_told_how_far_the_epoch_is():
+    job = Job(3)
+    job.dealing.repeat((0, 1), 0, 0)
+    job.tell()
+    job.dealing.outside(2)
+    (deal,) = job.tell()
+    assert (deal.worker, deal.blocks, deal.anew, deal.over) == (2, (), False, False)
+    assert "so far" in deal.reason
+
+
+# Whatever happens ---------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=40))
+def test_a_state_at_any_point_gives_the_same_future(script):
+    """Also through JSON, and between an event and what is told because of it."""
+    one = Job(4, 30 * BATCH)
+    other: Dealing | None = None
+    rounds = Counter[int]()
+    alive = {0, 1, 2, 3}
+    step = 0
+    for number, (what, worker) in enumerate(script):
+        calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        if worker not in alive:
+            continue
+        if what < 3:
+            ids = tuple(block.id for block in one.has[worker][:1])
+            round_ = max(rounds[worker], rounds[min(alive)])
+            event = Ready(
+                now_s=0.0, worker=worker, generation=0, epoch=0, step=round_, round=round_,
+                compute_s=0.1, samples=0, blocks=ids,
+            )  # fmt: skip
+            if len({rounds[other_one] for other_one in alive}) > 1 and rounds[worker] > min(
+                rounds[other_one] for other_one in alive
+            ):
+                continue
+            calls = [("ready", (event,), {})]
+            rounds[worker] += 1
+            del one.has[worker][:1]
+        elif what == 3 and len(alive) > 1:
+            alive.discard(worker)
+            calls = [("gone", (worker,), {"is_heard_out": number % 2 == 0})]
+            step = min(rounds[other_one] for other_one in alive)
+            furthest = max(0, min(rounds[other_one] for other_one in alive) - 1)
+            calls.append(("repeat", (sorted(alive), furthest, step), {}))
+        elif what == 4:
+            calls = [("outside", (worker,), {})]
+        elif what == 5:
+            calls = [("tick", (float(number), 1.0), {})]
+        else:
+            calls = [("followed", (float(number),), {})]
+        for name, arguments, named in calls:
+            answers = []
+            for dealing in (one.dealing, other):
+                if dealing is None:
+                    continue
+                try:
+                    answers.append(getattr(dealing, name)(*copy.deepcopy(arguments), **named))
+                except ProtocolError as error:
+                    answers.append(str(error))
+            assert all(answer == answers[0] for answer in answers)
+            restored = Dealing()
+            restored.load_state_dict(json.loads(json.dumps(one.dealing.state_dict())))
+            if other is None or number % 3 == 0:
+                other = restored
+            assert restored.state_dict() == one.dealing.state_dict() == other.state_dict()
+        if other is not None:
+            told = other.deals()
+            assert told == one.tell()
+
+
+def test_the_order_in_which_connections_are_heard_does_not_change_who_uses_what():
+    """Each worker is heard in its own order; all others may be heard before or after."""
+    uses = []
+    for turns in ((0, 1), (1, 0)):
+        job = Job(2)
+        used: Counter[int] = Counter()
+        for round_ in range(SAMPLES // BATCH):
+            for worker in turns:
+                if job.has[worker]:
+                    used.update(positions(job.has[worker][:1]))
+                    job.ready(worker, round_)
+        uses.append(used)
+    assert uses[0] == uses[1] == Counter(range(SAMPLES))
