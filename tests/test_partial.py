@@ -431,15 +431,19 @@ def test_bad_arguments_are_refused(arguments):
 
 def test_who_has_finished_and_stays_in_the_next_group_is_not_waited_for_there():
     """A group may change after some have finished; a step that needs them is given up all the same."""
-    job = Job(3)
+    job = Job(4)
+    for worker in (0, 1, 2):
+        job.ready(worker, 0)
+    assert only(job.tick(9.1), Halt).abandon  # worker 3 is late
+    assert settle(job, 1, (0, 1, 2), step=0, begun=True).members == (0, 1, 2)
     for worker in (1, 2):
-        job.policy.handle(Finished(now_s=0.0, worker=worker, epoch=0, step=9))
-    assert "worker 3 is new" in only(job.join(3), Halt).reason
+        job.policy.handle(Finished(now_s=9.1, worker=worker, epoch=0, step=9))
+    assert not only(job.ready(3, 0, generation=1), Halt).abandon
     settled = [
-        action for worker in (0, 1, 2) for action in job.answer(worker, 1, step=9, round=9, exchange_id=9)
+        action for worker in (0, 1, 2) for action in job.answer(worker, 2, step=9, round=9, exchange_id=9)
     ]
     assert only(settled, Group).members == (0, 1, 2, 3)
-    said = job.ready(0, 9, generation=1)
+    said = job.ready(0, 9, generation=2)
     assert only([action for action in said if isinstance(action, Halt)], Halt).abandon
 
 
