@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Block, Deal, Ready, Wants
+from offbeat.events import Action, Block, Brought, Deal, Ready, Wants
+from offbeat.policies.lending import Lending
 from offbeat.policies.work import WorkScheduler
 
 _NEVER_AGAIN = 2**63  # rounds: a worker that has finished has done all that it will ever do
@@ -22,13 +23,18 @@ class Dealing:
     worker that a group leaves out keeps what it was dealt until it has been heard to follow that group, for
     what it contributed to its last step may be heard late; then others get what is left of it.
 
+    Args:
+        staleness_steps_max: lend to workers outside, whose gradients count if they are not older (see
+            `Lending`); None to lend nothing.
+
     Attributes:
         is_used: somebody wants samples. Until then nothing is remembered of rounds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, staleness_steps_max: int | None = None) -> None:
         self.is_used = False
         self._scheduler = WorkScheduler()
+        self._lending = None if staleness_steps_max is None else Lending(self._scheduler, staleness_steps_max)
         self._members: frozenset[int] = frozenset()
         self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
         self._step = 0  # the group's first
@@ -53,6 +59,8 @@ class Dealing:
         """
         worker, scheduler = event.worker, self._scheduler
         if event.skips and worker in self._in:
+            if self._lending is not None:
+                self._lending.void(worker, f"worker {worker} leaves the epoch")
             scheduler.forgone(worker)
             scheduler.cut(self._in[worker][0])
             self._anew.add(worker)
@@ -95,8 +103,15 @@ class Dealing:
         if self.is_used:
             self._curious.add(worker)
 
+    def brought(self, event: Brought, step: int) -> None:
+        """A member has a late gradient; `step` is the last that a member has begun."""
+        if self._lending is not None:
+            self._lending.brought(event, step)
+
     def finished(self, worker: int) -> None:
         """The worker's loop is over; what it had is nobody's."""
+        if self._lending is not None:
+            self._lending.ends(worker)
         if worker in self._scheduler:
             self._scheduler.retired(worker)
         self._waiting.pop(worker, None)
@@ -104,6 +119,8 @@ class Dealing:
 
     def gone(self, worker: int) -> None:
         """The worker is no more; what it had is for others."""
+        if self._lending is not None:
+            self._lending.ends(worker)
         if worker in self._scheduler:
             self._scheduler.lost(worker)
         for known in (self._done, self._offered, self._waiting, self._in, self._leaving):
@@ -120,6 +137,8 @@ class Dealing:
     def change(self, members: Iterable[int], joining: Iterable[int], step: int) -> None:
         """From `step` on there is another group; exchanges of the one before it are finished first."""
         members = frozenset(members)
+        if self._lending is not None:
+            self._lending.move(members, joining)
         for worker in self._members - members:
             if not self.is_used:
                 continue
@@ -137,6 +156,8 @@ class Dealing:
     def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
         """There is another group at once; its members have finished all rounds before `round_`."""
         members = frozenset(members)
+        if self._lending is not None:
+            self._lending.move(members, ())
         self._joining.clear()
         self._next = max(self._next, round_)
         if self.is_used:
@@ -162,11 +183,17 @@ class Dealing:
                 self._leaving[worker] = now_s
 
     def has_followed(self, worker: int) -> None:
-        """The worker knows that no group counts on it: what it still has is for others."""
+        """The worker knows that no group counts on it: what it still has, unless lent, is for others."""
         self._leaving.pop(worker, None)
-        if worker in self._scheduler and self._scheduler.revoke(worker):
+        is_lent = self._lending is not None and worker in self._lending
+        if worker in self._scheduler and not is_lent and self._scheduler.revoke(worker):
             self._anew.add(worker)
         self._complete()
+
+    def wishes(self, worker: int) -> None:
+        """The worker would compute what a member lends it."""
+        if self._lending is not None and self.is_used:
+            self._lending.wishes(worker)
 
     def tick(self, now_s: float, patience_s: float) -> None:
         """Give up on those who were left out and have not been heard since."""
@@ -212,12 +239,17 @@ class Dealing:
 
     # Telling ---------------------------------------------------------------------------------------------
 
-    def deals(self) -> list[Deal]:
-        """What there is to tell now, ascending by worker."""
-        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.deal()}
-        for worker, (blocks, over) in dealt.items():
-            if blocks or over:
-                self._waiting.pop(worker, None)
+    def deals(self) -> list[Action]:
+        """What there is to tell now: of loans, and then of who was dealt what, ascending by worker."""
+        dealt: dict[int, tuple[tuple[Block, ...], bool]] = {}
+        self._deal_now(dealt)
+        said: list[Action] = []
+        if self._lending is not None:
+            if self._waiting and self._scheduler.is_drained():
+                self._lending.call_in()
+                self._deal_now(dealt)
+            said, freed = self._lending.lend()
+            self._anew |= freed
         awaited = [
             worker for worker, round_ in self._waiting.items() if round_ <= self._latest or self._joining
         ]
@@ -231,7 +263,14 @@ class Dealing:
         ]
         self._anew.clear()
         self._curious.clear()
-        return deals
+        return [*said, *deals]
+
+    def _deal_now(self, dealt: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
+        for worker, blocks, over in self._scheduler.deal():
+            before, was_over = dealt.get(worker, ((), False))
+            dealt[worker] = ((*before, *blocks), over or was_over)
+            if blocks or over:
+                self._waiting.pop(worker, None)
 
     def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
         epoch, samples = self._in[worker]
@@ -268,6 +307,7 @@ class Dealing:
             "waiting": [list(one) for one in self._waiting.items()],
             "joining": sorted(self._joining),
             "in": [[worker, *one] for worker, one in self._in.items()],
+            "lending": None if self._lending is None else self._lending.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,3 +323,5 @@ class Dealing:
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        if self._lending is not None:
+            self._lending.load_state_dict(state["lending"])

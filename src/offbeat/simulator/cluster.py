@@ -22,9 +22,11 @@ from offbeat.events import (
     Halt,
     Joined,
     Left,
+    Lend,
     Lost,
     Ready,
     Refuse,
+    Settle,
     Start,
     Stop,
     Tick,
@@ -333,6 +335,8 @@ class Cluster:
                 case Deal():
                     self._send(action.worker, (action,))
                     continue
+                case Lend() | Settle():
+                    continue  # no simulated worker computes for another: what is lent is called in
                 case Start() | EpochEnded() | Dismiss():
                     pass
                 case _:
