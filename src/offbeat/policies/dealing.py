@@ -77,6 +77,9 @@ class Dealing:
         if worker in self._members or worker in self._leaving:
             self._waiting[worker] = event.round
             self._has_done(worker, event.round)
+        elif self._lending is not None:
+            self._lending.wishes(worker)
+            self._curious.add(worker)
 
     def ready(self, event: Ready) -> None:
         """A worker in the group, or in its last step there, has gradients.

@@ -172,6 +172,8 @@ class DealtBatches:
         self._has_asked = True
         with self._member.lock:
             taken, round_ = self._hand.taken, self._follower.round
+            if not self._follower.is_member:
+                self._late.ask()
         self._member.tell(
             Wants(
                 now_s=0.0,

@@ -116,6 +116,8 @@ class LateGradients:
         self._parameters: list[torch.Tensor] = []
         self._buffers: Callable[[], list[torch.Tensor]] = list
         self._loan: _Loan | None = None
+        self._has_borrowed = False
+        self._is_asking = False
         self._awaited: dict[int, _Guest] = {}  # by who computes; until they are settled
         self._brought: list[_Guest] = []  # they count, from the next round on
         self.guests: list[_Guest] = []
@@ -136,11 +138,15 @@ class LateGradients:
                     self._look_after(action)
                 case Settle():
                     self._settle(action)
-                case Deal():
+                case Deal(anew=True):
+                    self._is_asking = False
                     self._loan = None
-                    self._brought.clear()
+                    self._brought = []
+                case Deal():
+                    self._is_asking = False
 
     def _borrow(self, lend: Lend) -> None:
+        self._has_borrowed, self._is_asking = True, False
         self._forget(lend.worker, lend.number)
         if self._member.hand.is_deaf:
             self._loan = None
@@ -201,9 +207,15 @@ class LateGradients:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something is to come soon: parameters, or word of what was sent."""
+        """Whether something is to come soon: a loan, its parameters, or word of what was sent."""
         loan = self._loan
-        return loan is not None and (loan.is_sent if loan.is_begun else not loan.is_here)
+        if loan is None:
+            return self._is_asking
+        return loan.is_sent if loan.is_begun else not loan.is_here
+
+    def ask(self) -> None:
+        """Takes note that the coordinator has been asked for samples; it answers who it lends to."""
+        self._is_asking = self._has_borrowed
 
     @torch.no_grad()
     def begin(self) -> Block | None:

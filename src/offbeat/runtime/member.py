@@ -196,7 +196,7 @@ class Member:
                 case Deal():
                     with self._changed:
                         self.hand.hear(action)
-                    if action.anew:
+                    if action.anew or not self.follower.is_member:
                         self.on_loan(action)
                 case Lend() | Settle():
                     self.on_loan(action)
