@@ -248,8 +248,8 @@ class Dealing:
         self._deal_now(dealt)
         said: list[Action] = []
         if self._lending is not None:
-            if self._waiting and self._scheduler.is_drained():
-                self._lending.call_in()
+            is_waited_for = self._waiting and self._scheduler.is_drained()
+            if self._lending.call_in(None if is_waited_for else self._scheduler.half_dealt()):
                 self._deal_now(dealt)
             said, freed = self._lending.lend()
             self._anew |= freed

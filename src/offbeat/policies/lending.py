@@ -17,6 +17,7 @@ class _Loan(NamedTuple):
     number: int
     patron: int
     block: int
+    epoch: int
 
 
 class Lending:
@@ -83,10 +84,16 @@ class Lending:
         self._freed.add(worker)
         self._settle(worker, loan, counts=False, reason=reason)
 
-    def call_in(self) -> None:
-        """The others wait for what is lent."""
-        for worker in list(self._loans):
-            self.void(worker, "the others wait for the block")
+    def call_in(self, epoch: int | None) -> bool:
+        """Call in what was lent of epochs before this one, of all with None; whether there was anything.
+
+        An epoch must not be held up at the end of the next one, when who accumulates gradients over batches
+        may have nothing left to contribute a block with.
+        """
+        due = [worker for worker, loan in self._loans.items() if epoch is None or loan.epoch < epoch]
+        for worker in due:
+            self.void(worker, "the others wait for the block" if epoch is None else "its epoch is long over")
+        return bool(due)
 
     def brought(self, event: Brought, step: int) -> None:
         """A patron has a late gradient.
@@ -124,7 +131,7 @@ class Lending:
             load[patron] += 1
             number = self._numbers[worker]
             self._numbers[worker] += 1
-            self._loans[worker] = _Loan(number, patron, block.id)
+            self._loans[worker] = _Loan(number, patron, block.id, block.epoch)
             self._freed.discard(worker)
             reason = f"worker {worker} is outside, worker {patron} has the fewest to look after"
             self._said.append(Lend(worker=worker, number=number, patron=patron, block=block, reason=reason))

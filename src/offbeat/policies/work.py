@@ -170,6 +170,12 @@ class WorkScheduler:
         """Return the open epochs, ascending."""
         return tuple(self._epochs)
 
+    def half_dealt(self) -> int:
+        """The last open epoch of which at least half has been dealt; -1 where there is none."""
+        return max(
+            (number for number, one in self._epochs.items() if 2 * one.pooled <= one.samples), default=-1
+        )
+
     def is_drained(self) -> bool:
         """Whether nobody can be dealt anything of the oldest unfinished epoch."""
         oldest = next(iter(self._epochs.values()), None)
