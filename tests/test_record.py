@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Block,
+    Brought,
+    Deal,
     Dismiss,
     EpochEnded,
     Evaluated,
@@ -26,14 +29,17 @@ from offbeat.events import (
     Halted,
     Joined,
     Left,
+    Lend,
     Lost,
     Peer,
     Ready,
     Refuse,
+    Settle,
     Start,
     StepTimed,
     Stop,
     Tick,
+    Wants,
 )
 from offbeat.policies import decide
 from offbeat.record import (
@@ -82,6 +88,19 @@ EXAMPLES = [
         strategy="bsp",
     ),
     Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32, blocks=()),
+    Brought(now_s=1.0, worker=0, late=2, number=3, step=7),
+    Wants(
+        now_s=1.0,
+        worker=0,
+        epoch=1,
+        samples=9,
+        batch_size=4,
+        is_last=True,
+        skips=False,
+        ahead=0,
+        taken=(3, 4),
+        round=2,
+    ),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
     Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
@@ -109,6 +128,18 @@ EXAMPLES = [
     GROUP,
     Stop(worker=None, step=None, reason="r"),
     Stop(worker=0, step=4, reason="r"),
+    Deal(
+        worker=1,
+        epoch=1,
+        anew=False,
+        blocks=(Block(7, 1, ((0, 4), (8, 12))),),
+        over=True,
+        is_awaited=False,
+        used=4,
+        reason="r",
+    ),
+    Lend(worker=2, number=3, patron=0, block=Block(7, 1, ((0, 4), (8, 12))), reason="r"),
+    Settle(worker=0, late=2, number=3, counts=True, reason="r"),
     Refuse(peer="late", reason="r"),
 ]
 EVENTS = [thing for thing in EXAMPLES if isinstance(thing, get_args(Event))]
