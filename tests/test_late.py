@@ -183,7 +183,7 @@ def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tm
     with job(stops, 3, victim, point, env=env) as running:
         running.said(victim)
         if victim:
-            wait_for(lambda: any("wait for the block" in one.reason for one in entries(log, Settle)))
+            wait_for(lambda: len(entries(log, Lend)) == len(entries(log, Settle)))
         else:
             wait_for(lambda: any(group.members == (2,) for group in groups_of(log)))
         running.signal(victim, signal.SIGCONT)

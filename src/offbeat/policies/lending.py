@@ -93,6 +93,7 @@ class Lending:
         due = [worker for worker, loan in self._loans.items() if epoch is None or loan.epoch < epoch]
         for worker in due:
             self.void(worker, "the others wait for the block" if epoch is None else "its epoch is long over")
+            self._wishing.discard(worker)  # it may hang; if not, it is heard of soon
         return bool(due)
 
     def brought(self, event: Brought, step: int) -> None:
