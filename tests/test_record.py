@@ -16,6 +16,7 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
     Block,
+    Brought,
     Deal,
     Dismiss,
     EpochEnded,
@@ -28,10 +29,12 @@ from offbeat.events import (
     Halted,
     Joined,
     Left,
+    Lend,
     Lost,
     Peer,
     Ready,
     Refuse,
+    Settle,
     Start,
     StepTimed,
     Stop,
@@ -85,6 +88,7 @@ EXAMPLES = [
         strategy="bsp",
     ),
     Ready(now_s=1.0, worker=0, generation=2, epoch=1, step=3, round=3, compute_s=0.25, samples=32, blocks=()),
+    Brought(now_s=1.0, worker=0, late=2, number=3, step=7),
     Wants(
         now_s=1.0,
         worker=1,
@@ -134,6 +138,18 @@ EXAMPLES = [
     GROUP,
     Stop(worker=None, step=None, reason="r"),
     Stop(worker=0, step=4, reason="r"),
+    Deal(
+        worker=1,
+        epoch=1,
+        anew=False,
+        blocks=(Block(7, 1, ((0, 4), (8, 12))),),
+        over=True,
+        is_awaited=False,
+        used=4,
+        reason="r",
+    ),
+    Lend(worker=2, number=3, patron=0, block=Block(7, 1, ((0, 4), (8, 12))), reason="r"),
+    Settle(worker=0, late=2, number=3, counts=True, reason="r"),
     Refuse(peer="late", reason="r"),
 ]
 EVENTS = [thing for thing in EXAMPLES if isinstance(thing, get_args(Event))]

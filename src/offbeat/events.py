@@ -90,6 +90,24 @@ class Wants:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Brought:
+    """A member has all of the gradient that a worker outside has computed for it (see `Lend`).
+
+    Attributes:
+        worker: the patron.
+        late: who computed it.
+        number: of the loan.
+        step: steps that the parameters had taken with which it was computed.
+    """
+
+    now_s: float
+    worker: int
+    late: int
+    number: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTimed:
     """Where one step's wall time went; the six parts sum to `wall_s`."""
 
@@ -193,7 +211,7 @@ class Tick:
 
 
 Event: TypeAlias = (
-    Joined | Ready | Wants | StepTimed | Halted | Evaluated | Finished | Left | Lost | Failed | Tick
+    Joined | Ready | Wants | Brought | StepTimed | Halted | Evaluated | Finished | Left | Lost | Failed | Tick
 )
 
 
@@ -298,6 +316,41 @@ class Deal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lend:
+    """A worker outside the group computes a block for a member, its patron; nobody else hears it.
+
+    The patron sends it parameters as of its next step, and gets the gradient. What the worker was lent
+    before is void.
+
+    Attributes:
+        number: of the worker's loans, from 0 up.
+    """
+
+    worker: int
+    number: int
+    patron: int
+    block: Block
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settle:
+    """A loan is over; its patron alone hears it.
+
+    Attributes:
+        worker: the patron.
+        late: who computed, or was to.
+        counts: the block is the patron's now, with the gradient that was brought; else there is none.
+    """
+
+    worker: int
+    late: int
+    number: int
+    counts: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochEnded:
     """The group has done with `epoch`: whoever is behind goes on to the next one.
 
@@ -345,4 +398,4 @@ class Refuse:
     reason: str
 
 
-Action: TypeAlias = Start | Halt | Group | Deal | EpochEnded | Dismiss | Stop | Refuse
+Action: TypeAlias = Start | Halt | Group | Deal | Lend | Settle | EpochEnded | Dismiss | Stop | Refuse

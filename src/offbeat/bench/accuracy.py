@@ -40,7 +40,7 @@ from offbeat.strategies import parse_strategy
 from offbeat.training import accuracy
 
 LOCKSTEP = "bsp"
-SIDES = {"drop": "partial"}
+SIDES = {"drop": "partial", "join": "partial:late=join"}
 """What is held against lockstep: the end of its figures' names, and its strategy."""
 _SPARE_EPOCHS = 1
 

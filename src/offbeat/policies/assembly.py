@@ -11,6 +11,7 @@ from typing import Any, assert_never
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Brought,
     Evaluated,
     Event,
     Failed,
@@ -74,7 +75,7 @@ class Assembly:
         if self._first_event_s is None:
             self._first_event_s = event.now_s
         match event:
-            case Ready() | Wants() | StepTimed() | Halted() | Evaluated() | Finished():
+            case Ready() | Wants() | Brought() | StepTimed() | Halted() | Evaluated() | Finished():
                 return []  # nearly all events are these
             case Joined():
                 return self._joined(event)

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Block, Deal, Ready, Wants
+from offbeat.events import Action, Block, Brought, Deal, Ready, Wants
+from offbeat.policies.lending import Lending
 from offbeat.policies.work import WorkScheduler
 
 _NEVER_AGAIN = 2**63  # rounds: a worker that has finished has done all that it will ever do
@@ -27,13 +28,18 @@ class Dealing:
     it). It is presumed to have contributed what it had first, as many blocks as a round takes: exact where
     that is one, and where a step is a round.
 
+    Args:
+        staleness_steps_max: lend to workers outside, whose gradients count if they are not older (see
+            `Lending`); None to lend nothing.
+
     Attributes:
         is_used: somebody wants samples. Until then nothing is remembered of rounds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, staleness_steps_max: int | None = None) -> None:
         self.is_used = False
         self._scheduler = WorkScheduler()
+        self._lending = None if staleness_steps_max is None else Lending(self._scheduler, staleness_steps_max)
         self._members: frozenset[int] = frozenset()
         self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
         self._last: dict[int, int] = {}  # the last round of each of them, if a step is a round
@@ -64,6 +70,8 @@ class Dealing:
         """
         worker, scheduler = event.worker, self._scheduler
         if event.skips and worker in self._in:
+            if self._lending is not None:
+                self._lending.void(worker, f"worker {worker} leaves the epoch")
             scheduler.forgone(worker)
             scheduler.cut(self._in[worker][0])
             self._anew.add(worker)
@@ -86,6 +94,9 @@ class Dealing:
         if worker in self._members or worker in self._leaving:
             self._waiting[worker] = event.round
             self._has_done(worker, event.round)
+        elif self._lending is not None:
+            self._lending.wishes(worker)
+            self._curious.add(worker)
 
     def ready(self, event: Ready) -> None:
         """A worker in the group, or in its last step there, has gradients.
@@ -115,8 +126,15 @@ class Dealing:
         if self.is_used:
             self._curious.add(worker)
 
+    def brought(self, event: Brought, step: int) -> None:
+        """A member has a late gradient; `step` is the last that a member has begun."""
+        if self._lending is not None:
+            self._lending.brought(event, step)
+
     def finished(self, worker: int) -> None:
         """The worker's loop is over; what it had is nobody's."""
+        if self._lending is not None:
+            self._lending.ends(worker)
         if worker in self._scheduler:
             self._scheduler.retired(worker)
         self._waiting.pop(worker, None)
@@ -132,6 +150,8 @@ class Dealing:
             worker: who.
             is_heard_out: it has said so itself, so that nothing that it said before is missing.
         """
+        if self._lending is not None:
+            self._lending.ends(worker)
         is_asked = worker in self._members or worker in self._leaving
         self._members -= {worker}
         self._lacking.discard(worker)
@@ -180,6 +200,8 @@ class Dealing:
         """
         round_ = step + (ahead if self._ahead is None else self._ahead)
         members = frozenset(members)
+        if self._lending is not None:
+            self._lending.move(members, joining)
         for worker in self._members - members:
             if not self.is_used:
                 continue
@@ -202,6 +224,8 @@ class Dealing:
     def repeat(self, members: Iterable[int], round_: int, step: int) -> None:
         """There is another group at once; its members have finished all rounds before `round_`."""
         members = frozenset(members)
+        if self._lending is not None:
+            self._lending.move(members, ())
         self._joining.clear()
         self._next = max(self._next, round_)
         if self.is_used:
@@ -236,12 +260,18 @@ class Dealing:
             self._forget(worker)
 
     def has_followed(self, worker: int) -> None:
-        """The worker knows that no group counts on it: what it still has is for others."""
+        """The worker knows that no group counts on it: what it still has, unless lent, is for others."""
         for known in (self._leaving, self._last, self._offered):
             known.pop(worker, None)
-        if worker in self._scheduler and self._scheduler.revoke(worker):
+        is_lent = self._lending is not None and worker in self._lending
+        if worker in self._scheduler and not is_lent and self._scheduler.revoke(worker):
             self._anew.add(worker)
         self._complete()
+
+    def wishes(self, worker: int) -> None:
+        """The worker would compute what a member lends it."""
+        if self._lending is not None and self.is_used:
+            self._lending.wishes(worker)
 
     def tick(self, now_s: float, patience_s: float) -> None:
         """Give up on those who were left out and have not been heard since."""
@@ -290,12 +320,17 @@ class Dealing:
 
     # Telling ---------------------------------------------------------------------------------------------
 
-    def deals(self) -> list[Deal]:
-        """What there is to tell now, ascending by worker."""
-        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.deal()}
-        for worker, (blocks, over) in dealt.items():
-            if blocks or over:
-                self._waiting.pop(worker, None)
+    def deals(self) -> list[Action]:
+        """What there is to tell now: of loans, and then of who was dealt what, ascending by worker."""
+        dealt: dict[int, tuple[tuple[Block, ...], bool]] = {}
+        self._deal_now(dealt)
+        said: list[Action] = []
+        if self._lending is not None:
+            is_waited_for = self._waiting and self._scheduler.is_drained()
+            if self._lending.call_in(None if is_waited_for else self._scheduler.half_dealt()):
+                self._deal_now(dealt)
+            said, freed = self._lending.lend()
+            self._anew |= freed
         awaited = [
             worker
             for worker, round_ in self._waiting.items()
@@ -312,7 +347,14 @@ class Dealing:
         ]
         self._anew.clear()
         self._curious.clear()
-        return deals
+        return [*said, *deals]
+
+    def _deal_now(self, dealt: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
+        for worker, blocks, over in self._scheduler.deal():
+            before, was_over = dealt.get(worker, ((), False))
+            dealt[worker] = ((*before, *blocks), over or was_over)
+            if blocks or over:
+                self._waiting.pop(worker, None)
 
     def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
         epoch, samples = self._in[worker]
@@ -356,6 +398,7 @@ class Dealing:
             "in": [[worker, *one] for worker, one in self._in.items()],
             "anew": sorted(self._anew),
             "curious": sorted(self._curious),
+            "lending": None if self._lending is None else self._lending.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -375,3 +418,5 @@ class Dealing:
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
         self._anew, self._curious = set(state["anew"]), set(state["curious"])
+        if self._lending is not None:
+            self._lending.load_state_dict(state["lending"])

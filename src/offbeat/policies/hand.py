@@ -28,6 +28,7 @@ class Hand:
         self._queue: deque[Block] = deque()
         self._loading = 0  # of the queue, from its head
         self._taken: list[int] = []
+        self._late: list[int] = []  # of which another has computed the gradient for it
         self._over = -1
         self._is_deaf = False  # what is dealt was sent before the coordinator knew that the loop broke off
 
@@ -55,7 +56,13 @@ class Hand:
         self._is_deaf = True
         self._queue.clear()
         self._taken.clear()
+        self._late.clear()
         self._loading = 0
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether what it is dealt is not for it: its loop has left the epoch that it is dealt of."""
+        return self._is_deaf
 
     def __len__(self) -> int:
         """How many blocks have not been taken."""
@@ -87,8 +94,13 @@ class Hand:
         self.is_awaited = False
         return True
 
+    def take_over(self, block_id: int) -> None:
+        """Takes a block of which it has the gradient that another computed."""
+        self._late.append(block_id)
+
     def contribute(self, counts: bool) -> tuple[int, ...]:
         """Ids of what was taken since the last call, if it counts; it is not owed any more."""
-        taken = self.taken if counts else ()
+        taken = (*self._taken, *self._late) if counts else ()
         self._taken.clear()
+        self._late.clear()
         return taken

@@ -11,6 +11,7 @@ from typing import Any, assert_never
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Brought,
     Evaluated,
     Event,
     Failed,
@@ -95,7 +96,7 @@ class Lockstep:
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
-            case Wants() | Evaluated() | Halted() | Finished():
+            case Wants() | Brought() | Evaluated() | Halted() | Finished():
                 return []
             case _:
                 assert_never(event)

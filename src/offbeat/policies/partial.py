@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, assert_never
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    Brought,
     Dismiss,
     EpochEnded,
     Evaluated,
@@ -101,6 +102,8 @@ class PartialGroups:
             longer: by then, leaving it out at once would have cost no more.
         join_s: how long a member that is joining may take to come, in seconds.
         deadline_s: how long the others wait where no threshold is known yet, in seconds.
+        staleness_steps_max: how old the parameters may be at most with which a worker outside computes a
+            gradient that counts, in steps, at least 1; None throws such gradients away.
 
     Raises:
         ValueError: an argument out of range.
@@ -116,6 +119,7 @@ class PartialGroups:
         patience_s: float = 1.0,
         join_s: float = 60.0,
         deadline_s: float = 600.0,
+        staleness_steps_max: int | None = None,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -129,9 +133,11 @@ class PartialGroups:
         }.items():
             if not value_s > 0:
                 raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
+        if staleness_steps_max is not None and staleness_steps_max < 1:
+            raise ValueError(f"expected parameters of at least 1 step of age, got {staleness_steps_max}")
         self._world = world
         self._classifier = StragglerClassifier(**(detector or {}))
-        self._dealing = Dealing()
+        self._dealing = Dealing(staleness_steps_max)
         self._monitor = monitor
         self._answer_s, self._patience_s = answer_s, patience_s
         self._join_s, self._deadline_s = join_s, deadline_s
@@ -185,6 +191,10 @@ class PartialGroups:
             case Wants():
                 self._known(event)
                 self._dealing.wants(event)
+                return []
+            case Brought():
+                self._known(event)
+                self._dealing.brought(event, self._begun_step)
                 return []
             case Halted():
                 return self._handle_halted(event)
@@ -370,6 +380,7 @@ class PartialGroups:
             self._is_settled = False
         if event.generation == self._generation and event.worker not in self._member_set:
             self._dealing.has_followed(event.worker)
+            self._dealing.wishes(event.worker)
         self._dealing.outside(event.worker)
         state.iteration = state.iteration + 1 if state.epoch == event.epoch else 0
         state.epoch, state.is_new = event.epoch, False
@@ -745,7 +756,7 @@ class PartialGroups:
     def _reason(self, workers: Any) -> str:
         return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
 
-    def _known(self, event: Ready | Wants | Halted | Finished) -> _Worker:
+    def _known(self, event: Ready | Wants | Brought | Halted | Finished) -> _Worker:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
             raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")

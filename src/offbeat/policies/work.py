@@ -74,6 +74,18 @@ class _Worker:
     level: int | None = None  # how many hands it has had; None while nothing can be dealt to it
     untaken: dict[int, Block] = field(default_factory=dict)
     taken: dict[int, Block] = field(default_factory=dict)
+    adopted: dict[int, Block] = field(default_factory=dict)  # another has computed their gradients for it
+
+    def blocks(self) -> list[Block]:
+        return [*self.taken.values(), *self.untaken.values(), *self.adopted.values()]
+
+    def pop(self, block_id: int) -> Block:
+        if block_id in self.taken:
+            return self.taken.pop(block_id)
+        return (self.untaken if block_id in self.untaken else self.adopted).pop(block_id)
+
+    def drop(self) -> None:
+        self.taken, self.untaken, self.adopted = {}, {}, {}
 
 
 class WorkScheduler:
@@ -123,6 +135,7 @@ class WorkScheduler:
         self._members: set[int] = set()
         self._rounds: dict[int, dict[int, tuple[Block, ...]]] = {}  # open: what each worker contributed
         self._last_completed = -1
+        self._lent: set[int] = set()  # who is no member and has a block
         self._next_id = 0
         self._last_served: int | None = None
         self._lowest = 0  # no level is lower
@@ -166,12 +179,23 @@ class WorkScheduler:
         """Return how many of these are known to be taken; 0 where nothing is known of the worker."""
         return len(self._workers[worker].taken) if worker in self._workers else 0
 
+    def half_dealt(self) -> int:
+        """The last open epoch of which at least half has been dealt; -1 where there is none."""
+        return max(
+            (number for number, one in self._epochs.items() if 2 * one.pooled <= one.samples), default=-1
+        )
+
+    def is_drained(self) -> bool:
+        """Whether nobody can be dealt anything of the oldest unfinished epoch."""
+        oldest = next(iter(self._epochs.values()), None)
+        return oldest is not None and not oldest.pooled
+
     def holders(self, epoch: int) -> tuple[int, ...]:
         """Who has blocks of the epoch, those contributed to open rounds left out; takes time O(workers)."""
         return tuple(
             worker
             for worker, one in sorted(self._workers.items())
-            if any(block.epoch == epoch for block in (*one.taken.values(), *one.untaken.values()))
+            if any(block.epoch == epoch for block in one.blocks())
         )
 
     # Telling ---------------------------------------------------------------------------------------------
@@ -283,7 +307,24 @@ class WorkScheduler:
             return None
         block = self._cut(number, epoch, epoch.batch_size)
         one.untaken[block.id] = block
+        self._lent.add(worker)
         return block
+
+    def adopt(self, worker: int, block_id: int, late: int) -> bool:
+        """Say that a member has the gradient that another was lent a block for; whether that counts.
+
+        Then the block is the member's, who contributes it as it does its own. It does not count when the
+        block is not that other's any more, or the member's loop has nothing before it.
+
+        Raises:
+            ProtocolError: nothing is known of one of them.
+        """
+        one, other = self._known(worker), self._known(late)
+        if block_id not in other.untaken or one.epoch is None or (one.over and one.hold):
+            return False
+        one.adopted[block_id] = other.untaken.pop(block_id)
+        self._returned(late)
+        return True
 
     def taken(self, worker: int, block_id: int) -> bool:
         """Say that a worker has taken its blocks up to this one; whether it (still) is its own.
@@ -336,13 +377,10 @@ class WorkScheduler:
         if len(block_ids) > 1 and len(set(block_ids)) < len(block_ids):
             raise ProtocolError(f"expected each block once, got {list(block_ids)} of worker {worker}")
         for block_id in block_ids:
-            if block_id not in one.taken and block_id not in one.untaken:
+            if block_id not in one.taken and block_id not in one.untaken and block_id not in one.adopted:
                 self._check_dealt(worker, block_ids)
                 return False
-        blocks = [
-            one.taken.pop(block_id) if block_id in one.taken else one.untaken.pop(block_id)
-            for block_id in block_ids
-        ]
+        blocks = [one.pop(block_id) for block_id in block_ids]
         self._rounds.setdefault(round_, {})[worker] = tuple(blocks)
         self._made_room(worker, one)
         return True
@@ -374,8 +412,9 @@ class WorkScheduler:
             ProtocolError: nothing is known of the worker.
         """
         one = self._known(worker)
-        self._use([*one.taken.values(), *one.untaken.values()])
-        one.taken, one.untaken = {}, {}
+        self._use(one.blocks())
+        one.drop()
+        self._returned(worker)
         self._made_room(worker, one)
 
     def retired(self, worker: int) -> None:
@@ -432,8 +471,9 @@ class WorkScheduler:
             ProtocolError: nothing is known of the worker.
         """
         one = self._known(worker)
-        blocks = [*one.taken.values(), *one.untaken.values()]
-        one.taken, one.untaken = {}, {}
+        blocks = one.blocks()
+        one.drop()
+        self._returned(worker)
         self._leave(worker, one)  # and enter anew, with as many as the others
         self._changed.add(worker)
         self._put(blocks)
@@ -490,6 +530,7 @@ class WorkScheduler:
                     "level": one.level,
                     "untaken": _plain(one.untaken.values()),
                     "taken": _plain(one.taken.values()),
+                    "adopted": _plain(one.adopted.values()),
                 }
                 for worker, one in sorted(self._workers.items())
             ],
@@ -499,6 +540,7 @@ class WorkScheduler:
                 for round_, contributions in sorted(self._rounds.items())
             ],
             "last_completed": self._last_completed,
+            "lent": sorted(self._lent),
             "next_id": self._next_id,
             "last_served": self._last_served,
             "lowest": self._lowest,
@@ -526,7 +568,7 @@ class WorkScheduler:
             round_: {worker: tuple(_blocks(blocks).values()) for worker, blocks in contributions}
             for round_, contributions in state["rounds"]
         }
-        self._members = set(state["members"])
+        self._members, self._lent = set(state["members"]), set(state["lent"])
         self._last_completed, self._next_id = state["last_completed"], state["next_id"]
         self._last_served = state["last_served"]
         self._stale, self._changed = state["stale"], set(state["changed"])
@@ -534,6 +576,7 @@ class WorkScheduler:
         for one in state["workers"]:
             worker = _Worker(one["epoch"], one["hold"], one["over"], one["ahead"])
             worker.untaken, worker.taken = _blocks(one["untaken"]), _blocks(one["taken"])
+            worker.adopted = _blocks(one["adopted"])
             self._workers[one["worker"]] = worker
             if one["level"] is not None:
                 self._enter(one["worker"], worker, one["level"])
@@ -766,6 +809,11 @@ class WorkScheduler:
             raise ProtocolError(
                 f"expected a round after {self._last_completed}, which is completed, got round {round_}"
             )
+
+    def _returned(self, worker: int) -> None:
+        if worker in self._lent:
+            self._lent.discard(worker)
+            self._stale = True  # somebody may have waited for it in vain
 
     def _known(self, worker: int) -> _Worker:
         one = self._workers.get(worker)

@@ -128,6 +128,9 @@ class GradientAverager:
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         self._buffers = BufferList(model)
         self._make_slots()
+        self._late = None if grouping is None else grouping.late
+        if self._late is not None:
+            self._late.bind(self._parameters, self._buffers)
         self._handles: list[RemovableHandle] = []
         self._ready_entries: set[int] = set()
         self._launched = 0
@@ -292,6 +295,7 @@ class GradientAverager:
             parameter.grad = self._kept[entry]
         if self._quiet or self._grouping is None or not self._sit(wait=False):
             return
+        self._take_in()
         index, _ = self._place_of[entry]
         is_first = entry not in self._ready_entries
         with torch.no_grad():
@@ -346,17 +350,27 @@ class GradientAverager:
         if self._grouping is None:
             self._host.ready(compute_s)
         else:
+            self._take_in()
             epilogue = self._exchange_until_done(offset_s, compute_s)
             self.is_outside = self._seat is None
             if self._seat is not None:
                 self._take_over(epilogue)
                 offsets_s = epilogue[2 : 2 + self._seat.size]
+            else:
+                self._grouping.late.bring(self._fresh_weight)
         self._end_round(offset_s, offsets_s)
 
     def drop(self) -> None:
         """Throws this worker's gradients away."""
+        if self._late is not None:
+            self._late.forget_guests()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _take_in(self) -> None:
+        """Lets this round count what others have computed for this worker, where it is a step's first."""
+        if self._late is not None and self._share is None and not self.rounds_since_step:
+            self._late.take_in()
 
     def _exchange_until_done(self, offset_s: float, compute_s: float) -> list[float]:
         """Passes until one counts; returns its epilogue, or nothing where no group counts on this worker."""
@@ -434,13 +448,14 @@ class GradientAverager:
         assert self._seat is not None
         epilogue = self._slots[-1].own.views[-1]
         values = [0.0] * epilogue.numel()
-        values[0] = self._share_of(self._fresh_weight)
+        guests = [] if self._late is None else self._late.guests
+        values[0] = self._share_of(self._fresh_weight) + sum(one.weight for one in guests) / self._places
         values[1] = float(self._stale)
         values[2 + self._seat.position] = offset_s
         first = 2 + self._places
         for entry, parameter in enumerate(self._parameters):
             is_there = entry in self._ready_entries or parameter.grad is not None
-            values[first + entry] = float(is_there)
+            values[first + entry] = float(is_there or any(one.has[entry] for one in guests))
         if self._seat.position == 0:
             lanes = [lane for value in self._host.hyperparameters() for lane in _spread(value)]
             values[first + len(self._parameters) :] = lanes
@@ -484,6 +499,10 @@ class GradientAverager:
             view.zero_()
         else:
             torch.mul(parameter.grad, share, out=view)
+        if not add and self._late is not None:
+            for guest in self._late.guests:
+                if guest.has[entry]:
+                    view.add_(guest.gradients[entry], alpha=guest.weight / self._places)
 
     @torch.no_grad()
     def _take_over(self, epilogue: list[float]) -> None:
@@ -530,6 +549,8 @@ class GradientAverager:
         self._fresh_weight = 0.0
         self._launched, self._stale = 0, False
         self._ready_entries.clear()
+        if self._late is not None:
+            self._late.forget_guests()
         for slot in self._slots:
             slot.missing = slot.parameters
         self.rounds_since_step += 1
@@ -550,6 +571,11 @@ class GradientAverager:
             self._seat.exchange.prepare(
                 slot.bank.flat, exchange_id=self._grouping.follower.exchange_id, index=index
             )
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no gradient has been computed since the last optimizer step."""
+        return not self._fresh_weight and not self.rounds_since_step
 
     @property
     def exchange_is_due(self) -> bool:

@@ -24,7 +24,21 @@ from typing import Any, TextIO, cast
 import msgspec
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.events import Action, Deal, Event, Failed, Joined, Left, Lost, Refuse, Start, Stop, Tick
+from offbeat.events import (
+    Action,
+    Deal,
+    Event,
+    Failed,
+    Joined,
+    Left,
+    Lend,
+    Lost,
+    Refuse,
+    Settle,
+    Start,
+    Stop,
+    Tick,
+)
 from offbeat.policies import decide
 from offbeat.record import (
     LogWriter,
@@ -360,7 +374,10 @@ class Coordinator:
         """Whether a worker is told of an action."""
         if isinstance(action, Refuse):
             return action.peer == peer
-        if isinstance(action, Deal) and action.worker != self._workers[peer].worker:
+        worker = self._workers[peer].worker
+        if isinstance(action, Deal | Settle) and action.worker != worker:
+            return False
+        if isinstance(action, Lend) and worker not in (action.worker, action.patron):
             return False
         return peer in self._present
 

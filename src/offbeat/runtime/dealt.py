@@ -5,6 +5,7 @@ Nothing here decides who gets what, nor computes with it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
@@ -13,24 +14,28 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from offbeat.events import Wants
+from offbeat.events import Block, Wants
 from offbeat.runtime.feed import check_options, loader_generator
+from offbeat.runtime.late import LateGradients
 from offbeat.runtime.member import Member
 
+_PARAMETERS_S = 10.0  # how long one that is left out waits for them before it computes to be timed
 _PREFETCH = 2  # a DataLoader's own default, batches a process
 
 
 class _Next(Enum):
     BLOCK = auto()
     BORROWED = auto()
+    LENT = auto()
     END = auto()
 
 
 class DealtBatches:
     """Yields (batch, samples) until nothing is left of the epoch for this worker.
 
-    With 0 samples a batch is one that it had before, or the first of the data set: the worker is left out and
-    computes only to be timed, or the others wait for it and it has nothing to give.
+    A worker that is left out computes what a member lends it, with the parameters that came along (see
+    `LateGradients`). With 0 samples a batch is one that it had before, or the first of the data set: the
+    worker is left out and computes only to be timed, or the others wait for it and it has nothing to give.
 
     A DataLoader's processes load what has been dealt before it is asked for. Since a loader cannot wait for
     samples without keeping back those that it has loaded, it is given nothing to load where nothing is dealt.
@@ -44,6 +49,8 @@ class DealtBatches:
         seed: of the loader's processes.
         is_last: the loop has no epoch after this one.
         skips: the loop has left the epoch before early.
+        late: what this worker is lent, and what others bring.
+        is_clear: whether no gradient has been computed since the last optimizer step.
         blocks_per_round: how many batches a round has had so far, at most.
         deadline_s: how long to wait for samples, in seconds.
 
@@ -63,6 +70,8 @@ class DealtBatches:
         seed: tuple[int, ...],
         is_last: bool,
         skips: bool,
+        late: LateGradients,
+        is_clear: Callable[[], bool],
         blocks_per_round: int,
         deadline_s: float,
     ) -> None:
@@ -72,6 +81,7 @@ class DealtBatches:
         self._orders: dict[int, Tensor] = {}
         self._batch_size, self._epoch = batch_size, epoch
         self._is_last, self._skips = is_last, skips
+        self._late, self._is_clear = late, is_clear
         self._deadline_s = deadline_s
         options = dict(loader_options)
         processes = options.get("num_workers", 0)
@@ -104,6 +114,12 @@ class DealtBatches:
                 self._has_asked = False
                 yield self._borrowed(), 0
                 continue
+            if following is _Next.LENT:
+                block = self._late.begin()
+                if block is not None:
+                    _, samples, self._last = self._batches[block.id, self._samples_of(block)]
+                    yield self._last, samples
+                continue
             block_id, samples, batch = next(loaded)
             with self._member.lock:
                 is_mine = block_id is not None and self._hand.take(block_id)
@@ -115,6 +131,14 @@ class DealtBatches:
     def _next(self) -> _Next:
         """Waits for samples, or for a reason to go on without."""
         following = self._what_is_next()
+        if following is None and not self._follower.is_member:
+            limit_s = time.monotonic() + _PARAMETERS_S
+            self._member.wait_for(
+                lambda: self._what_is_next() is not None or time.monotonic() >= limit_s,
+                2 * _PARAMETERS_S,
+                "parameters",
+            )
+            following = self._what_is_next() or _Next.BORROWED
         if following is None:
             self._ask()
             what = f"samples of epoch {self._epoch}"
@@ -129,9 +153,15 @@ class DealtBatches:
         with self._member.lock:
             if not self._follower.is_member:  # what it is dealt is for when it has the members' state
                 is_over = self._hand.is_over or self._member.epochs_ended > self._epoch
-                return _Next.END if is_over else _Next.BORROWED
+                if is_over or not self._is_clear():
+                    return _Next.END if is_over else _Next.BORROWED
+                if self._late.is_awaited:
+                    return None
+                return _Next.LENT if self._late.is_lent else _Next.BORROWED
             if len(self._hand):
                 return _Next.BLOCK
+            if self._late.has_brought and (self._is_last or not self._hand.is_over):
+                return _Next.BORROWED
             if self._hand.is_over:
                 return _Next.END
             return _Next.BORROWED if self._hand.is_awaited else None
@@ -142,6 +172,8 @@ class DealtBatches:
         self._has_asked = True
         with self._member.lock:
             taken, round_ = self._hand.taken, self._follower.round
+            if not self._follower.is_member:
+                self._late.ask()
         self._member.tell(
             Wants(
                 now_s=0.0,
@@ -166,11 +198,14 @@ class DealtBatches:
             if block is None:
                 yield None, []
                 continue
-            order = self._orders.get(block.epoch)
-            if order is None:
-                order = self._orders[block.epoch] = self._order(block.epoch)
-            parts = [order[start:stop] for start, stop in block.ranges]
-            yield block.id, torch.cat(parts).tolist()
+            yield block.id, self._samples_of(block)
+
+    def _samples_of(self, block: Block) -> list[int]:
+        order = self._orders.get(block.epoch)
+        if order is None:
+            order = self._orders[block.epoch] = self._order(block.epoch)
+        parts = [order[start:stop] for start, stop in block.ranges]
+        return torch.cat(parts).tolist()
 
     def _borrowed(self) -> Any:
         if self._last is None:

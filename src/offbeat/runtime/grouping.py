@@ -15,6 +15,7 @@ from offbeat.errors import LinkError, WorkerError
 from offbeat.events import Group
 from offbeat.policies.follower import Follower, Turn
 from offbeat.runtime.exchange import Exchange, TensorMemory
+from offbeat.runtime.late import LateGradients
 from offbeat.runtime.member import Member
 from offbeat.runtime.state import StateCopier
 
@@ -54,6 +55,7 @@ class Grouping:
     Attributes:
         memory: where tensors lie best that are exchanged, in whatever group.
         has_taken: this worker's state has been replaced since that was last set to False.
+        late: what is computed by workers outside for members.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Grouping:
         self._giving: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
         self.has_taken = False
+        self.late = LateGradients(member)
         member.on_abandon = self._abandon
 
     @property
@@ -159,6 +162,8 @@ class Grouping:
         """Counts an optimizer step, and hands the state to those who join from here on."""
         with self._member.lock:
             self._follower.finish_step()
+        self.late.finish_step()
+        with self._member.lock:
             group = self._follower.group
             if not self._follower.is_member or self._is_up_to_date():
                 return

@@ -8,7 +8,21 @@ import time
 from collections.abc import Callable
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.events import Deal, Dismiss, EpochEnded, Event, Group, Halt, Joined, Peer, Refuse, Start, Stop
+from offbeat.events import (
+    Deal,
+    Dismiss,
+    EpochEnded,
+    Event,
+    Group,
+    Halt,
+    Joined,
+    Lend,
+    Peer,
+    Refuse,
+    Settle,
+    Start,
+    Stop,
+)
 from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
 from offbeat.runtime.control import ControlLine
@@ -41,6 +55,7 @@ class Member:
         epochs_ended: how many epochs the group is done with, as far as is known.
         is_dismissed: everybody has finished.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
+        on_loan: called, in the links' thread, with all that is said of loans.
         failure: why the job has failed, None as long as it has not.
         coordinator_knows: the coordinator is the one who said so, or is gone itself.
     """
@@ -60,6 +75,7 @@ class Member:
         self.epochs_ended = 0
         self.is_dismissed = False
         self.on_abandon: Callable[[], None] = _do_nothing
+        self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
         self._survives = survives
         self._is_closing = False
         self.failure: WorkerError | None = None
@@ -180,6 +196,10 @@ class Member:
                 case Deal():
                     with self._changed:
                         self.hand.hear(action)
+                    if action.anew or not self.follower.is_member:
+                        self.on_loan(action)
+                case Lend() | Settle():
+                    self.on_loan(action)
                 case EpochEnded():
                     self.epochs_ended = action.epoch + 1
                 case Dismiss():
@@ -255,5 +275,5 @@ class Member:
         self._on_failure(error)
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: object) -> None:
     return

@@ -470,6 +470,7 @@ class Session:
     ) -> Iterator[tuple[Any, int]]:
         """Yields what this worker is dealt, with sizes."""
         assert self._member is not None
+        assert self._grouping is not None
         samples = len(dataset)  # type: ignore[arg-type]
         dealt = DealtBatches(
             self._member,
@@ -481,6 +482,8 @@ class Session:
             seed=(self._seed, self.epoch, self.worker),
             is_last=self._last_epoch is None or self.epoch >= self._last_epoch,
             skips=self._has_given_up,
+            late=self._grouping.late,
+            is_clear=lambda: self._averager.is_clear,
             blocks_per_round=self._blocks_per_round,
             deadline_s=self._strategy.deadline_s,
         )
@@ -489,10 +492,11 @@ class Session:
 
     def _give_up_the_rest(self) -> None:
         """The loop has left the epoch early."""
-        if self._deals and self._member is not None:
+        if self._deals and self._member is not None and self._grouping is not None:
             self._has_given_up = True
             with self._member.lock:
                 self._member.hand.throw_away()
+                self._grouping.late.throw_away()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate gradients; the next one outside exchanges them all.
@@ -548,8 +552,9 @@ class Session:
         blocks: tuple[int, ...] = ()
         if self._deals and self._member is not None:
             with self._member.lock:
+                own = len(self._member.hand.taken)
                 blocks = self._member.hand.contribute(self._member.follower.is_member)
-            self._blocks_per_round = max(self._blocks_per_round, len(blocks))
+            self._blocks_per_round = max(self._blocks_per_round, min(own, len(blocks)))
         self._tell(
             Ready(
                 now_s=0.0,

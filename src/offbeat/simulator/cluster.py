@@ -23,9 +23,11 @@ from offbeat.events import (
     Halt,
     Joined,
     Left,
+    Lend,
     Lost,
     Ready,
     Refuse,
+    Settle,
     Start,
     Stop,
     Tick,
@@ -368,6 +370,8 @@ class Cluster:
                 case Deal():
                     self._send(action.worker, (action,))
                     continue
+                case Lend() | Settle():
+                    continue  # no simulated worker computes for another: what is lent is called in
                 case Dismiss():
                     self.is_dismissed = True
                 case Start() | EpochEnded():

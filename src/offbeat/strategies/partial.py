@@ -85,6 +85,12 @@ class PartialAllReduce(_AroundTheSlow):
             "equal" shares them out before, as the papers do: those of who is left out are not used.
         bucket_bytes: the largest bucket of several gradients, in bytes.
         deadline_s: how long the others wait for a live worker while no pace is known yet, in seconds.
+        late: what the work of who is left out is worth. "drop": nothing, as in the paper. "join": it computes
+            blocks on behalf of members, each of which takes a gradient in with its next round once that has
+            come, weighted by samples. Needs shards="dynamic".
+        staleness: how many steps old its parameters may be at most in the round that takes it in; older
+            gradients are thrown away. The default lets in who is five times as slow: five steps of computing,
+            one for each of the two ways, and one more.
 
     Raises:
         ValueError: an argument out of range.
@@ -100,9 +106,24 @@ class PartialAllReduce(_AroundTheSlow):
     shards: Literal["dynamic", "equal"] = "dynamic"
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0
+    late: Literal["drop", "join"] = "drop"
+    staleness: int = 8
+
+    def __post_init__(self) -> None:
+        if self.late not in ("drop", "join"):
+            raise ValueError(f"expected late to be drop or join, got {self.late!r}")
+        if self.staleness < 1:
+            raise ValueError(f"expected a staleness of at least 1 step, got {self.staleness}")
+        if self.late == "join" and self.shards != "dynamic":
+            raise ValueError(
+                "late=join needs shards=dynamic: of equal shards nobody knows which samples a worker that is "
+                "left out has used"
+            )
+        super().__post_init__()
 
     def _groups(self) -> dict[str, Any]:
-        return {**super()._groups(), "monitor": self.monitor}
+        lends = {"staleness_steps_max": self.staleness} if self.late == "join" else {}
+        return {**super()._groups(), "monitor": self.monitor, **lends}
 
     def _detector(self) -> dict[str, Any]:
         return {"k": self.k, "n_profile": self.n_profile, "limit": self.limit, "gate": self.gate}

@@ -1,0 +1,235 @@
+"""Promises of `late="join"`, with real workers: what one that is left out computes counts, and counts once.
+
+The model of `test_data_once` counts the uses of each sample; a replica that holds one use of each an epoch
+has lost none and doubled none, whoever computed it.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+import test_data_once
+from cluster import run, values
+from jobs import job
+from offbeat.events import Brought, Lend, Settle
+from offbeat.record import read_log, replay
+from offbeat.runtime import exchange, late
+from offbeat.strategies import PartialAllReduce
+from test_groups import agree, groups_of, train
+
+SAMPLES = 401
+STRATEGY = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=100)
+
+
+def entries(log, kind):
+    return [entry for entry in read_log(log).entries if isinstance(entry, kind)]
+
+
+def late_ones(log):
+    """The gradients that counted."""
+    return [settled for settled in entries(log, Settle) if settled.counts]
+
+
+def counts(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
+    test_data_once.SAMPLES = SAMPLES  # an epoch has to last for a while
+    return test_data_once.count(rank, say, strategy, epochs, misdeed, options=options)
+
+
+def once(ended, epochs=4):
+    for uses, _ in values(ended):
+        assert uses == [float(epochs)] * SAMPLES
+
+
+@pytest.mark.parametrize("slow", ["1:5", "0:10", "1:5@burst=5/12", "2:20@0.0-0.5"])
+def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
+    log = tmp_path / "log.jsonl"
+    once(run(counts, 3, env={"OFFBEAT_SLOW": slow, "OFFBEAT_RUN_LOG": str(log)}))
+    assert late_ones(log) or "@" in slow  # who recovers soon joins instead
+    assert replay(read_log(log)) is None
+
+
+def test_five_times_as_slow_is_not_too_late_by_default(tmp_path):
+    log = tmp_path / "log.jsonl"
+    strategy = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join")
+    once(run(counts, 3, strategy, env={"OFFBEAT_SLOW": "1:5", "OFFBEAT_RUN_LOG": str(log)}))
+    assert late_ones(log)
+
+
+def test_nothing_that_is_older_than_allowed_counts(tmp_path):
+    log = tmp_path / "log.jsonl"
+    strategy = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=2)
+    once(run(counts, 3, strategy, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}))
+    assert entries(log, Brought)
+    assert not late_ones(log)
+
+
+def test_with_two_late_ones_of_four(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:8;2:6", "OFFBEAT_RUN_LOG": str(log)}
+    once(run(counts, 4, env=env))
+    assert {settled.late for settled in late_ones(log)} == {1, 2}
+    assert {lend.patron for lend in entries(log, Lend)} == {0, 3}
+
+
+def test_one_member_alone_is_the_patron_of_all_others(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "0:6;1:8", "OFFBEAT_RUN_LOG": str(log)}
+    once(run(counts, 3, env=env))
+    assert {settled.late for settled in late_ones(log)} == {0, 1}
+
+
+def trains(rank, say):
+    return train(rank, say, STRATEGY, 12)
+
+
+def test_members_hold_the_same_bits_after_every_step(tmp_path):
+    log = tmp_path / "log.jsonl"
+    results = values(run(trains, 4, env={"OFFBEAT_SLOW": "2:6", "OFFBEAT_RUN_LOG": str(log)}))
+    agree(results)
+    assert late_ones(log)
+
+
+class AtALoan:
+    """Sends this process a signal after it has done something of a loan for the nth time."""
+
+    def __init__(self, say, point, nth, number=signal.SIGKILL):
+        self._say, self._left, self._number = say, nth, number
+        before = getattr(late.LateGradients, point)
+
+        def strike(this, *args):
+            result = before(this, *args)
+            if this.guests if point == "take_in" else point != "begin" or result is not None:
+                self._strike()
+            return result
+
+        setattr(late.LateGradients, point, strike)
+
+    def __call__(self, session):
+        """It is not for the loop to strike."""
+
+    def _strike(self):
+        self._left -= 1
+        if not self._left:
+            self._say("now")
+            os.kill(os.getpid(), self._number)
+
+
+def strikes(rank, say, victim, point, nth):
+    return counts(rank, say, misdeed=AtALoan(say, point, nth) if rank == victim else None)
+
+
+AS_LATE, AS_PATRON = ("_borrow", "begin", "_send"), ("_look_after", "_give", "_settle", "take_in")
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+@pytest.mark.parametrize(
+    ("victim", "point"), [(1, point) for point in AS_LATE] + [(0, point) for point in AS_PATRON]
+)
+def test_whoever_is_killed_at_whatever_point_of_a_loan(victim, point, nth):
+    with job(strikes, 4, victim, point, nth, env={"OFFBEAT_SLOW": "1:6"}) as running:
+        assert running.said(victim) == ["now"]
+        once([one for one in running.ends() if one.rank != victim])
+
+
+def dies_in_the_exchange(rank, say, victim, share):
+    def misdeed(session):
+        if rank == victim:
+            begin = exchange._ScheduleRun._arrived
+
+            def die_on_the_way(self, number, first, last):
+                if self._to_receive - (last - first) <= self._plan.received * share and is_in(session):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                begin(self, number, first, last)
+
+            exchange._ScheduleRun._arrived = die_on_the_way
+
+    def is_in(session):
+        return bool(session._grouping.late.guests)
+
+    return counts(rank, say, misdeed=Once(misdeed))
+
+
+class Once:
+    def __init__(self, call):
+        self._call = call
+
+    def __call__(self, session):
+        call, self._call = self._call, None
+        if call is not None:
+            call(session)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_with_a_patron_that_is_killed_in_the_exchange_that_takes_a_late_gradient_in(workers, share):
+    with job(dies_in_the_exchange, workers, 0, share, env={"OFFBEAT_SLOW": "1:6"}) as running:
+        ended = running.ends()
+    assert ended[0].exitcode == -signal.SIGKILL
+    once(ended[1:])
+
+
+def stops(rank, say, victim, point):
+    misdeed = AtALoan(say, point, 2, signal.SIGSTOP) if rank == victim else None
+    return counts(rank, say, epochs=8, misdeed=misdeed)
+
+
+@pytest.mark.parametrize(("victim", "point"), [(1, "begin"), (1, "_send"), (0, "_give"), (0, "take_in")])
+def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tmp_path):
+    """What a late worker had when it stopped is used by others, and what it brings afterwards is not."""
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:6", "OFFBEAT_RUN_LOG": str(log)}
+    with job(stops, 4, victim, point, env=env) as running:
+        running.said(victim)
+        if victim:
+            wait_for(lambda: len(entries(log, Lend)) == len(entries(log, Settle)))
+        else:
+            wait_for(lambda: any(0 not in group.members for group in groups_of(log)))
+        running.signal(victim, signal.SIGCONT)
+        once(running.ends(), 8)
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+
+
+def accumulates(rank, say):
+    test_data_once.SAMPLES, test_data_once.STRATEGY = SAMPLES, STRATEGY
+    return test_data_once.accumulates(rank, say)
+
+
+def test_with_gradients_accumulated_over_batches(tmp_path):
+    log = tmp_path / "log.jsonl"
+    ended = run(accumulates, 3, env={"OFFBEAT_SLOW": "1:6", "OFFBEAT_RUN_LOG": str(log)})
+    assert {len(values([one])[0][0]) for one in ended} == {SAMPLES}
+    assert all(all(uses) for uses, _ in values(ended))
+    assert entries(log, Lend)
+
+
+def test_through_a_data_loader(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:6", "OFFBEAT_RUN_LOG": str(log)}
+    once(run(counts, 3, STRATEGY, 4, None, {"num_workers": 1}, env=env))
+    assert late_ones(log)
+
+
+def test_while_the_coordinator_is_killed(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(counts, 3, STRATEGY, 8, env={"OFFBEAT_SLOW": "1:6", "OFFBEAT_RUN_LOG": str(log)}) as running:
+        for _ in range(3):
+            before = len(entries(log, Brought)) if log.exists() else 0
+            wait_for(lambda: log.exists() and len(entries(log, Brought)) > before)  # noqa: B023 (asked at once)
+            os.kill(running.coordinator(), signal.SIGKILL)
+        once(running.ends(), 8)
+    assert replay(read_log(log)) is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"late": "x"}, {"late": "join", "shards": "equal"}, {"staleness": 0}], ids=str
+)
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(ValueError):
+        PartialAllReduce(**arguments)
