@@ -6,6 +6,7 @@ and each sample must come once an epoch, whoever is killed and whoever joins.
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -501,15 +502,16 @@ class Launched:
     def __init__(self, folder, gate, *options):
         (folder / "train.py").write_text(SCRIPT)
         self.log = gate.log
-        self.lines = []
-        self.process = subprocess.Popen(
-            [*OFFBEAT, "run", *options, "--nproc-per-node", "3", "train.py"],
-            cwd=folder,
-            env={**os.environ, **gate.env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self._said = folder / "said"
+        with open(self._said, "w") as output:
+            self.process = subprocess.Popen(
+                [*OFFBEAT, "run", *options, "--nproc-per-node", "3", "train.py"],
+                cwd=folder,
+                env={**os.environ, **gate.env},
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
     def __enter__(self):
         return self
@@ -518,15 +520,17 @@ class Launched:
         self.process.terminate()
         self.process.communicate()
 
+    @property
+    def lines(self):
+        return self._said.read_text().splitlines()
+
     def kill(self, rank, condition):
         """Kills a worker with signal 9 when the condition holds for an entry of the run log."""
-        line = ""
-        while not line.startswith(f"[{rank}] process "):
-            line = self.process.stdout.readline()
-            assert line, f"worker {rank} did not start: {self.lines}"
-            self.lines.append(line.rstrip())
+        limit_s = time.monotonic() + DEADLINE_S
+        while not (found := re.findall(rf"^\[{rank}\] process (\d+)$", self._said.read_text(), re.MULTILINE)):
+            assert time.monotonic() < limit_s, f"worker {rank} did not start: {self.lines}"
         wait_for(self.log, f"what worker {rank} is killed upon", condition)
-        os.kill(int(line.split()[-1]), signal.SIGKILL)
+        os.kill(int(found[0]), signal.SIGKILL)
 
     def kill_two(self, first):
         """Kills a worker in the middle of its training, and the one in its place as soon as that has come."""
@@ -535,8 +539,7 @@ class Launched:
 
     def end(self):
         """Returns the exit code and the last line of standard error."""
-        output, errors = self.process.communicate(timeout=2 * DEADLINE_S)
-        self.lines += output.splitlines()
+        _, errors = self.process.communicate(timeout=2 * DEADLINE_S)
         return self.process.returncode, errors.splitlines()[-1]
 
 
