@@ -149,7 +149,7 @@ def test_a_loan_that_was_settled_before_is_not_settled_again():
 
 def test_when_the_late_one_dies_others_get_the_block_and_what_it_brings_does_not_count():
     job = Job()
-    job.dealing.gone(9)
+    job.dealing.gone(9, is_heard_out=True)
     assert not only(Settle, job.dealing.deals()).counts
     assert not job.brought(0, 0)
     assert used_up(job)
@@ -158,7 +158,7 @@ def test_when_the_late_one_dies_others_get_the_block_and_what_it_brings_does_not
 def test_when_the_patron_dies_another_is_named():
     job = Job()
     lend = only(Lend, job.said)
-    job.dealing.gone(0)
+    job.dealing.gone(0, is_heard_out=True)
     again = only(Lend, job.dealing.deals())
     assert again.patron == 1
     assert again.block.id != lend.block.id
@@ -169,7 +169,7 @@ def test_what_a_dead_patron_had_not_used_comes_back():
     job = Job()
     job.brought(0, 0)
     before = job.dealing._scheduler._epochs[0].pooled
-    job.dealing.gone(0)
+    job.dealing.gone(0, is_heard_out=True)
     assert job.dealing._scheduler._epochs[0].pooled >= before + BATCH
 
 
@@ -179,7 +179,7 @@ def test_a_round_that_is_repeated_has_the_late_block_again():
     job.brought(0, 0)
     own = blocks_of(job.said, 0)[0].id
     job.ready(0, 0, (own, block.id))
-    job.dealing.gone(1)
+    job.dealing.gone(1, is_heard_out=True)
     job.dealing.repeat((0,), 0, 0)
     assert job.dealing._scheduler._rounds[0].keys() == {0}
     assert block in job.dealing._scheduler._rounds[0][0]
