@@ -209,7 +209,7 @@ def test_accuracy_for_real(tmp_path):
     assert main(line.split()) == 0
     result = json.loads(path.read_text())
     assert (result["name"], result["kind"]) == ("accuracy", "real")
-    assert {row["strategy"] for row in result["rows"]} == {"bsp", "partial"}
+    assert {row["strategy"] for row in result["rows"]} == {"bsp", "partial", "partial:late=join"}
     assert 0.1 < result["figures"]["final_accuracy_bsp"] <= 1
     last = [row for row in result["rows"] if row["strategy"] == "bsp"][-1]
     assert 1000 < last["samples"] <= 1442  # of digits, up to the last copy
