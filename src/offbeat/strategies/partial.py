@@ -88,7 +88,8 @@ class PartialAllReduce(_AroundTheSlow):
         late: what the work of who is left out is worth. "drop": nothing, as in the paper. "join": it computes
             blocks on behalf of members, each of which takes a gradient in with its next round once that has
             come, weighted by samples. Needs shards="dynamic".
-        staleness: how many steps old its parameters may be at most in the round that takes it in; older
+        staleness: how many steps old its parameters may be at most when its patron has the gradient, the step
+            that takes it in counted; older
             gradients are thrown away. The default lets in who is five times as slow: five steps of computing,
             one for each of the two ways, and one more.
 
