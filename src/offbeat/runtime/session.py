@@ -393,7 +393,8 @@ class Session:
 
         A batch that is smaller than others counts for less in the mean; which one a backward pass belongs to
         is taken to be the last one that was taken, so do not take batches ahead. A loop that breaks off gives
-        up the rest of the epoch.
+        up the rest of the epoch. Where samples are dealt as they are needed, workers may get one batch more
+        or less than others: a loop that takes a step every few batches wants `no_sync`, or shards="equal".
 
         Args:
             dataset: map-style, the same on every worker.
