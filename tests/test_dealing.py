@@ -186,6 +186,15 @@ def test_a_member_that_has_nothing_is_awaited_once_another_is_ready_for_its_roun
     assert said(job.wants(0, 1, is_last=True), 0).is_awaited  # it had to take two batches
 
 
+def test_who_asks_while_its_samples_are_on_their_way_is_not_awaited():
+    """They cross: what it asks for has been dealt."""
+    job = Job(2)
+    job.round(0, (0, 1))
+    assert job.has[0]
+    job.wants(0, 1)
+    assert not any(deal.is_awaited for deal in job.ready(1, 1))
+
+
 def test_members_that_wait_are_awaited_while_somebody_joins():
     """Who joins takes part in a round without having been Ready for it."""
     job = last_epoch()

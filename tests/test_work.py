@@ -645,6 +645,7 @@ def test_held_workers_wait_also_with_taken_blocks():
     scheduler = running(members=2, samples=8, hold=True)
     scheduler.deal()
     scheduler.taken(0, 0)
+    scheduler.begin(0, 0, 8, 4, hold=True)  # it asks for more
     assert overs(scheduler.deal()) == []
 
 

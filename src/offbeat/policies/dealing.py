@@ -92,7 +92,8 @@ class Dealing:
         for block_id in event.taken:
             scheduler.taken(worker, block_id)
         if worker in self._members or worker in self._leaving:
-            self._waiting[worker] = event.round
+            if len(scheduler.held(worker)) == scheduler.taken_count(worker):  # else they crossed this
+                self._waiting[worker] = event.round
             self._has_done(worker, event.round)
         elif self._lending is not None:
             self._lending.wishes(worker)
