@@ -58,7 +58,7 @@ def once(ended, epochs=4):
 def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
     log = tmp_path / "log.jsonl"
     once(run(counts, 3, env={"OFFBEAT_SLOW": slow, "OFFBEAT_RUN_LOG": str(log)}))
-    assert late_ones(log) or "@" in slow  # who recovers soon joins instead
+    assert entries(log, Lend) or "@" in slow  # who recovers soon joins instead
     assert replay(read_log(log)) is None
 
 
