@@ -96,7 +96,6 @@ def a_file(size: int) -> int:
 
 @contextmanager
 def no_descriptor_is_left() -> Iterator[None]:
-    gc.collect()  # what other tests have left to it
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
@@ -174,6 +173,7 @@ def test_a_region_is_lent_once_a_connection_and_given_back_when_nobody_holds_it(
 ) -> None:
     a, b = pair
     exchange_messages(a, b)
+    gc.collect()  # what other tests have left to it
     with no_descriptor_is_left():
         memory = filled(a, MIB)
         for tag in range(3):
