@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -98,7 +99,7 @@ class Cluster:
         while True:
             left_s = limit_s - time.monotonic()
             if left_s <= 0 or not self._pipes[rank].poll(left_s):
-                raise AssertionError(f"worker {rank} did not end in time")
+                raise AssertionError(f"worker {rank} did not end in time; {self._ended()}")
             try:
                 kind, content = self._pipes[rank].recv()
             except EOFError:
@@ -106,6 +107,17 @@ class Cluster:
             if kind == "ended":
                 self.processes[rank].join(max(1.0, left_s))
                 return Ended(rank=rank, exitcode=self.processes[rank].exitcode, **content)
+
+    def _ended(self) -> str:
+        """What is known of those who have ended and were not asked for yet."""
+        ended = []
+        for rank, pipe in enumerate(self._pipes):
+            with suppress(EOFError, OSError):
+                while pipe.poll():
+                    kind, content = pipe.recv()
+                    if kind == "ended":
+                        ended.append(f"worker {rank}: {content.get('trace', 'returned')}")
+        return "\n".join(ended) or "nor has any that was to be waited for after it"
 
 
 def start(

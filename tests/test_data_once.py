@@ -6,7 +6,6 @@ says how often each sample was used by somebody, and no sum can hide a sample th
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from cluster import run, values
 from jobs import job
 from offbeat.runtime import exchange
 from offbeat.strategies import PartialAllReduce
-from test_groups import groups_of, spin
+from runlogs import wait_for_group
+from test_groups import spin
 
 SAMPLES, BATCH = 101, 4
 STRATEGY = PartialAllReduce(limit=3, n_profile=2)
@@ -56,12 +56,6 @@ def once_each(model):
 def take(model, optimizer):
     optimizer.step()
     optimizer.zero_grad()
-
-
-def wait_for_group(log, members):
-    deadline_s = time.monotonic() + 60
-    while not (log.exists() and any(group.members == members for group in groups_of(log))):
-        assert time.monotonic() < deadline_s, f"no group was {members}"
 
 
 def count(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, compute_s=0.005, dataset=None, options=None):

@@ -18,10 +18,11 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from jobs import job
-from offbeat.events import EpochEnded, Group, Lost
+from offbeat.events import EpochEnded, Lost
 from offbeat.record import read_log
 from offbeat.runtime import exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
+from runlogs import groups_of, wait_for_group
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 6
 STRATEGY = PartialAllReduce(limit=3, n_profile=2)
@@ -87,10 +88,6 @@ def agree(results):
         shared = states.keys() & others.keys()
         assert all(states[step] == others[step] for step in shared)
     assert len({final for _, final in results}) == 1
-
-
-def groups_of(log):
-    return [entry for entry in read_log(log).entries if isinstance(entry, Group)]
 
 
 def test_with_nobody_slow_it_is_all_reduce_bit_for_bit():
@@ -199,9 +196,7 @@ def test_a_worker_that_hangs_is_left_out_and_comes_back_when_it_goes_on(tmp_path
     log = tmp_path / "log.jsonl"
     with job(stops_in_compute, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.said(1)
-        deadline_s = time.monotonic() + 60
-        while not (log.exists() and any(g.members == (0, 2) for g in groups_of(log))):
-            assert time.monotonic() < deadline_s, "nobody left the stopped worker out"
+        wait_for_group(log, (0, 2))
         running.signal(1, signal.SIGCONT)
         ended = running.ends()
     agree(values(ended))

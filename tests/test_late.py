@@ -6,7 +6,6 @@ has lost none and doubled none, whoever computed it.
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -18,20 +17,17 @@ from offbeat.events import Brought, Lend, Settle
 from offbeat.record import read_log, replay
 from offbeat.runtime import exchange, late
 from offbeat.strategies import PartialAllReduce
-from test_groups import agree, groups_of, train
+from runlogs import entries_of, groups_of, wait_until
+from test_groups import agree, train
 
 SAMPLES = 401
 # Three times the pace against twenty: on a busy machine, too, it is that one that is left out.
 STRATEGY = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=100)
 
 
-def entries(log, kind):
-    return [entry for entry in read_log(log).entries if isinstance(entry, kind)]
-
-
 def late_ones(log):
     """The gradients that counted."""
-    return [settled for settled in entries(log, Settle) if settled.counts]
+    return [settled for settled in entries_of(log, Settle) if settled.counts]
 
 
 def counts(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, options=None):
@@ -58,7 +54,7 @@ def once(ended, epochs=4):
 def test_each_sample_is_used_once_whoever_is_late(slow, tmp_path):
     log = tmp_path / "log.jsonl"
     once(run(counts, 3, env={"OFFBEAT_SLOW": slow, "OFFBEAT_RUN_LOG": str(log)}))
-    assert entries(log, Lend) or "@" in slow  # who recovers soon joins instead
+    assert entries_of(log, Lend) or "@" in slow  # who recovers soon joins instead
     assert replay(read_log(log)) is None
 
 
@@ -66,7 +62,7 @@ def test_nothing_that_is_older_than_allowed_counts(tmp_path):
     log = tmp_path / "log.jsonl"
     strategy = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=2)
     once(run(counts, 3, strategy, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}))
-    assert entries(log, Brought)
+    assert entries_of(log, Brought)
     assert not late_ones(log)
 
 
@@ -75,7 +71,7 @@ def test_with_two_late_ones_of_four(tmp_path):
     env = {"OFFBEAT_SLOW": "1:20;2:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 4, env=env))
     assert {settled.late for settled in late_ones(log)} == {1, 2}
-    assert {lend.patron for lend in entries(log, Lend)} == {0, 3}
+    assert {lend.patron for lend in entries_of(log, Lend)} == {0, 3}
 
 
 def test_one_member_alone_is_the_patron_of_all_others(tmp_path):
@@ -187,17 +183,13 @@ def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tm
     with job(stops, 4, victim, point, env=env) as running:
         running.said(victim)
         if victim:
-            wait_for(lambda: len(entries(log, Lend)) == len(entries(log, Settle)))
+            wait_until(
+                lambda: len(entries_of(log, Lend)) == len(entries_of(log, Settle)), "an answer to each"
+            )
         else:
-            wait_for(lambda: any(0 not in group.members for group in groups_of(log)))
+            wait_until(lambda: any(0 not in group.members for group in groups_of(log)), "a group without it")
         running.signal(victim, signal.SIGCONT)
         once(running.ends(), 8)
-
-
-def wait_for(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
 
 
 def accumulates(rank, say):
@@ -210,7 +202,7 @@ def test_with_gradients_accumulated_over_batches(tmp_path):
     ended = run(accumulates, 3, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)})
     assert {len(values([one])[0][0]) for one in ended} == {SAMPLES}
     assert all(all(uses) for uses, _ in values(ended))
-    assert entries(log, Lend)
+    assert entries_of(log, Lend)
 
 
 def test_through_a_data_loader(tmp_path):
@@ -224,8 +216,8 @@ def test_while_the_coordinator_is_killed(tmp_path):
     log = tmp_path / "log.jsonl"
     with job(counts, 3, STRATEGY, 8, env={"OFFBEAT_SLOW": "1:20", "OFFBEAT_RUN_LOG": str(log)}) as running:
         for _ in range(3):
-            before = len(entries(log, Brought)) if log.exists() else 0
-            wait_for(lambda: log.exists() and len(entries(log, Brought)) > before)  # noqa: B023 (asked at once)
+            before = len(entries_of(log, Brought))
+            wait_until(lambda: len(entries_of(log, Brought)) > before, "more")  # noqa: B023 (asked at once)
             os.kill(running.coordinator(), signal.SIGKILL)
         once(running.ends(), 8)
     assert replay(read_log(log)) is None

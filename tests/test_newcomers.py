@@ -28,8 +28,9 @@ from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.session import Session
 from offbeat.runtime.state import StateCopier
 from offbeat.strategies import AllReduce, PartialAllReduce
+from runlogs import entries_of, groups_of, wait_for_entry
 from test_data_once import BATCH, SAMPLES, Counter, once_each
-from test_groups import groups_of, spin
+from test_groups import spin
 
 EPOCHS = 10
 STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
@@ -171,22 +172,8 @@ class Misdeed:
                 os.kill(os.getpid(), self._number)
 
 
-def entries_of(log):
-    return read_log(log).entries
-
-
-def wait_for(log, what, condition):
-    """Waits until the run log has an entry for which the condition holds; returns the first."""
-    limit_s = time.monotonic() + DEADLINE_S
-    while True:
-        found = [entry for entry in entries_of(log) if condition(entry)] if log.exists() else []
-        if found:
-            return found[0]
-        assert time.monotonic() < limit_s, f"the run log never showed {what}"
-
-
 def wait_for_newcomer(log, worker):
-    wait_for(log, f"worker {worker}", lambda one: isinstance(one, Joined) and one.worker == worker)
+    wait_for_entry(log, f"worker {worker}", lambda one: isinstance(one, Joined) and one.worker == worker)
 
 
 def joined_within_two_rounds(log, worker):
@@ -204,7 +191,7 @@ def joined_within_two_rounds(log, worker):
 def joins_late(rank, say, log):
     """A newcomer that does not come before the others stand at the gate."""
     say("here")
-    wait_for(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
+    wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
     return train(rank, say)
 
 
@@ -290,7 +277,7 @@ def dies(rank, say, victim):
 def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_its_place(victim, gate):
     with job(dies, 3, victim, env=gate.env, hosts_store=True) as running:
         running.said(victim)
-        wait_for(gate.log, "the death", lambda one: isinstance(one, Lost))
+        wait_for_entry(gate.log, "the death", lambda one: isinstance(one, Lost))
         running.add(joins_late, gate.log)
         gate.open_for(3)
         ended = running.ends()
@@ -300,7 +287,7 @@ def test_each_sample_comes_once_though_a_worker_is_killed_and_a_newcomer_takes_i
 
 def joins_on_a_halt(rank, say, log):
     say("here")
-    wait_for(log, "a change", lambda one: isinstance(one, Halt))
+    wait_for_entry(log, "a change", lambda one: isinstance(one, Halt))
     return train(rank, say)
 
 
@@ -377,7 +364,7 @@ def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_
     with job(train, 3, env=gate.env) as running:
         odd = running.end(running.add(has_another_model))
         new = running.add(has_id_3)
-        wait_for(gate.log, "its group", lambda one: isinstance(one, Group) and 3 in one.joining)
+        wait_for_entry(gate.log, "its group", lambda one: isinstance(one, Group) and 3 in one.joining)
         again = running.end(running.add(has_id_3))
         gate.open()
         trained_once([running.end(rank) for rank in (0, 1, 2, new)])
@@ -415,7 +402,7 @@ def stays(rank, say, log, owner, name):
 
 def joins_at_the_end(rank, say, log, kind):
     say("here")
-    wait_for(log, kind.__name__, lambda one: isinstance(one, kind))
+    wait_for_entry(log, kind.__name__, lambda one: isinstance(one, kind))
     return train(rank, say, epochs=3)
 
 
@@ -529,7 +516,7 @@ class Launched:
         limit_s = time.monotonic() + DEADLINE_S
         while not (found := re.findall(rf"^\[{rank}\] process (\d+)$", self._said.read_text(), re.MULTILINE)):
             assert time.monotonic() < limit_s, f"worker {rank} did not start: {self.lines}"
-        wait_for(self.log, f"what worker {rank} is killed upon", condition)
+        wait_for_entry(self.log, f"what worker {rank} is killed upon", condition)
         os.kill(int(found[0]), signal.SIGKILL)
 
     def kill_two(self, first):

@@ -1,0 +1,41 @@
+"""What the run log of a job shows, while the job runs and afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offbeat.events import Group
+from offbeat.record import read_log
+
+WAIT_S = 60.0
+
+
+def entries_of(log: Path, *kinds: type) -> list[Any]:
+    """The entries of these kinds, or all; none as long as the log has not been begun."""
+    if not log.exists() or log.stat().st_size == 0:
+        return []
+    return [entry for entry in read_log(log).entries if not kinds or isinstance(entry, kinds)]
+
+
+def groups_of(log: Path) -> list[Group]:
+    return entries_of(log, Group)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Waits until the condition holds, which may read logs, and leaves the machine to who is waited for."""
+    limit_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < limit_s, f"there never was {what}"
+        time.sleep(0.01)
+
+
+def wait_for_entry(log: Path, what: str, condition: Callable[[Any], bool]) -> None:
+    """Waits until the log has an entry for which the condition holds."""
+    wait_until(lambda: any(map(condition, entries_of(log))), what)
+
+
+def wait_for_group(log: Path, members: tuple[int, ...]) -> None:
+    wait_for_entry(log, f"the group {members}", lambda one: isinstance(one, Group) and one.members == members)
