@@ -51,7 +51,7 @@ def main():
                 optimizer.step()
             schedule.step()
 
-            if session.worker == 0:
+            if session.leads:
                 with torch.no_grad():
                     images, labels = data.test.tensors
                     test_loss = F.cross_entropy(model(images), labels).item()

@@ -453,6 +453,7 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
         hosts_store=False,
         worker=1,
         world=2,
+        start_s=0.0,
         limit_s=0.0,
     )
     member = Member(meeting, 1, heard.put)

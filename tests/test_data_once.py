@@ -58,12 +58,24 @@ def take(model, optimizer):
     optimizer.zero_grad()
 
 
-def count(rank, say, strategy=STRATEGY, epochs=4, misdeed=None, compute_s=0.005, dataset=None, options=None):
-    """Returns how often each sample was used in each epoch, as this replica has it, and the steps."""
+def count(
+    rank,
+    say,
+    strategy=STRATEGY,
+    epochs=4,
+    misdeed=None,
+    compute_s=0.005,
+    dataset=None,
+    options=None,
+    state=None,
+):
+    """Returns how often each sample was used, as this replica has it, and the steps; goes on from a state."""
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     dataset = dataset or TensorDataset(torch.arange(SAMPLES))
     with offbeat.join(model, optimizer, strategy) as session:
+        if state is not None:
+            session.load_state_dict(torch.load(state))
         for _ in session.epochs(epochs):
             for (numbers,) in session.batches(dataset, BATCH, **(options or {})):
                 if misdeed is not None:

@@ -40,6 +40,7 @@ class Job:
             "skips": False,
             "ahead": 0,
             "taken": (),
+            "used": (),
             **more,
         }
         self.dealing.wants(Wants(now_s=0.0, worker=worker, round=round_, **said))

@@ -35,6 +35,7 @@ class Job:
                 ahead=0,
                 taken=(),
                 round=round,
+                used=(),
             )
         )
         return self.dealing.deals()

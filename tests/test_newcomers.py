@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partialmethod
 
 import pytest
 import torch
@@ -266,6 +267,25 @@ def test_a_newcomer_runs_the_script_that_the_others_ran_though_it_loads_what_was
     trained_once(ended)
 
 
+def has_other_data(rank, say, log):
+    Session.batches = partialmethod(with_batches_of_5, before=Session.batches)
+    return joins_late(rank, say, log)
+
+
+def with_batches_of_5(session, dataset, batch_size, before):
+    return before(session, dataset, 5)
+
+
+def test_a_newcomer_with_other_data_is_told_so_and_the_others_go_on(gate):
+    with job(train, 3, env=gate.env) as running:
+        running.add(has_other_data, gate.log)
+        gate.open_for(3)
+        *others, newcomer = running.ends()
+    trained_once(others)
+    assert newcomer.error_type == "OffbeatError"
+    assert f"{SAMPLES} samples in batches of {BATCH}, got {SAMPLES} in batches of 5" in newcomer.error
+
+
 # While others die ------------------------------------------------------------------------------------------
 
 
@@ -453,11 +473,19 @@ def test_a_newcomer_needs_the_address_of_the_job_alone(environ, rank):
     assert (read.master_addr, read.master_port) == ("host", 4321)
 
 
+def test_a_start_may_take_30_s_unless_another_time_is_given():
+    """Every problem of a start names itself by then."""
+    assert read_environment({}).start_s == 30.0
+    assert read_environment({"OFFBEAT_START_S": "1.5"}).start_s == 1.5
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
         ({**WHERE, "OFFBEAT_NEWCOMER": "yes"}, "OFFBEAT_NEWCOMER must be 1, or not be set, got 'yes'"),
         ({"OFFBEAT_NEWCOMER": "1"}, "MASTER_ADDR is not set although OFFBEAT_NEWCOMER is set"),
+        ({"OFFBEAT_START_S": "0"}, "OFFBEAT_START_S must be a number of seconds above 0, got '0'"),
+        ({"OFFBEAT_START_S": "soon"}, "OFFBEAT_START_S must be a number of seconds above 0, got 'soon'"),
         (
             {**WHERE, "OFFBEAT_NEWCOMER": "0", "RANK": "4", "WORLD_SIZE": "4"},
             "expected 0 <= RANK < WORLD_SIZE",

@@ -53,14 +53,22 @@ class Job:
             )
         )
 
-    def ready(self, worker: int, round: int, *, generation: int = 0, compute_s: float = 0.1) -> list[Action]:
+    def ready(
+        self,
+        worker: int,
+        round: int,
+        *,
+        generation: int = 0,
+        compute_s: float = 0.1,
+        step: int | None = None,
+    ) -> list[Action]:
         return self.policy.handle(
             Ready(
                 now_s=self.now_s,
                 worker=worker,
                 generation=generation,
                 epoch=0,
-                step=round,
+                step=round if step is None else step,
                 round=round,
                 compute_s=compute_s,
                 samples=0,
@@ -323,6 +331,28 @@ def test_who_has_the_only_state_is_waited_for_though_it_hangs():
     group, halt = job.answer(0, 2, step=3)
     assert group.members == (0,)
     assert isinstance(halt, Halt)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_members_that_take_steps_after_different_numbers_of_rounds_stop(first):
+    job = Job(3)
+    assert job.ready(first, 4, step=1) == []
+    assert job.ready(1, 4, step=1) == []
+    stop = only(job.ready(2 - first, 4, step=2), Stop)
+    assert f"worker {2 - first} is in step 2 and others are not, all in round 4" in stop.reason
+    assert "session.no_sync()" in stop.reason
+    assert job.ready(1, 5, step=1) == []
+
+
+def test_rounds_that_were_open_when_the_group_changed_have_a_step_too():
+    job = Job(3)
+    for worker in range(3):
+        job.ready(worker, 0)
+    job.lose(2)
+    job.answer(0, 1, step=0, begun=True)
+    only(job.answer(1, 1, step=0, begun=True), Group)
+    assert job.ready(0, 1, generation=1, step=1) == []
+    assert isinstance(job.ready(1, 1, generation=1, step=0)[-1], Stop)
 
 
 def test_without_anybody_who_has_the_state_the_job_stops():

@@ -34,11 +34,13 @@ from offbeat.events import (
     Peer,
     Ready,
     Refuse,
+    Saving,
     Settle,
     Start,
     StepTimed,
     Stop,
     Tick,
+    Used,
     Wants,
 )
 from offbeat.policies import decide
@@ -100,7 +102,9 @@ EXAMPLES = [
         ahead=5,
         taken=(3, 7),
         round=9,
+        used=((0, 4), (8, 20)),
     ),
+    Saving(now_s=1.0, worker=1, round=9),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
     Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
@@ -123,6 +127,14 @@ EXAMPLES = [
     Tick(now_s=0.0),
     Start(peers=(Peer(worker=0, name="worker-0", addresses=("a:1",)),), reason="all"),
     Halt(generation=3, abandon=True, reason="r"),
+    Used(
+        worker=1,
+        round=9,
+        epoch=2,
+        used=((2, ((0, 4), (8, 20))), (3, ())),
+        is_current=True,
+        reason="r",
+    ),
     Deal(
         worker=1,
         epoch=2,

@@ -543,20 +543,71 @@ def test_the_first_epoch_may_be_any_and_who_comes_late_may_begin_a_finished_one(
     assert [scheduler.finished(epoch) for epoch in (6, 7, 8)] == [False, True, False]
 
 
-def test_a_state_goes_on_in_another_job():
-    scheduler = running(members=2, samples=20, batch_size=4)
+# Going on in another job --------------------------------------------------------------------------------
+
+
+def test_what_earlier_rounds_have_used_is_known_whatever_is_dealt_taken_or_under_way():
+    scheduler = running(members=2, samples=40, batch_size=4)
+    scheduler.deal()  # blocks 0 and 2 to the first, 1 and 3 to the second
+    assert scheduler.used_before(0) == {0: ()}
+    scheduler.contributed(0, 0, [0])
+    scheduler.contributed(1, 0, [1])
+    scheduler.taken(0, 2)
+    assert scheduler.used_before(0) == {0: ()}
+    assert scheduler.used_before(1) == {0: ((0, 8),)}
+    scheduler.completed(0)
+    scheduler.contributed(1, 1, [3])
+    assert scheduler.used_before(1) == {0: ((0, 8),)}
+    assert scheduler.used_before(2) == {0: ((0, 8), (12, 16))}
+
+
+def test_an_epoch_that_is_used_up_or_given_up_is_not_gone_on_with():
+    scheduler = running(members=1, samples=4, batch_size=4)
     scheduler.deal()
     scheduler.contributed(0, 0, [0])
-    scheduler.completed(0)
-    scheduler.contributed(1, 1, [1])
-    scheduler = copy(scheduler)
-    scheduler.all_lost()
-    assert pool(scheduler) == list(range(4, 20))
-    scheduler.set_members([0])
-    scheduler.begin(0, 0, 20, 4)
-    ((_, blocks, _),) = scheduler.deal()
-    assert blocks[0].ranges == ((4, 8),)
-    assert scheduler.contributed(0, 0, [blocks[0].id])
+    assert scheduler.used_before(0) == {0: ()}
+    assert scheduler.used_before(1) == {}
+    assert scheduler.next_epoch == 1
+    scheduler.begin(0, 1, 40, 4)
+    scheduler.deal()
+    scheduler.cut(1)
+    assert scheduler.used_before(1) == {}
+
+
+def test_an_epoch_goes_on_in_another_job_where_a_state_was_taken():
+    scheduler = running(members=2, samples=40, batch_size=4)
+    scheduler.deal()
+    scheduler.contributed(1, 0, [1])
+    ((epoch, used),) = scheduler.used_before(1).items()
+    another = WorkScheduler()
+    another.set_members([0, 1, 2])
+    for worker in range(3):
+        another.begin(worker, epoch, 40, 4, used=used)
+    assert pool(another) == [*range(4), *range(8, 40)]
+    blocks = [block for _, blocks, _ in another.deal() for block in blocks]
+    assert blocks[0].ranges == ((0, 4),)
+    for round_, block in enumerate(blocks):
+        assert another.contributed(round_ % 3, round_, [block.id]) in (True, False)
+    assert copy(another).state_dict() == another.state_dict()
+
+
+def test_the_same_state_is_loaded_everywhere():
+    scheduler = WorkScheduler()
+    scheduler.set_members([0, 1])
+    scheduler.begin(0, 3, 40, 4, used=[(0, 4)])
+    scheduler.begin(1, 3, 40, 4)  # a newcomer has loaded nothing
+    with pytest.raises(ProtocolError, match="worker 0 and worker 1 go on from different states of epoch 3"):
+        scheduler.begin(1, 3, 40, 4, used=[(0, 8)])
+
+
+@pytest.mark.parametrize(
+    "used", [[(0, 41)], [(4, 8), (0, 2)], [(-1, 3)], [(0, 40)], [(0, 20), (20, 40)], [(3, 3)]]
+)
+def test_positions_that_cannot_have_been_used_are_refused(used):
+    scheduler = WorkScheduler()
+    with pytest.raises(ProtocolError, match="ranges of some of 40 positions, ascending, that are used"):
+        scheduler.begin(0, 0, 40, 4, used=used)
+    assert 0 not in scheduler
 
 
 # Loops that end early -----------------------------------------------------------------------------------

@@ -310,9 +310,10 @@ def replay(
 def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     """What builds the coordinator's policies under a strategy."""
     from offbeat.record import build_policy
+    from offbeat.runtime.environment import Environment
     from offbeat.strategies import parse_strategy
 
-    specs = parse_strategy(strategy).policies(world)
+    specs = parse_strategy(strategy).policies(world, Environment.start_s)
     return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
 
 

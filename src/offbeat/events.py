@@ -75,6 +75,7 @@ class Wants:
         ahead: how many blocks the worker can use at once, 0 for as many as usual.
         taken: ids of the blocks that it has taken since it was last Ready.
         round: exchanges finished.
+        used: positions of the epoch, as ranges, that the state that the job goes on from has used already.
     """
 
     now_s: float
@@ -86,6 +87,20 @@ class Wants:
     skips: bool
     ahead: int
     taken: tuple[int, ...]
+    round: int
+    used: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A worker takes its state down, and asks which samples that holds.
+
+    Attributes:
+        round: exchanges finished.
+    """
+
+    now_s: float
+    worker: int
     round: int
 
 
@@ -211,7 +226,19 @@ class Tick:
 
 
 Event: TypeAlias = (
-    Joined | Ready | Wants | Brought | StepTimed | Halted | Evaluated | Finished | Left | Lost | Failed | Tick
+    Joined
+    | Ready
+    | Wants
+    | Saving
+    | Brought
+    | StepTimed
+    | Halted
+    | Evaluated
+    | Finished
+    | Left
+    | Lost
+    | Failed
+    | Tick
 )
 
 
@@ -316,6 +343,25 @@ class Deal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Used:
+    """Which samples a worker's state holds; the worker alone hears it.
+
+    Attributes:
+        round: exchanges that the state has finished.
+        epoch: the first that they have not used up.
+        used: that and later epochs that have begun, each with the ranges of positions that they have used.
+        is_current: others have not gone on without the worker since; else the state is an old one.
+    """
+
+    worker: int
+    round: int
+    epoch: int
+    used: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    is_current: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lend:
     """A worker outside the group computes a block for a member, its patron; nobody else hears it.
 
@@ -398,4 +444,4 @@ class Refuse:
     reason: str
 
 
-Action: TypeAlias = Start | Halt | Group | Deal | Lend | Settle | EpochEnded | Dismiss | Stop | Refuse
+Action: TypeAlias = Start | Halt | Group | Deal | Used | Lend | Settle | EpochEnded | Dismiss | Stop | Refuse

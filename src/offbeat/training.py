@@ -106,7 +106,7 @@ def train(settings: Settings) -> None:
                 samples += len(labels)
             metrics = {"loss": float(loss_sum) / samples} if samples else {}  # a whole epoch may pass by
             is_last = epoch == settings.epochs - 1
-            if session.worker == 0 and (is_last or settings.evaluates_each_epoch):
+            if session.leads and (is_last or settings.evaluates_each_epoch):
                 metrics["accuracy"] = accuracy(model, splits.test)
             session.report(**metrics)
 

@@ -23,6 +23,7 @@ from offbeat.events import (
     Peer,
     Ready,
     Refuse,
+    Saving,
     Start,
     StepTimed,
     Stop,
@@ -42,8 +43,7 @@ class Assembly:
 
     Args:
         world: how many workers make up the job, at least 1; their ids are 0 to `world` - 1.
-        deadline_s: how long after the first event the last worker may come. The default leaves a cluster
-            time to start its processes and import torch on a cold file system.
+        deadline_s: how long after the first event the last worker may come, in seconds.
         is_open: whether workers may come while the job runs.
 
     Raises:
@@ -75,7 +75,7 @@ class Assembly:
         if self._first_event_s is None:
             self._first_event_s = event.now_s
         match event:
-            case Ready() | Wants() | Brought() | StepTimed() | Halted() | Evaluated() | Finished():
+            case Ready() | Wants() | Brought() | Saving() | StepTimed() | Halted() | Evaluated() | Finished():
                 return []  # nearly all events are these
             case Joined():
                 return self._joined(event)

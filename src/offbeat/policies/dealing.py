@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Block, Brought, Deal, Ready, Wants
+from offbeat.events import Action, Block, Brought, Deal, Ready, Saving, Used, Wants
 from offbeat.policies.lending import Lending
 from offbeat.policies.work import WorkScheduler
 
@@ -59,6 +59,7 @@ class Dealing:
         self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
         self._anew: set[int] = set()  # who is to be told that it has nothing
         self._curious: set[int] = set()  # who is to be told how far the epoch is
+        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds that has finished
 
     # Samples ---------------------------------------------------------------------------------------------
 
@@ -83,6 +84,7 @@ class Dealing:
             hold=event.is_last,
             ahead=event.ahead,
             early=event.skips,
+            used=event.used,
         )
         self._in[worker] = (event.epoch, event.samples)
         if not self.is_used:
@@ -121,6 +123,16 @@ class Dealing:
         self._waiting.pop(worker, None)
         self._latest = max(self._latest, round_)
         self._has_done(worker, round_)
+
+    def saving(self, event: Saving) -> None:
+        """A worker's state is taken down.
+
+        Raises:
+            ProtocolError: the worker has never wanted samples.
+        """
+        if event.worker not in self._in:
+            raise ProtocolError(f"expected worker {event.worker} to have begun an epoch before it saves")
+        self._saving[event.worker] = event.round
 
     def outside(self, worker: int) -> None:
         """A worker that no group counts on goes on computing."""
@@ -170,7 +182,15 @@ class Dealing:
     def _forget(self, worker: int) -> None:
         if worker in self._scheduler:
             self._scheduler.lost(worker)
-        for known in (self._done, self._offered, self._waiting, self._in, self._leaving, self._last):
+        for known in (
+            self._done,
+            self._offered,
+            self._waiting,
+            self._in,
+            self._leaving,
+            self._last,
+            self._saving,
+        ):
             known.pop(worker, None)
         self._excused.pop(worker, None)
         for some in (self._joining, self._anew, self._curious, self._dead):
@@ -348,7 +368,32 @@ class Dealing:
         ]
         self._anew.clear()
         self._curious.clear()
-        return [*said, *deals]
+        return [*said, *deals, *self._saved()]
+
+    def _saved(self) -> list[Action]:
+        """Answer who saves, once everything is heard that others have contributed to its rounds."""
+        said: list[Action] = []
+        for worker, round_ in list(self._saving.items()):
+            is_current = worker in self._members and self._next <= round_
+            if is_current and (
+                self._leaving
+                or self._dead
+                or any(self._offered.get(member, (-1, -1))[0] < round_ - 1 for member in self._members)
+            ):
+                continue
+            del self._saving[worker]
+            used = self._scheduler.used_before(round_) if is_current else {}
+            said.append(
+                Used(
+                    worker=worker,
+                    round=round_,
+                    epoch=min(used, default=self._scheduler.next_epoch),
+                    used=tuple(used.items()),
+                    is_current=is_current,
+                    reason="asked" if is_current else "others have gone on without it",
+                )
+            )
+        return said
 
     def _deal_now(self, dealt: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
         for worker, blocks, over in self._scheduler.deal():
@@ -399,6 +444,7 @@ class Dealing:
             "in": [[worker, *one] for worker, one in self._in.items()],
             "anew": sorted(self._anew),
             "curious": sorted(self._curious),
+            "saving": [list(one) for one in self._saving.items()],
             "lending": None if self._lending is None else self._lending.state_dict(),
         }
 
@@ -419,5 +465,6 @@ class Dealing:
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
         self._anew, self._curious = set(state["anew"]), set(state["curious"])
+        self._saving = dict(state["saving"])
         if self._lending is not None:
             self._lending.load_state_dict(state["lending"])

@@ -27,6 +27,7 @@ from offbeat.events import (
     Lost,
     Ready,
     Refuse,
+    Saving,
     StepTimed,
     Stop,
     Tick,
@@ -41,6 +42,7 @@ Monitor: TypeAlias = Literal["continuous", "epoch_window"]
 _EXCHANGES_IN_A_STEP_MAX = 2**16
 # After how many times the patience it is asked whether silent members live, first and at most.
 _PROBE_FIRST, _PROBE_MAX = 2, 32
+_UNKNOWN = -1  # step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,7 +156,9 @@ class PartialGroups:
         self._fence: _Fence | None = None
         self._asked: frozenset[int] = frozenset()  # who has to answer a Halt: all that may be exchanging
         self._member_set: frozenset[int] = frozenset()
-        self._open: dict[int, tuple[float, int]] = {}  # round: how many members are Ready for it, since when
+        # Rounds for which not all members are Ready: since when one is, how many are, and in which step.
+        self._open: dict[int, tuple[float, int, int]] = {}
+        self._uneven: Ready | None = None  # in another step than others are in the same round
         self._moved_s = 0.0  # when the last Group was named
         self._heard_s = 0.0  # when a member was last Ready, or asked whether it lives
         self._probe_after = _PROBE_FIRST  # times the patience, doubled each time that all have answered
@@ -191,6 +195,10 @@ class PartialGroups:
             case Wants():
                 self._known(event)
                 self._dealing.wants(event)
+                return []
+            case Saving():
+                self._known(event)
+                self._dealing.saving(event)
                 return []
             case Brought():
                 self._known(event)
@@ -266,7 +274,7 @@ class PartialGroups:
         if fence is not None:
             answers = {one["worker"]: Halted(**one) for one in fence["answers"]}
             self._fence = _Fence(**{**fence, "answers": answers})
-        self._open = {round_: (since_s, count) for round_, since_s, count in state["open"]}
+        self._open = {round_: (since_s, count, step) for round_, since_s, count, step in state["open"]}
         self._moved_s, self._exchange_id = state["moved_s"], state["exchange_id"]
         self._heard_s, self._probe_after = state["heard_s"], state["probe_after"]
         self._step = state["step"]
@@ -324,10 +332,26 @@ class PartialGroups:
             self._ready_inside(event, state)  # still in a step of the group before
         else:
             self._ready_outside(event, state)
+        if self._uneven is not None:
+            return self._stop_uneven(self._uneven)
         if self._is_settled:
             return ended
         # Who has to answer a Halt may have become fewer.
         return ended + (self._review(event.now_s) or self._see_whether_all_answered(event.now_s))
+
+    def _stop_uneven(self, event: Ready) -> list[Action]:
+        """Replicas differ once their steps hold different rounds."""
+        self._is_over = True
+        return [
+            Stop(
+                worker=None,
+                step=None,
+                reason=f"worker {event.worker} is in step {event.step} and others are not, all in round "
+                f"{event.round}: they take a step after different numbers of backward passes. Where samples "
+                "are dealt as they are needed, workers may get one batch more or less than others: "
+                'accumulate inside session.no_sync(), or use shards="equal"',
+            )
+        ]
 
     def _ready_inside(self, event: Ready, state: _Worker) -> None:
         before, round_ = state.round, event.round
@@ -351,28 +375,33 @@ class PartialGroups:
             if is_in_window != self._is_in_window:
                 self._is_in_window, self._is_settled = is_in_window, False
         if event.worker in self._member_set:
-            self._count_ready(before, round_, event.now_s)
+            self._count_ready(before, event)
 
-    def _count_ready(self, before: int, round_: int, now_s: float) -> None:
-        """A member Ready for round `before` is so for `round_`; a round of which all are is closed."""
+    def _count_ready(self, before: int, event: Ready) -> None:
+        """A member Ready for round `before` is so for the event's; a round of which all are is closed."""
+        round_ = event.round
         is_open = False
         for other in tuple(self._open):
             if before < other <= round_:
-                is_open |= other == round_
-                since_s, count = self._open[other]
+                since_s, count, step = self._open[other]
+                if other == round_:
+                    is_open = True
+                    if step not in (_UNKNOWN, event.step):
+                        self._uneven = event
+                    step = event.step
                 if count + 1 == len(self._members):
                     del self._open[other]
                 else:
-                    self._open[other] = (since_s if count else now_s, count + 1)
+                    self._open[other] = (since_s if count else event.now_s, count + 1, step)
         if not is_open:
-            self._open_round(round_, now_s)
+            self._open_round(round_, event.now_s, event.step)
 
-    def _open_round(self, round_: int, now_s: float) -> None:
+    def _open_round(self, round_: int, now_s: float, step: int = _UNKNOWN) -> None:
         count = sum(
             self._workers[member].round >= round_ for member in self._members if member in self._workers
         )
         if count < len(self._members):
-            self._open[round_] = (now_s, count)
+            self._open[round_] = (now_s, count, step)
 
     def _ready_outside(self, event: Ready, state: _Worker) -> None:
         if not state.can_join:
@@ -522,7 +551,7 @@ class PartialGroups:
             late += [member for member in sorted(self._arriving) if member in self._workers]
         if self._open:
             round_ = min(self._open)
-            since_s, count = self._open[round_]
+            since_s, count, _ = self._open[round_]
             if count and now_s - since_s > self._patience():
                 late += [
                     member
@@ -756,7 +785,7 @@ class PartialGroups:
     def _reason(self, workers: Any) -> str:
         return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
 
-    def _known(self, event: Ready | Wants | Brought | Halted | Finished) -> _Worker:
+    def _known(self, event: Ready | Wants | Saving | Brought | Halted | Finished) -> _Worker:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
             raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")

@@ -37,6 +37,7 @@ class _Epoch:
     pooled: int  # positions that nobody has
     pool: list[tuple[int, int]]  # their ranges, the first last, disjoint and not touching
     is_cut: bool = False  # what comes back is not dealt again
+    used_before: tuple[tuple[int, int], ...] = ()  # when it was opened
 
     def take(self, count: int) -> tuple[tuple[int, int], ...]:
         self.pooled -= count
@@ -162,6 +163,26 @@ class WorkScheduler:
         one = self._epochs[epoch]
         return one.samples - one.unused
 
+    @property
+    def next_epoch(self) -> int:
+        """The first that nobody has begun."""
+        return self._next
+
+    def used_before(self, round_: int) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Return the ranges of positions that rounds before this one have used, of each epoch that they have
+        not used up or given up, ascending. No later round may be completed.
+        """
+        blocks = [block for worker in self._workers.values() for block in worker.blocks()]
+        for other, contributions in self._rounds.items():
+            if other >= round_:
+                blocks += [block for some in contributions.values() for block in some]
+        used = {}
+        for number, epoch in self._epochs.items():
+            parts = [part for block in blocks if block.epoch == number for part in block.ranges]
+            if (epoch.pool or parts) and not epoch.is_cut:
+                used[number] = tuple(_between(sorted([*epoch.pool, *parts]), epoch.samples))
+        return used
+
     def open_rounds(self) -> tuple[int, ...]:
         """Return the rounds that have contributions and are neither completed nor abandoned, ascending."""
         return tuple(sorted(self._rounds))
@@ -210,6 +231,7 @@ class WorkScheduler:
         ahead: int = 0,
         *,
         early: bool = False,
+        used: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Say that a worker is in an epoch from now on; the first to be in it opens it.
 
@@ -223,17 +245,24 @@ class WorkScheduler:
                 epoch: else the blocks of who dies at the very end would find nobody.
             ahead: untaken blocks that the worker can use at once, if they are more than all others'.
             early: it has not waited to be told that the epoch before is over.
+            used: ranges of positions, ascending, that an earlier job has used; not dealt again.
 
         Raises:
-            ProtocolError: other values than who opened the epoch has, an epoch out of turn, or one
+            ProtocolError: other values than who opened the epoch has, ranges that cannot be or leave nothing,
+                an epoch out of turn, or one
                 that nobody has begun `epochs_open_max` after one that is not finished, unless `early`.
         """
         self._check_begin(worker, epoch, samples, batch_size, early)
+        self._check_used(worker, epoch, samples, tuple(used))
         if self._first is None:
             self._first = self._next = epoch
         if epoch == self._next:
             self._next += 1
-            self._epochs[epoch] = _Epoch(samples, batch_size, worker, samples, samples, [(0, samples)])
+            left = _between(used, samples)
+            unused = sum(stop - start for start, stop in left)
+            self._epochs[epoch] = _Epoch(
+                samples, batch_size, worker, unused, unused, left[::-1], used_before=tuple(used)
+            )
         one = self._workers.setdefault(worker, _Worker())
         if one.epoch != epoch:
             one.epoch, one.over = epoch, False
@@ -490,17 +519,6 @@ class WorkScheduler:
         self._members.discard(worker)
         self._changed.discard(worker)
 
-    def all_lost(self) -> None:
-        """Say that the job is over: all workers are gone, and a new job counts its rounds from 0.
-
-        So a state that was saved goes on in another job: what no completed round used is in the pools.
-        """
-        for worker in list(self._workers):
-            self.lost(worker)
-        for round_ in list(self._rounds):
-            self.abandoned(round_)
-        self._last_completed = -1
-
     # Remembering -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -517,6 +535,7 @@ class WorkScheduler:
                     "unused": one.unused,
                     "pool": list(map(list, one.pool)),
                     "is_cut": one.is_cut,
+                    "used_before": list(map(list, one.used_before)),
                 }
                 for number, one in self._epochs.items()
             ],
@@ -563,6 +582,7 @@ class WorkScheduler:
                 pooled,
                 ranges,
                 one["is_cut"],
+                tuple((start, stop) for start, stop in one["used_before"]),
             )
         self._rounds = {
             round_: {worker: tuple(_blocks(blocks).values()) for worker, blocks in contributions}
@@ -796,6 +816,21 @@ class WorkScheduler:
                 f"expected epoch {oldest} to be finished first, {said}: use each epoch to its end"
             )
 
+    def _check_used(self, worker: int, epoch: int, samples: int, used: tuple[tuple[int, int], ...]) -> None:
+        opened = self._epochs.get(epoch)
+        if opened is not None and used and used != opened.used_before:
+            raise ProtocolError(
+                f"worker {opened.opened_by} and worker {worker} go on from different states of epoch "
+                f"{epoch}: load the same one on every worker"
+            )
+        bounds = [0, *(bound for part in used for bound in part), samples]
+        is_whole = sum(stop - start for start, stop in used) >= samples
+        if bounds != sorted(bounds) or any(start == stop for start, stop in used) or is_whole:
+            raise ProtocolError(
+                f"expected ranges of some of {samples} positions, ascending, that are used, got {used} "
+                f"of worker {worker}"
+            )
+
     def _check_dealt(self, worker: int, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             if not 0 <= block_id < self._next_id:
@@ -820,6 +855,16 @@ class WorkScheduler:
         if one is None:
             raise ProtocolError(f"worker {worker} has begun no epoch, or is gone")
         return one
+
+
+def _between(ranges: Iterable[tuple[int, int]], samples: int) -> list[tuple[int, int]]:
+    """What ascending ranges leave of positions 0 to `samples` - 1."""
+    found, last = [], 0
+    for start, stop in (*ranges, (samples, samples)):
+        if last < start:
+            found.append((last, start))
+        last = stop
+    return found
 
 
 def _plain(blocks: Iterable[Block]) -> list[list[Any]]:

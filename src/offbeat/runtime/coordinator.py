@@ -38,6 +38,7 @@ from offbeat.events import (
     Start,
     Stop,
     Tick,
+    Used,
 )
 from offbeat.policies import decide
 from offbeat.record import (
@@ -375,7 +376,7 @@ class Coordinator:
         if isinstance(action, Refuse):
             return action.peer == peer
         worker = self._workers[peer].worker
-        if isinstance(action, Deal | Settle) and action.worker != worker:
+        if isinstance(action, Deal | Used | Settle) and action.worker != worker:
             return False
         if isinstance(action, Lend) and worker not in (action.worker, action.patron):
             return False

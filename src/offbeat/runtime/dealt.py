@@ -49,6 +49,7 @@ class DealtBatches:
         seed: of the loader's processes.
         is_last: the loop has no epoch after this one.
         skips: the loop has left the epoch before early.
+        used: positions of the epoch, as ranges, that the state that was loaded has used.
         late: what this worker is lent, and what others bring.
         is_clear: whether no gradient has been computed since the last optimizer step.
         blocks_per_round: how many batches a round has had so far, at most.
@@ -70,6 +71,7 @@ class DealtBatches:
         seed: tuple[int, ...],
         is_last: bool,
         skips: bool,
+        used: tuple[tuple[int, int], ...],
         late: LateGradients,
         is_clear: Callable[[], bool],
         blocks_per_round: int,
@@ -80,7 +82,7 @@ class DealtBatches:
         self._order = order
         self._orders: dict[int, Tensor] = {}
         self._batch_size, self._epoch = batch_size, epoch
-        self._is_last, self._skips = is_last, skips
+        self._is_last, self._skips, self._used = is_last, skips, used
         self._late, self._is_clear = late, is_clear
         self._deadline_s = deadline_s
         options = dict(loader_options)
@@ -186,6 +188,7 @@ class DealtBatches:
                 ahead=self._ahead,
                 taken=taken,
                 round=round_,
+                used=self._used,
             )
         )
         self._skips = False

@@ -12,6 +12,7 @@ SLOW = "OFFBEAT_SLOW"
 RUN_LOG = "OFFBEAT_RUN_LOG"
 SEED = "OFFBEAT_SEED"
 NEWCOMER = "OFFBEAT_NEWCOMER"
+START_S = "OFFBEAT_START_S"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Environment:
         slow: slowness to inject, as `--slow` spells it.
         run_log: where the run log goes, None for no log.
         seed: the seed of the data order.
+        start_s: how long the job's start may take, in seconds: the last worker may come so long after the
+            first.
     """
 
     rank: int = 0
@@ -41,6 +44,7 @@ class Environment:
     slow: tuple[str, ...] = ()
     run_log: str | None = None
     seed: int = 0
+    start_s: float = 30.0
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -87,6 +91,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
         run_log=environ.get(RUN_LOG) or None,
         seed=_whole(environ, SEED, 0),
+        start_s=_seconds(environ, START_S, Environment.start_s),
     )
 
 
@@ -95,6 +100,19 @@ def _is_newcomer(environ: Mapping[str, str]) -> bool:
     if text not in ("", "0", "1"):
         raise OffbeatError(f"{NEWCOMER} must be 1, or not be set, got {text!r}")
     return text == "1"
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise OffbeatError(f"{name} must be a number of seconds above 0, got {text!r}")
+    return seconds
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int) -> int:

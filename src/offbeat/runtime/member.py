@@ -22,13 +22,14 @@ from offbeat.events import (
     Settle,
     Start,
     Stop,
+    Used,
 )
 from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
-from offbeat.runtime.rendezvous import START_DEADLINE_S, Meeting
+from offbeat.runtime.rendezvous import Meeting
 
 _COORDINATOR_SAYS_MORE_S = 1.0
 _ANSWER_MARGIN_S = 5.0
@@ -53,6 +54,7 @@ class Member:
         follower: what the coordinator's Halts and Groups allow; to be used under `lock`.
         hand: the samples that it was dealt; likewise.
         epochs_ended: how many epochs the group is done with, as far as is known.
+        used: which samples a state holds, the last that was heard.
         is_dismissed: everybody has finished.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         on_loan: called, in the links' thread, with all that is said of loans.
@@ -73,6 +75,7 @@ class Member:
         self.follower = Follower(worker)
         self.hand = Hand()
         self.epochs_ended = 0
+        self.used: Used | None = None
         self.is_dismissed = False
         self.on_abandon: Callable[[], None] = _do_nothing
         self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
@@ -85,7 +88,7 @@ class Member:
         self._start: Start | None = None
         self._peers: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._host = meeting.host
+        self._host, self._start_s = meeting.host, meeting.start_s
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
             job=meeting.job,
@@ -119,7 +122,7 @@ class Member:
                 strategy=strategy,
             )
         )
-        deadline_s = START_DEADLINE_S + _ANSWER_MARGIN_S
+        deadline_s = self._start_s + _ANSWER_MARGIN_S
         self.wait_for(lambda: self._start is not None, deadline_s, "the coordinator to start the job")
         assert self._start is not None
         return self._start
@@ -198,6 +201,8 @@ class Member:
                         self.hand.hear(action)
                     if action.anew or not self.follower.is_member:
                         self.on_loan(action)
+                case Used():
+                    self.used = action
                 case Lend() | Settle():
                     self.on_loan(action)
                 case EpochEnded():
@@ -220,7 +225,7 @@ class Member:
             self._peers[peer.name] = peer.worker
             self._names[peer.worker] = peer.name
             if peer.name != self.endpoint.name:
-                self.endpoint.introduce(peer.name, peer.addresses)
+                self.endpoint.introduce(peer.name, peer.addresses, lasting=True)
 
     def _halt(self, halt: Halt) -> None:
         with self._changed:

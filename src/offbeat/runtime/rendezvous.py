@@ -34,7 +34,6 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.coordinator import Configuration
 from offbeat.runtime.environment import Environment
 
-START_DEADLINE_S = 30.0
 _COORDINATOR_START_S = 20.0
 _KEY = "meeting"
 _SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
@@ -59,6 +58,7 @@ class Meeting:
         coordinator: the coordinator's addresses, best first.
         store: the job's store, under a prefix of this join's own; None in a world of one.
         hosts_store: this process has the store, and takes it with it when it ends.
+        start_s: how long the start may take, in seconds.
         limit_s: until when the others may still come, on the monotonic clock.
     """
 
@@ -70,6 +70,7 @@ class Meeting:
     coordinator: tuple[str, ...]
     store: Store | None
     hosts_store: bool
+    start_s: float
     limit_s: float
 
     def announce(self) -> None:
@@ -90,7 +91,7 @@ class Meeting:
         cannot start, instead of finding nobody.
         """
         if self.hosts_store and self.store is not None:
-            _wait_for_everybody(self.store, self.limit_s)
+            _wait_for_everybody(self.store, self.limit_s, self.start_s)
 
 
 def meet(environment: Environment, configure: Callable[[str, str, str], Configuration]) -> Meeting:
@@ -101,9 +102,9 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         configure: makes the coordinator's configuration from job, token and host.
 
     Raises:
-        OffbeatError: the store or the coordinator could not be reached or started within 30 s.
+        OffbeatError: the store or the coordinator could not be reached or started in time.
     """
-    limit_s = time.monotonic() + START_DEADLINE_S
+    limit_s = time.monotonic() + environment.start_s
     host = _own_address(environment.master_addr)
     if environment.is_newcomer:
         return _meet_as_newcomer(environment, host, limit_s)
@@ -120,7 +121,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
                 store.set(_KEY, json.dumps({"error": str(error)}))
                 _count(store, environment)
                 if hosts_store:
-                    _wait_for_everybody(store, limit_s)
+                    _wait_for_everybody(store, limit_s, environment.start_s)
             raise
         if store is not None:
             store.set(_KEY, json.dumps(found))
@@ -139,6 +140,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         coordinator=tuple(found["coordinator"]),
         store=store,
         hosts_store=hosts_store,
+        start_s=environment.start_s,
         limit_s=limit_s,
     )
 
@@ -172,13 +174,13 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     return tuple(answer["addresses"])
 
 
-def open_store(host: str, port: int, *, hosts_it: bool) -> Store:
-    """Opens a job's store, or makes it."""
+def open_store(host: str, port: int, *, hosts_it: bool, timeout_s: float = Environment.start_s) -> Store:
+    """Opens a job's store, or makes it; what is asked of it takes at most `timeout_s` seconds."""
     return TCPStore(
         host,
         port,
         is_master=hosts_it,
-        timeout=datetime.timedelta(seconds=START_DEADLINE_S),
+        timeout=datetime.timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
     )
@@ -203,8 +205,10 @@ def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Me
     where = f"{environment.master_addr}:{environment.master_port}"
 
     def find() -> tuple[Store, dict[str, Any], int]:
-        store = open_store(environment.master_addr, environment.master_port, hosts_it=False)
-        store.wait([_RUNNING], datetime.timedelta(seconds=START_DEADLINE_S))
+        store = open_store(
+            environment.master_addr, environment.master_port, hosts_it=False, timeout_s=environment.start_s
+        )
+        store.wait([_RUNNING], datetime.timedelta(seconds=environment.start_s))
         found: dict[str, Any] = json.loads(store.get(_RUNNING))
         worker = draw_id(store, found["world"]) if environment.rank < 0 else environment.rank
         return store, found, worker
@@ -213,9 +217,9 @@ def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Me
         store, found, worker = _in_time(find, limit_s)
     except (RuntimeError, TimeoutError) as error:
         raise OffbeatError(
-            f"a newcomer found no running job at {where} within {START_DEADLINE_S:g} s: have all its workers "
-            "come, does the process live that hosts its store (the launcher, or rank 0), and are MASTER_ADDR "
-            "and MASTER_PORT what they are in the job?"
+            f"a newcomer found no running job at {where} within {environment.start_s:g} s: have all its "
+            "workers come, does the process live that hosts its store (the launcher, or rank 0), and are "
+            "MASTER_ADDR and MASTER_PORT what they are in the job?"
         ) from error
     return Meeting(
         worker=worker,
@@ -226,6 +230,7 @@ def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Me
         coordinator=tuple(found["coordinator"]),
         store=store,
         hosts_store=False,
+        start_s=environment.start_s,
         limit_s=limit_s,
     )
 
@@ -242,9 +247,17 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
     where = f"{environment.master_addr}:{environment.master_port}"
-    host, port = environment.master_addr, environment.master_port
+
+    def open_it() -> Store:
+        return open_store(
+            environment.master_addr,
+            environment.master_port,
+            hosts_it=hosts_it,
+            timeout_s=environment.start_s,
+        )
+
     try:
-        return PrefixStore(prefix, _in_time(lambda: open_store(host, port, hosts_it=hosts_it), limit_s))
+        return PrefixStore(prefix, _in_time(open_it, limit_s))
     except (RuntimeError, TimeoutError) as error:
         if hosts_it:
             raise OffbeatError(
@@ -253,8 +266,8 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
                 "rank of its own"
             ) from error
         raise OffbeatError(
-            f"rank {environment.rank} cannot reach the job's store at {where} within {START_DEADLINE_S:g} s: "
-            "is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
+            f"rank {environment.rank} cannot reach the job's store at {where} within "
+            f"{environment.start_s:g} s: is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
         ) from error
 
 
@@ -262,7 +275,7 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
     """What rank 0 has put into the store, waited for."""
 
     def wait() -> dict[str, Any]:
-        store.wait([_KEY], datetime.timedelta(seconds=START_DEADLINE_S))
+        store.wait([_KEY], datetime.timedelta(seconds=environment.start_s))
         found: dict[str, Any] = json.loads(store.get(_KEY))
         _count(store, environment)
         return found
@@ -272,7 +285,7 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
         return _in_time(wait, limit_s)
     except TimeoutError as error:
         raise OffbeatError(
-            f"rank 0 has not opened the job at {where} within {START_DEADLINE_S:g} s "
+            f"rank 0 has not opened the job at {where} within {environment.start_s:g} s "
             f"(rank {environment.rank} waits): is rank 0 running, and does it call offbeat.join?"
         ) from error
     except RuntimeError as error:
@@ -288,9 +301,9 @@ def _count(store: Store, environment: Environment) -> None:
         store.set(_EVERYBODY, "")
 
 
-def _wait_for_everybody(store: Store, limit_s: float) -> None:
+def _wait_for_everybody(store: Store, limit_s: float, start_s: float) -> None:
     with suppress(RuntimeError, TimeoutError):
-        _in_time(lambda: store.wait([_EVERYBODY], datetime.timedelta(seconds=START_DEADLINE_S)), limit_s)
+        _in_time(lambda: store.wait([_EVERYBODY], datetime.timedelta(seconds=start_s)), limit_s)
 
 
 def _in_time(function: Callable[[], _T], limit_s: float) -> _T:

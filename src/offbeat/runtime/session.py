@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Failed, Finished, Left, Ready, StepTimed
+from offbeat.events import Evaluated, Event, Failed, Finished, Left, Ready, Saving, StepTimed
 from offbeat.policies.slowness import Slowness, parse
 from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.checks import Watch, check_trainable, describe
@@ -31,7 +31,7 @@ from offbeat.runtime.dealt import DealtBatches
 from offbeat.runtime.environment import Environment, read_environment
 from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
 from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
-from offbeat.runtime.grouping import Grouping
+from offbeat.runtime.grouping import Grouping, RegroupedError
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting, meet
 from offbeat.runtime.state import Place, StateCopier
@@ -59,8 +59,13 @@ class Strategy(Protocol):
     def shards(self) -> Literal["dynamic", "equal"]:
         """Whether samples are dealt as they are needed, or shared out before."""
 
-    def policies(self, world: int) -> tuple[PolicySpec, ...]:
-        """The policies that the coordinator asks, in order."""
+    def policies(self, world: int, start_s: float) -> tuple[PolicySpec, ...]:
+        """The policies that the coordinator asks, in order.
+
+        Args:
+            world: how many workers make up the job at its start.
+            start_s: how long after the first the last one may come, in seconds.
+        """
 
     def averager(
         self, model: nn.Module, grouping: Grouping | None, host: Host, *, workers: int
@@ -95,8 +100,8 @@ def join(
 
     Raises:
         OffbeatError: model, optimizer or environment are not fit for it; says what to do.
-        WorkerError: the job did not come together within 30 s; names who is missing or differs. Or it takes
-            no newcomers, or not this one; says why.
+        WorkerError: the job did not come together within 30 s (or OFFBEAT_START_S); names who is missing or
+            differs. Or it takes no newcomers, or not this one; says why.
     """
     return Session(model, optimizer, strategy, read_environment(), run_log)
 
@@ -127,12 +132,16 @@ class Session:
         self._steps_taken = 0  # by this worker's own count, also where no group counts on it
         self.timer = PartTimer(time.perf_counter)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
-        self._seed = environment.seed
+        self._seed, self._start_s = environment.seed, environment.start_s
         self._is_dealing = False
         self._slowness = _read_slowness(environment)
         self._batches_taken = 0
         self._batches_in_epoch: int | None = None
-        self._samples_in_epoch = 0
+        self._samples_in_epoch = self._batch_size = 0
+        self._joined_at: Place | None = None  # a newcomer, until it has begun its first epoch
+        # By epoch: ranges of positions that the state has used that was loaded.
+        self._used: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._samples_loaded = 0  # in an epoch, when that was saved
         self._is_used_up = False  # the epoch's batches
         self._last_epoch: int | None = None
         self._has_given_up = False  # the rest of the epoch before
@@ -204,7 +213,7 @@ class Session:
             "seed": self._seed,
             "command": os.path.basename(sys.argv[0]),
         }
-        policies = self._strategy.policies(self.world)
+        policies = self._strategy.policies(self.world, self._start_s)
         return Configuration(
             job=job,
             token=token,
@@ -213,6 +222,7 @@ class Session:
             log_path=None if log is None else os.path.abspath(log),
             about=about,
             silent_s=self._silent_s,
+            stay_s=self._start_s,
         )
 
     def _join_group(self) -> None:
@@ -227,7 +237,13 @@ class Session:
         else:
             seat = self._grouping.seat(wait=True)
             assert seat is not None  # the first group has everybody
-            self._copy_state(seat.exchange, seat.position, 0, 0)
+            try:
+                self._copy_state(seat.exchange, seat.position, 0, 0)
+            except RegroupedError as error:
+                raise WorkerError(
+                    f"worker {self.worker}: another was lost before all had the same state; nothing was "
+                    "trained yet: start the job again"
+                ) from error
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         assert self._member is not None
@@ -266,10 +282,17 @@ class Session:
             deadline_s=self._strategy.deadline_s,
             exchange_id=exchange_id,
         )
-        own = Place(round=round_, epoch=self.epoch, seed=self._seed)
+        own = Place(
+            round=round_,
+            epoch=self.epoch,
+            seed=self._seed,
+            samples=self._samples_in_epoch,
+            batch_size=self._batch_size,
+        )
         place = copier.copy(self._model, self._optimizer, own)
         if self._is_newcomer and not self._is_placed:
             self.epoch, self._seed = place.epoch, place.seed
+            self._joined_at = place
         return place.round
 
     @property
@@ -282,6 +305,22 @@ class Session:
         """The workers that average with one another now; this one is not always among them."""
         group = None if self._grouping is None else self._grouping.follower.group
         return (self.worker,) if group is None else group.members
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the one to evaluate, print and save for all.
+
+        It is the first of the members that held the parameters when the group was named; after every step
+        there is exactly one.
+        """
+        if self._grouping is None or self._grouping.follower.group is None:
+            return True
+        return self._is_current and self._grouping.follower.donor == self.worker
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether this worker holds the parameters that the members have."""
+        return self._grouping is None or self._grouping.follower.is_member
 
     def __enter__(self) -> Self:
         return self
@@ -426,7 +465,9 @@ class Session:
             epoch=self.epoch,
             shuffle=shuffle,
         )
+        self._check_data(len(dataset), batch_size)
         self._batches_in_epoch, self._samples_in_epoch = shards.steps, shards.samples
+        self._batch_size = batch_size
         taken = (
             self._dealt(dataset, batch_size, shuffle, loader_options)
             if self._deals
@@ -453,6 +494,23 @@ class Session:
             self.timer.switch("other")
             if not self._is_used_up:
                 self._give_up_the_rest()
+
+    def _check_data(self, samples: int, batch_size: int) -> None:
+        """Fails a worker that has other data than what it goes on from, before anybody hears of its own."""
+        if self._used.get(self.epoch) and samples != self._samples_loaded:
+            raise OffbeatError(
+                f"the state was taken in the middle of an epoch of {self._samples_loaded} samples, and the "
+                f"data set has {samples}: use the same one, or a state from an epoch's end"
+            )
+        place, self._joined_at = self._joined_at, None
+        if place is None or not place.samples or place.epoch != self.epoch:
+            return
+        if (samples, batch_size) != (place.samples, place.batch_size):
+            raise OffbeatError(
+                f"expected the data of the job that worker {self.worker} joins, {place.samples} samples in "
+                f"batches of {place.batch_size}, got {samples} in batches of {batch_size}: start newcomers "
+                "with the same data set and batch size"
+            )
 
     def _shared_out(
         self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
@@ -483,6 +541,7 @@ class Session:
             seed=(self._seed, self.epoch, self.worker),
             is_last=self._last_epoch is None or self.epoch >= self._last_epoch,
             skips=self._has_given_up,
+            used=self._used.get(self.epoch, ()),
             late=self._grouping.late,
             is_clear=lambda: self._averager.is_clear,
             blocks_per_round=self._blocks_per_round,
@@ -620,29 +679,70 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on: model, optimizer, and where in the data it is.
 
-        Every worker's is the same but for the order of the bytes on disk; saving rank 0's is enough.
+        Call it between optimizer steps, on the worker that `leads`: that of every other member is the same
+        but for the order of the bytes on disk.
+
+        Raises:
+            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
+            WorkerError: the job failed.
         """
+        if not self._is_current:
+            raise OffbeatError(self._why_old())
         whole = self._is_used_up or self._batches_taken == self._batches_in_epoch
+        if self._deals:
+            epoch, used = self._ask_what_is_used()
+            taken = 0
+        else:
+            epoch, used, taken = self.epoch + whole, {}, 0 if whole else self._batches_taken
         return {
             "version": _STATE_VERSION,
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "epoch": self.epoch + whole,
-            "batches_taken": 0 if whole else self._batches_taken,
-            "deals": self._deals,
+            "epoch": epoch,
+            "batches_taken": taken,
+            "used": {str(epoch): list(map(list, ranges)) for epoch, ranges in used.items()},
+            "samples": self._samples_in_epoch or self._samples_loaded,
             "step": self.step,
             "seed": self._seed,
             "world": self.world,
         }
 
+    def _ask_what_is_used(self) -> tuple[int, dict[int, tuple[tuple[int, int], ...]]]:
+        """The epoch in which the state is, and which positions of that and later ones it has used."""
+        assert self._member is not None
+        assert self._grouping is not None
+        if self._member.hand.epoch < 0:  # nothing since the start
+            return self.epoch, self._used
+        member, round_ = self._member, self._grouping.follower.round
+
+        def has_heard() -> bool:
+            return member.used is not None and member.used.round == round_
+
+        member.used = None
+        self._tell(Saving(now_s=0.0, worker=self.worker, round=round_))
+        what = "the coordinator to say which samples the state holds"
+        member.wait_for(has_heard, self._strategy.deadline_s, what)
+        assert member.used is not None
+        if not member.used.is_current:
+            raise OffbeatError(self._why_old())
+        return member.used.epoch, dict(member.used.used)
+
+    def _why_old(self) -> str:
+        return (
+            f"worker {self.worker} is left out of the group, and its parameters are old ones: save on the "
+            "worker on which session.leads is true"
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; every worker calls it before its loop, with the same state.
 
-        In a newcomer this does nothing: it has taken the state that the others have now.
+        In a newcomer this does nothing: it has taken the state that the others have now. There may be
+        another number of workers than there was, except in the middle of an epoch that was shared out
+        equally.
 
         Raises:
             OffbeatError: the state is of another version, or in the middle of an epoch with another number
-                of workers, or with samples that were dealt as they were needed.
+                of workers, or with samples that were dealt in another way.
         """
         if state.get("version") != _STATE_VERSION:
             raise OffbeatError(
@@ -653,10 +753,11 @@ class Session:
                 f"the state was taken in the middle of an epoch with {state['world']} workers and there are "
                 f"{self.world} now: use as many, or a state from an epoch's end"
             )
-        if state["batches_taken"] and (state["deals"] or self._deals):
+        if (state["batches_taken"] and self._deals) or (any(state["used"].values()) and not self._deals):
+            how = "shared out equally" if self._deals else "dealt as they were needed"
             raise OffbeatError(
-                "the state was taken in the middle of an epoch whose samples are dealt as they are needed: "
-                "use a state from an epoch's end, or a strategy with shards=equal both times"
+                f"the state was taken in the middle of an epoch whose samples were {how}: use a strategy "
+                "that does the same, or a state from an epoch's end"
             )
         if self._is_newcomer:
             return
@@ -667,6 +768,11 @@ class Session:
         if self._grouping is not None:
             self._grouping.follower.step = state["step"]
         self._batches_taken, self._seed = state["batches_taken"], state["seed"]
+        self._used = {
+            int(epoch): tuple((start, stop) for start, stop in ranges)
+            for epoch, ranges in state["used"].items()
+        }
+        self._samples_loaded = state["samples"]
 
 
 def _numbers(optimizer: Optimizer) -> list[tuple[int, str]]:

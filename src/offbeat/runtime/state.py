@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -26,6 +26,8 @@ class _Described(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     epoch: int
     seed: int
+    samples: int
+    batch_size: int
     state: list[tuple[int, dict[str, Any]]]
     hyperparameters: list[dict[str, Any]]
     marks: list[_Mark]
@@ -39,11 +41,15 @@ class Place:
         round: how many rounds are finished.
         epoch: the epoch under way.
         seed: of the order of the data.
+        samples: in that epoch, 0 where that is not known.
+        batch_size: likewise.
     """
 
     round: int
     epoch: int
     seed: int
+    samples: int
+    batch_size: int
 
 
 class StateCopier:
@@ -132,7 +138,7 @@ class StateCopier:
             group.update(
                 {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             )
-        return Place(round=described.round, epoch=described.epoch, seed=described.seed)
+        return Place(**{name: getattr(described, name) for name in Place.__dataclass_fields__})
 
     def _plain(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -173,9 +179,7 @@ def _describe(whole: dict[str, Any], place: Place) -> tuple[_Described, list[tor
         for group in whole["param_groups"]
     ]
     described = _Described(
-        round=place.round,
-        epoch=place.epoch,
-        seed=place.seed,
+        **asdict(place),
         state=rows,
         hyperparameters=hyperparameters,
         marks=marks,

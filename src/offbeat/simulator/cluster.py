@@ -31,6 +31,7 @@ from offbeat.events import (
     Start,
     Stop,
     Tick,
+    Used,
 )
 from offbeat.policies import Policy, decide
 from offbeat.policies.lockstep import Lockstep
@@ -370,6 +371,9 @@ class Cluster:
                 case Deal():
                     self._send(action.worker, (action,))
                     continue
+                case Used():
+                    self._check_saved(action)
+                    continue
                 case Lend() | Settle():
                     continue  # no simulated worker computes for another: what is lent is called in
                 case Dismiss():
@@ -468,6 +472,30 @@ class Cluster:
                 scheduler = WorkScheduler()
                 scheduler.load_state_dict(state["dealing"]["scheduler"])
                 self._check_scheduler(samples, scheduler, uses)
+
+    def _check_saved(self, said: Used) -> None:
+        """See that a state that was taken down holds the samples that it is said to hold."""
+        samples = self.setting.samples
+        assert isinstance(self.problem, Uses)
+        assert samples is not None
+        if not said.is_current:
+            return
+        uses = self.problem.uses(self._workers[said.worker].saved[said.round])
+        claimed = {
+            (epoch, position)
+            for epoch, ranges in said.used
+            for start, stop in ranges
+            for position in range(start, stop)
+        }
+        if samples.breaks_off_after is None:
+            claimed |= {(e, position) for e in range(said.epoch) for position in range(samples.count)}
+        held = {use for use in uses if samples.breaks_off_after is None or use[0] in dict(said.used)}
+        if claimed != held:
+            odd = sorted(claimed ^ held)
+            self.violated(
+                f"worker {said.worker} saves after {said.round} rounds, and {len(odd)} samples are not as "
+                f"said, from position {odd[0][1]} of epoch {odd[0][0]}"
+            )
 
     def _check_scheduler(
         self, samples: Samples, scheduler: WorkScheduler, uses: Counter[tuple[int, int]]

@@ -172,6 +172,7 @@ class Loop:
                 ahead=together + 1 if together > 1 else 0,
                 taken=self.hand.taken,
                 round=self._follower.round,
+                used=(),
             )
         )
         self._has_given_up = False

@@ -24,6 +24,7 @@ from offbeat.events import (
     Left,
     Ready,
     Refuse,
+    Saving,
     Start,
     Stop,
     Wants,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
 WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "taking", "meeting", "finished", "ended"
 WANTING, LEAVING = "wanting samples", "leaving"
+_SAVES_EVERY = 13  # steps, where samples are dealt
 
 
 class Parcel(NamedTuple):
@@ -64,6 +66,7 @@ class SimulatedWorker:
         computed: how many gradients it has computed.
         stopwatch: how long it takes for them.
         loop: its way through the samples, None where none are dealt.
+        saved: states that it has taken down, where samples are dealt, by rounds that they have finished.
         told: what it has said to the coordinator, where samples are dealt.
         heard: how many messages of the coordinator have reached it.
     """
@@ -92,6 +95,7 @@ class SimulatedWorker:
         self.stopwatch = stopwatch
         samples = cluster.setting.samples
         self.loop = None if samples is None else Loop(samples, self.follower, self._tell_wants)
+        self.saved: dict[int, Any] = {}
         self.told: list[Event] = []
         self.heard = 0
         self._means: list[Any] = []  # of the rounds of the step under way
@@ -404,12 +408,20 @@ class SimulatedWorker:
         cluster, follower = self.cluster, self.follower
         if self.loop is not None:
             self.loop.end_round()
+            if follower.is_member and follower.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
+                self._save()
         if self.is_leaving or (cluster.lockstep and follower.step >= cluster.steps):
             self._say_left()
         elif follower.step + self.outside >= cluster.steps:
             self._finish((follower.step + self.outside - 1) // cluster.steps_per_epoch)
         else:
             self._compute()
+
+    def _save(self) -> None:
+        """Takes its state down, and goes on without waiting to hear what that holds."""
+        cluster, round_ = self.cluster, self.follower.round
+        self.saved[round_] = self.state
+        cluster.tell(self, Saving(now_s=cluster.arrival_s(self), worker=self.worker, round=round_))
 
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster

@@ -40,10 +40,12 @@ class AllReduce:
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s must be more than 0 s, got {self.deadline_s}")
 
-    def policies(self, world: int) -> tuple[PolicySpec, ...]:
+    def policies(self, world: int, start_s: float) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            PolicySpec(path="offbeat.policies.assembly:Assembly", arguments={"world": world}),
+            PolicySpec(
+                path="offbeat.policies.assembly:Assembly", arguments={"world": world, "deadline_s": start_s}
+            ),
             PolicySpec(
                 path="offbeat.policies.lockstep:Lockstep",
                 arguments={"world": world, "deadline_s": self.deadline_s},

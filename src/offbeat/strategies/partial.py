@@ -28,12 +28,12 @@ class _AroundTheSlow(ABC):
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
         PartialGroups(1, **self._groups())
 
-    def policies(self, world: int) -> tuple[PolicySpec, ...]:
+    def policies(self, world: int, start_s: float) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
             PolicySpec(
                 path="offbeat.policies.assembly:Assembly",
-                arguments={"world": world, "is_open": self.shards == "dynamic"},
+                arguments={"world": world, "deadline_s": start_s, "is_open": self.shards == "dynamic"},
             ),
             PolicySpec(
                 path="offbeat.policies.partial:PartialGroups", arguments={"world": world, **self._groups()}
