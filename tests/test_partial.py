@@ -313,10 +313,10 @@ def test_a_ready_that_is_said_again_is_not_judged_again():
     assert [job.ready(2, 1, compute_s=0.5) for _ in range(9)] == [[]] * 9
 
 
-def test_patience_is_how_long_others_wait_until_a_straggler_is_classed():
+def test_patience_is_half_as_long_as_others_wait_until_a_straggler_is_classed():
     job = Job(3, detector={"n_profile": 1, "limit": 10})
     for worker in range(3):
-        job.ready(worker, 0, compute_s=0.2)  # threshold 0.4 s: others wait 0.2 s, ten times
+        job.ready(worker, 0, compute_s=0.4)  # threshold 0.8 s: others wait 0.4 s, ten times
     for worker in (0, 1):
         job.ready(worker, 1)
     assert job.tick(1.9) == []

@@ -100,8 +100,9 @@ class PartialGroups:
             for the profiling window of each epoch, as the paper's section 4.2 does.
         answer_s: within how many seconds a member has to answer a Halt.
         patience_s: how long, at least, the others wait for a member that is not heard of; once a threshold
-            is known, as long as they wait for one that is slow until it is classed a straggler, if that is
-            longer: by then, leaving it out at once would have cost no more.
+            is known, half as long as they wait for one that is slow until it is classed a straggler, if that
+            is longer. Half, because to leave out one that comes after all costs little: it takes the state in
+            the background and misses a few steps.
         join_s: how long a member that is joining may take to come, in seconds.
         deadline_s: how long the others wait where no threshold is known yet, in seconds.
         staleness_steps_max: how old the parameters may be at most with which a worker outside computes a
@@ -118,7 +119,7 @@ class PartialGroups:
         detector: dict[str, Any] | None = None,
         monitor: Monitor = "continuous",
         answer_s: float = 2.0,
-        patience_s: float = 1.0,
+        patience_s: float = 0.5,
         join_s: float = 60.0,
         deadline_s: float = 600.0,
         staleness_steps_max: int | None = None,
@@ -572,10 +573,10 @@ class PartialGroups:
 
     def _patience(self) -> float:
         slow_s = self._slow_s()
-        return self._deadline_s if slow_s is None else max(self._patience_s, slow_s)
+        return self._deadline_s if slow_s is None else max(self._patience_s, slow_s / 2)
 
     def _least_patience(self) -> float:
-        return max(self._patience_s, self._slow_s() or 0.0)
+        return max(self._patience_s, (self._slow_s() or 0.0) / 2)
 
     def _slow_s(self) -> float | None:
         """How long others wait for one until it is classed a straggler; None while no threshold is known."""

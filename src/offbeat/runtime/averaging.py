@@ -295,6 +295,13 @@ class GradientAverager:
             parameter.grad = self._kept[entry]
         if self._quiet or self._grouping is None or not self._sit(wait=False):
             return
+        # Who is left out packs nothing: so that what is judged is the same, packing is not computing.
+        self._host.timer.switch("communicate")
+        self._pack_early(entry, parameter)
+        self._host.timer.switch("compute")
+
+    def _pack_early(self, entry: int, parameter: torch.Tensor) -> None:
+        """Packs a gradient while the backward pass goes on, and sends what is complete with it."""
         self._take_in()
         index, _ = self._place_of[entry]
         is_first = entry not in self._ready_entries
