@@ -247,6 +247,17 @@ def test_who_hangs_in_an_exchange_for_which_all_were_ready_is_asked_for_and_left
     assert only(job.answer(1, 2, step=0, begun=True), Group).members == (0, 1)
 
 
+def test_nobody_is_asked_before_twice_the_silence_that_is_usual():
+    job = Job(2, deadline_s=900.0)
+    for round_ in range(4):  # 0.5 s are computed, and 6 s exchanged
+        job.now_s = 6.5 * round_
+        job.ready(0, round_)
+        job.now_s += 0.5
+        job.ready(1, round_)
+    assert job.tick(job.now_s + 11.9) == []
+    assert only(job.tick(job.now_s + 0.2), Halt)
+
+
 def test_who_only_takes_long_is_asked_less_and_less_often():
     job = Job(2, deadline_s=900.0)
     asked_s = []

@@ -574,6 +574,28 @@ def test_an_epoch_that_is_used_up_or_given_up_is_not_gone_on_with():
     assert scheduler.used_before(1) == {}
 
 
+def test_an_epoch_that_is_used_up_before_an_older_one_is_used_in_the_state():
+    scheduler = running(members=2, samples=8, batch_size=4)
+    scheduler.deal()
+    scheduler.contributed(0, 0, [0])
+    scheduler.taken(1, 1)
+    scheduler.begin(0, 1, 4, 4)
+    round_ = 1
+    while (dealt := scheduler.deal()) and dealt[0].blocks:
+        scheduler.contributed(0, round_, [block.id for block in dealt[0].blocks])
+        round_ += 1
+    for round_ in scheduler.open_rounds():
+        scheduler.completed(round_)
+    assert scheduler.finished(1)
+    assert copy(scheduler).used_before(round_ + 1) == {0: ((0, 4),), 1: ((0, 4),)}
+    another = WorkScheduler()
+    another.set_members([0])
+    another.begin(0, 0, 8, 4, used=[(0, 4)])
+    assert [len(blocks) for _, blocks, _ in another.deal()] == [1]
+    another.begin(0, 1, 4, 4, used=[(0, 4)])
+    assert another.finished(1)
+
+
 def test_an_epoch_goes_on_in_another_job_where_a_state_was_taken():
     scheduler = running(members=2, samples=40, batch_size=4)
     scheduler.deal()
@@ -600,12 +622,10 @@ def test_the_same_state_is_loaded_everywhere():
         scheduler.begin(1, 3, 40, 4, used=[(0, 8)])
 
 
-@pytest.mark.parametrize(
-    "used", [[(0, 41)], [(4, 8), (0, 2)], [(-1, 3)], [(0, 40)], [(0, 20), (20, 40)], [(3, 3)]]
-)
+@pytest.mark.parametrize("used", [[(0, 41)], [(4, 8), (0, 2)], [(-1, 3)], [(3, 3)]])
 def test_positions_that_cannot_have_been_used_are_refused(used):
     scheduler = WorkScheduler()
-    with pytest.raises(ProtocolError, match="ranges of some of 40 positions, ascending, that are used"):
+    with pytest.raises(ProtocolError, match="ranges of 40 positions, ascending, that are used"):
         scheduler.begin(0, 0, 40, 4, used=used)
     assert 0 not in scheduler
 

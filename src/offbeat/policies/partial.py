@@ -78,6 +78,7 @@ class _Fence:
     abandon: bool
     since_s: float
     answers: dict[int, Halted] = field(default_factory=dict)
+    pending: list[int] | None = None  # who may still have to answer; None: all that were asked
 
 
 class PartialGroups:
@@ -162,6 +163,9 @@ class PartialGroups:
         self._uneven: Ready | None = None  # in another step than others are in the same round
         self._moved_s = 0.0  # when the last Group was named
         self._heard_s = 0.0  # when a member was last Ready, or asked whether it lives
+        self._ready_s = 0.0  # when a member was last Ready
+        self._round = -1  # the last for which a member was
+        self._silence_s = 0.0  # how long nobody is, from one round to the next
         self._probe_after = _PROBE_FIRST  # times the patience, doubled each time that all have answered
         self._exchange_id = self._step = 0  # the first ones of the last Group
         self._begun_step = -1  # the furthest that a member was Ready for
@@ -246,6 +250,9 @@ class PartialGroups:
             "moved_s": self._moved_s,
             "heard_s": self._heard_s,
             "probe_after": self._probe_after,
+            "ready_s": self._ready_s,
+            "round": self._round,
+            "silence_s": self._silence_s,
             "exchange_id": self._exchange_id,
             "step": self._step,
             "begun_step": self._begun_step,
@@ -278,6 +285,8 @@ class PartialGroups:
         self._open = {round_: (since_s, count, step) for round_, since_s, count, step in state["open"]}
         self._moved_s, self._exchange_id = state["moved_s"], state["exchange_id"]
         self._heard_s, self._probe_after = state["heard_s"], state["probe_after"]
+        self._ready_s, self._round = state["ready_s"], state["round"]
+        self._silence_s = state["silence_s"]
         self._step = state["step"]
         self._begun_step = state["begun_step"]
         self._set_groups(self._members, self._before)
@@ -305,7 +314,7 @@ class PartialGroups:
             state.can_join = False
         self._set_groups(tuple(sorted(self._workers)), ())
         self._dealing.change(self._members, (), 0)
-        self._moved_s = self._heard_s = event.now_s
+        self._moved_s = self._heard_s = self._ready_s = event.now_s
         reason = f"all {self._world} workers are here"
         return [self._group(step=0, joining=(), reason=reason)]
 
@@ -314,7 +323,8 @@ class PartialGroups:
         worker = event.worker
         state = self._known(event)
         if state.is_hung or state.is_late:
-            state.is_hung = state.is_late = self._is_settled = False
+            state.is_hung = state.is_late = False
+            self._it_lives()
         is_asked = worker in self._asked
         ended: list[Action] = []
         if event.epoch >= self._epochs_ended and is_asked:
@@ -359,7 +369,12 @@ class PartialGroups:
         if round_ <= before:  # said again, to a coordinator that was started again
             return
         state.round, state.is_new = round_, False
-        self._heard_s, self._probe_after = event.now_s, _PROBE_FIRST
+        if round_ > self._round:
+            if self._round >= 0:  # before the first round, a model may be compiled
+                self._silence_s = max(event.now_s - self._ready_s, self._silence_s / 2)
+            self._round = round_
+        self._ready_s = self._heard_s = event.now_s
+        self._probe_after = _PROBE_FIRST
         self._dealing.ready(event)
         self._begun_step = max(self._begun_step, event.step)
         if self._left_after:
@@ -426,6 +441,8 @@ class PartialGroups:
 
     def _handle_finished(self, event: Finished) -> list[Action]:
         state = self._known(event)
+        if state.is_hung or state.is_late:
+            self._it_lives()
         state.has_finished, state.is_hung, state.is_late = True, False, False
         self._dealing.finished(event.worker)
         state.can_join = event.worker not in self._asked
@@ -464,14 +481,21 @@ class PartialGroups:
         # A newcomer that waits for a state has nothing to be Ready with.
         is_new = not event.has_state and state.round < 0 and state.epoch < 0
         if state.is_hung or (state.is_late and is_new):  # it lives
-            state.is_hung = self._is_settled = False
+            state.is_hung = False
             state.is_late &= not is_new
+            self._it_lives()
             state.can_join = event.worker not in self._asked and not state.has_finished
         fence = self._fence
         if fence is not None and event.generation == fence.generation and event.worker in self._asked:
             fence.answers[event.worker] = event
             return self._see_whether_all_answered(event.now_s)
         return [] if self._is_settled else self._review(event.now_s)
+
+    def _it_lives(self) -> None:
+        """Somebody counts again that was given up."""
+        self._is_settled = False
+        if self._fence is not None:
+            self._fence.pending = None
 
     def _handle_gone(self, event: Left | Lost | Failed) -> list[Action]:
         if event.worker not in self._workers:
@@ -533,7 +557,8 @@ class PartialGroups:
     def _should_probe(self, now_s: float) -> bool:
         # Who is joining is waited for with its own deadline; a change would go over its head.
         is_calm = bool(self._members) and not self._arriving and self._first_finished_s is None
-        return is_calm and now_s - self._heard_s > self._probe_after * self._least_patience()
+        usual_s = max(self._least_patience(), self._silence_s)
+        return is_calm and now_s - self._heard_s > self._probe_after * usual_s
 
     def _probe(self, now_s: float) -> list[Action]:
         """Ask all members whether they live.
@@ -680,14 +705,28 @@ class PartialGroups:
         fence = self._fence
         if fence is None:
             return []
+        if self._is_any_awaited(fence):
+            return []
         asked = sorted(worker for worker in self._asked if worker in self._workers)
-        if any(worker not in fence.answers for worker in asked if self._keeps_up(worker)):
-            return []  # who is late is not waited for again, though it may have the only state
         answers = [fence.answers[worker] for worker in asked if worker in fence.answers]
         if len(answers) < len(asked) and not any(answer.has_state for answer in answers):
             return []  # who hangs may have the state
         self._fence = None
         return self._repeat(answers, now_s) if fence.abandon else self._change(answers, now_s)
+
+    def _is_any_awaited(self, fence: _Fence) -> bool:
+        """Whether somebody has to answer yet; with many workers this is called for every answer.
+
+        Who is late is not waited for again, though it may have the only state.
+        """
+        if fence.pending is None:
+            fence.pending = sorted(self._asked, reverse=True)
+        while fence.pending:
+            worker = fence.pending[-1]
+            if worker in self._asked and worker not in fence.answers and self._keeps_up(worker):
+                return True
+            fence.pending.pop()
+        return False
 
     def _change(self, answers: list[Halted], now_s: float) -> list[Action]:
         """Name the first step that nobody has begun, and who is in the group from there on."""

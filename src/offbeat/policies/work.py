@@ -132,6 +132,7 @@ class WorkScheduler:
         self._first: int | None = None  # the first epoch that anybody began
         self._next = 0  # the epoch to be opened next
         self._epochs: dict[int, _Epoch] = {}  # unfinished ones, ascending
+        self._finished_early: dict[int, int] = {}  # samples of those that finished before an older one
         self._workers: dict[int, _Worker] = {}
         self._members: set[int] = set()
         self._rounds: dict[int, dict[int, tuple[Block, ...]]] = {}  # open: what each worker contributed
@@ -169,18 +170,24 @@ class WorkScheduler:
         return self._next
 
     def used_before(self, round_: int) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Return the ranges of positions that rounds before this one have used, of each epoch that they have
-        not used up or given up, ascending. No later round may be completed.
+        """Return the ranges of positions that rounds before this one have used, of the first epoch that they
+        have not used up or given up, and of all that have begun after it, ascending. No later round may be
+        completed.
         """
         blocks = [block for worker in self._workers.values() for block in worker.blocks()]
         for other, contributions in self._rounds.items():
             if other >= round_:
                 blocks += [block for some in contributions.values() for block in some]
-        used = {}
-        for number, epoch in self._epochs.items():
-            parts = [part for block in blocks if block.epoch == number for part in block.ranges]
-            if (epoch.pool or parts) and not epoch.is_cut:
-                used[number] = tuple(_between(sorted([*epoch.pool, *parts]), epoch.samples))
+        used: dict[int, tuple[tuple[int, int], ...]] = {}
+        for number in range(next(iter(self._epochs), self._next), self._next):
+            epoch = self._epochs.get(number)
+            if epoch is None or epoch.is_cut:
+                free, samples = [], self._finished_early.get(number, 0) if epoch is None else epoch.samples
+            else:
+                parts = [part for block in blocks if block.epoch == number for part in block.ranges]
+                free, samples = sorted([*epoch.pool, *parts]), epoch.samples
+            if free or used:
+                used[number] = tuple(_between(free, samples))
         return used
 
     def open_rounds(self) -> tuple[int, ...]:
@@ -248,8 +255,8 @@ class WorkScheduler:
             used: ranges of positions, ascending, that an earlier job has used; not dealt again.
 
         Raises:
-            ProtocolError: other values than who opened the epoch has, ranges that cannot be or leave nothing,
-                an epoch out of turn, or one
+            ProtocolError: other values than who opened the epoch has, ranges that cannot be, an epoch out of
+                turn, or one
                 that nobody has begun `epochs_open_max` after one that is not finished, unless `early`.
         """
         self._check_begin(worker, epoch, samples, batch_size, early)
@@ -260,9 +267,9 @@ class WorkScheduler:
             self._next += 1
             left = _between(used, samples)
             unused = sum(stop - start for start, stop in left)
-            self._epochs[epoch] = _Epoch(
-                samples, batch_size, worker, unused, unused, left[::-1], used_before=tuple(used)
-            )
+            opened = _Epoch(samples, batch_size, worker, unused, unused, left[::-1], used_before=tuple(used))
+            self._epochs[epoch] = opened
+            self._see_whether_finished(epoch, opened)
         one = self._workers.setdefault(worker, _Worker())
         if one.epoch != epoch:
             one.epoch, one.over = epoch, False
@@ -526,6 +533,7 @@ class WorkScheduler:
         return {
             "first": self._first,
             "next": self._next,
+            "finished_early": [list(one) for one in self._finished_early.items()],
             "epochs": [
                 {
                     "epoch": number,
@@ -570,6 +578,7 @@ class WorkScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of a scheduler with the same arguments."""
         self._first, self._next = state["first"], state["next"]
+        self._finished_early = dict(state["finished_early"])
         self._epochs = {}
         for one in state["epochs"]:
             ranges = [(start, stop) for start, stop in one["pool"]]
@@ -790,6 +799,9 @@ class WorkScheduler:
     def _see_whether_finished(self, number: int, epoch: _Epoch) -> None:
         if not epoch.unused:
             del self._epochs[number]
+            oldest = next(iter(self._epochs), self._next)
+            self._finished_early[number] = epoch.samples
+            self._finished_early = {one: n for one, n in self._finished_early.items() if one > oldest}
             self._stale = True
 
     # Refusing --------------------------------------------------------------------------------------------
@@ -824,10 +836,9 @@ class WorkScheduler:
                 f"{epoch}: load the same one on every worker"
             )
         bounds = [0, *(bound for part in used for bound in part), samples]
-        is_whole = sum(stop - start for start, stop in used) >= samples
-        if bounds != sorted(bounds) or any(start == stop for start, stop in used) or is_whole:
+        if bounds != sorted(bounds) or any(start == stop for start, stop in used):
             raise ProtocolError(
-                f"expected ranges of some of {samples} positions, ascending, that are used, got {used} "
+                f"expected ranges of {samples} positions, ascending, that are used, got {used} "
                 f"of worker {worker}"
             )
 

@@ -490,7 +490,8 @@ class Cluster:
         if samples.breaks_off_after is None:
             claimed |= {(e, position) for e in range(said.epoch) for position in range(samples.count)}
         held = {use for use in uses if samples.breaks_off_after is None or use[0] in dict(said.used)}
-        if claimed != held:
+        given_up = claimed - held if samples.breaks_off_after is not None else set()
+        if claimed - given_up != held:
             odd = sorted(claimed ^ held)
             self.violated(
                 f"worker {said.worker} saves after {said.round} rounds, and {len(odd)} samples are not as "
