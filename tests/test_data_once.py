@@ -155,7 +155,7 @@ def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
 
 
 def stops(rank, say):
-    return count(rank, say, epochs=60, misdeed=Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
+    return count(rank, say, epochs=30, misdeed=Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
 def test_with_a_worker_that_hangs_and_goes_on(tmp_path):
@@ -165,7 +165,7 @@ def test_with_a_worker_that_hangs_and_goes_on(tmp_path):
         wait_for_group(log, (0, 2))
         running.signal(1, signal.SIGCONT)
         ended = running.ends()
-    once(ended, 60)
+    once(ended, 30)
 
 
 def stops_in_the_exchange(rank, say):
@@ -184,7 +184,7 @@ def stops_in_the_exchange(rank, say):
 
             exchange._ScheduleRun._arrived = stop
 
-    return count(rank, say, epochs=60, misdeed=misdeed)
+    return count(rank, say, epochs=30, misdeed=misdeed)
 
 
 def test_with_a_worker_that_hangs_in_an_exchange_and_goes_on(tmp_path):
@@ -194,7 +194,7 @@ def test_with_a_worker_that_hangs_in_an_exchange_and_goes_on(tmp_path):
         wait_for_group(log, (0, 2))
         running.signal(1, signal.SIGCONT)
         ended = running.ends()
-    once(ended, 60)
+    once(ended, 30)
 
 
 def accumulates(rank, say, victim=None):

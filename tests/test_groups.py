@@ -189,7 +189,7 @@ def test_a_round_that_a_death_breaks_is_repeated_or_taken_over(victim, share, tm
 
 def stops_in_compute(rank, say):
     strategy = PartialAllReduce(limit=3, n_profile=2)
-    return train(rank, say, strategy, 60, Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
+    return train(rank, say, strategy, 30, Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
 def test_a_worker_that_hangs_is_left_out_and_comes_back_when_it_goes_on(tmp_path):

@@ -122,7 +122,7 @@ class AtALoan:
 
 
 def strikes(rank, say, victim, point, nth):
-    return counts(rank, say, epochs=8, misdeed=AtALoan(say, point, nth) if rank == victim else None)
+    return counts(rank, say, epochs=4, misdeed=AtALoan(say, point, nth) if rank == victim else None)
 
 
 AS_LATE, AS_PATRON = ("_borrow", "begin", "_send"), ("_look_after", "_give", "_settle", "take_in")
@@ -134,7 +134,7 @@ AS_LATE, AS_PATRON = ("_borrow", "begin", "_send"), ("_look_after", "_give", "_s
 def test_whoever_is_killed_at_whatever_point_of_a_loan(victim, point):
     with job(strikes, 3, victim, point, 2, env={"OFFBEAT_SLOW": "1:20"}) as running:
         assert running.said(victim) == ["now"]
-        once([one for one in running.ends() if one.rank != victim], 8)
+        once([one for one in running.ends() if one.rank != victim])
 
 
 def dies_in_the_exchange(rank, say, victim, share):
@@ -152,7 +152,7 @@ def dies_in_the_exchange(rank, say, victim, share):
     def is_in(session):
         return bool(session._grouping.late.guests)
 
-    return counts(rank, say, epochs=8, misdeed=Once(misdeed))
+    return counts(rank, say, epochs=4, misdeed=Once(misdeed))
 
 
 class Once:
@@ -170,7 +170,7 @@ def test_with_a_patron_that_is_killed_in_the_exchange_that_takes_a_late_gradient
     with job(dies_in_the_exchange, 3, 0, share, env={"OFFBEAT_SLOW": "1:20"}) as running:
         ended = running.ends()
     assert ended[0].exitcode == -signal.SIGKILL
-    once(ended[1:], 8)
+    once(ended[1:])
 
 
 def stops(rank, say, victim, point):
