@@ -158,16 +158,6 @@ def stops(rank, say):
     return count(rank, say, epochs=30, misdeed=Misdeed(say, 7, signal.SIGSTOP) if rank == 1 else None)
 
 
-def test_with_a_worker_that_hangs_and_goes_on(tmp_path):
-    log = tmp_path / "log.jsonl"
-    with job(stops, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
-        running.said(1)
-        wait_for_group(log, (0, 2))
-        running.signal(1, signal.SIGCONT)
-        ended = running.ends()
-    once(ended, 30)
-
-
 def stops_in_the_exchange(rank, say):
     due = [20] if rank == 1 else []
 
@@ -187,9 +177,10 @@ def stops_in_the_exchange(rank, say):
     return count(rank, say, epochs=30, misdeed=misdeed)
 
 
-def test_with_a_worker_that_hangs_in_an_exchange_and_goes_on(tmp_path):
+@pytest.mark.parametrize("hangs", [stops, stops_in_the_exchange])
+def test_with_a_worker_that_hangs_and_goes_on(hangs, tmp_path):
     log = tmp_path / "log.jsonl"
-    with job(stops_in_the_exchange, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+    with job(hangs, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.said(1)
         wait_for_group(log, (0, 2))
         running.signal(1, signal.SIGCONT)

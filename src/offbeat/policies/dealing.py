@@ -190,9 +190,9 @@ class Dealing:
             self._leaving,
             self._last,
             self._saving,
+            self._excused,
         ):
             known.pop(worker, None)
-        self._excused.pop(worker, None)
         for some in (self._joining, self._anew, self._curious, self._dead):
             some.discard(worker)
 

@@ -205,9 +205,7 @@ def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Me
     where = f"{environment.master_addr}:{environment.master_port}"
 
     def find() -> tuple[Store, dict[str, Any], int]:
-        store = open_store(
-            environment.master_addr, environment.master_port, hosts_it=False, timeout_s=environment.start_s
-        )
+        store = _reach_store(environment, hosts_it=False)
         store.wait([_RUNNING], datetime.timedelta(seconds=environment.start_s))
         found: dict[str, Any] = json.loads(store.get(_RUNNING))
         worker = draw_id(store, found["world"]) if environment.rank < 0 else environment.rank
@@ -242,22 +240,20 @@ def _root(store: Store) -> Store:
     return store
 
 
+def _reach_store(environment: Environment, *, hosts_it: bool) -> Store:
+    return open_store(
+        environment.master_addr, environment.master_port, hosts_it=hosts_it, timeout_s=environment.start_s
+    )
+
+
 def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
     prefix = f"offbeat/{environment.attempt}/{next(_joins)}"
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
     where = f"{environment.master_addr}:{environment.master_port}"
 
-    def open_it() -> Store:
-        return open_store(
-            environment.master_addr,
-            environment.master_port,
-            hosts_it=hosts_it,
-            timeout_s=environment.start_s,
-        )
-
     try:
-        return PrefixStore(prefix, _in_time(open_it, limit_s))
+        return PrefixStore(prefix, _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s))
     except (RuntimeError, TimeoutError) as error:
         if hosts_it:
             raise OffbeatError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,17 +22,6 @@ class _Mark(msgspec.Struct, frozen=True, tag=True):
     on_cpu: bool
 
 
-class _Described(msgspec.Struct, frozen=True, kw_only=True):
-    round: int
-    epoch: int
-    seed: int
-    samples: int
-    batch_size: int
-    state: list[tuple[int, dict[str, Any]]]
-    hyperparameters: list[dict[str, Any]]
-    marks: list[_Mark]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where in the training a state belongs.
@@ -50,6 +39,13 @@ class Place:
     seed: int
     samples: int
     batch_size: int
+
+
+class _Described(msgspec.Struct, frozen=True, kw_only=True):
+    place: Place
+    state: list[tuple[int, dict[str, Any]]]
+    hyperparameters: list[dict[str, Any]]
+    marks: list[_Mark]
 
 
 class StateCopier:
@@ -138,7 +134,7 @@ class StateCopier:
             group.update(
                 {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             )
-        return Place(**{name: getattr(described, name) for name in Place.__dataclass_fields__})
+        return described.place
 
     def _plain(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -179,7 +175,7 @@ def _describe(whole: dict[str, Any], place: Place) -> tuple[_Described, list[tor
         for group in whole["param_groups"]
     ]
     described = _Described(
-        **asdict(place),
+        place=place,
         state=rows,
         hyperparameters=hyperparameters,
         marks=marks,
