@@ -7,6 +7,7 @@ be killed or stopped.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -22,6 +23,14 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch.distributed", "torch._dynamo", "pytest", "hypothesis", "offbeat.strategies", "offbeat.models"]
 )
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Waits until the server has imported everything; a job's own limits leave no time for that."""
+    first = _context.Process(target=int)
+    first.start()
+    first.join()
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Cluster:
     ) -> None:
         self.processes = []
         self._pipes: list[Connection] = []
+        _warm_up()
         self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
         for rank in range(workers):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}

@@ -37,5 +37,8 @@ def wait_for_entry(log: Path, what: str, condition: Callable[[Any], bool]) -> No
     wait_until(lambda: any(map(condition, entries_of(log))), what)
 
 
-def wait_for_group(log: Path, members: tuple[int, ...]) -> None:
-    wait_for_entry(log, f"the group {members}", lambda one: isinstance(one, Group) and one.members == members)
+def wait_for_group_without(log: Path, worker: int) -> None:
+    wait_until(
+        lambda: any(worker not in group.members for group in groups_of(log)),
+        f"a group without worker {worker}",
+    )

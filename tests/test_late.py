@@ -17,7 +17,7 @@ from offbeat.events import Brought, Lend, Settle
 from offbeat.record import read_log, replay
 from offbeat.runtime import exchange, late
 from offbeat.strategies import PartialAllReduce
-from runlogs import entries_of, groups_of, wait_until
+from runlogs import entries_of, wait_for_group_without, wait_until
 from test_groups import agree, train
 
 SAMPLES = 401
@@ -71,8 +71,8 @@ def test_with_two_late_ones_of_four(tmp_path):
     env = {"OFFBEAT_SLOW": "1:20;2:20", "OFFBEAT_RUN_LOG": str(log)}
     once(run(counts, 4, env=env))
     lent = entries_of(log, Lend)
-    assert {lend.worker for lend in lent} == {1, 2}
-    assert {lend.patron for lend in lent} == {0, 3}
+    assert {lend.worker for lend in lent} >= {1, 2}
+    assert {lend.patron for lend in lent} >= {0, 3}
     assert late_ones(log)
 
 
@@ -190,7 +190,7 @@ def test_whoever_hangs_at_whatever_point_of_a_loan_and_goes_on(victim, point, tm
                 lambda: len(entries_of(log, Lend)) == len(entries_of(log, Settle)), "an answer to each"
             )
         else:
-            wait_until(lambda: any(0 not in group.members for group in groups_of(log)), "a group without it")
+            wait_for_group_without(log, 0)
         running.signal(victim, signal.SIGCONT)
         once(running.ends(), 8)
 

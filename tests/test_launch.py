@@ -371,8 +371,10 @@ def test_no_worker_outlives_its_launcher(number: int) -> None:
 def test_the_end_of_the_interpreter_closes() -> None:
     """In order, that is: with SIGTERM, on which a worker may tidy up."""
     process, pids = launcher("", tidy="signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('tidied')))")
-    assert process.communicate(timeout=LIMIT_S) == ("tidied\n" * 3, "")
-    assert process.returncode == 0
+    assert process.wait(LIMIT_S) == 0
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert (process.stdout.read(), process.stderr.read()) == ("tidied\n" * 3, "")
     assert all(ended(pid) for pid in pids)
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -96,6 +97,7 @@ def a_file(size: int) -> int:
 
 @contextmanager
 def no_descriptor_is_left() -> Iterator[None]:
+    gc.collect()  # what earlier tests have left would end meanwhile
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
@@ -380,8 +382,11 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
     a.links.put("b", 1, filled(a, 16 * MIB))
-    kinds = [b.frame().kind for _ in range(7)]
-    assert kinds[5:] == [Kind.BEAT, Kind.BEAT]
+    seen = Counter()
+    while sum(seen.values()) - seen[Kind.BEAT] < 5:  # what is in the way of all else that it has to say
+        seen[b.frame().kind] += 1
+    assert seen[Kind.REGION] == 1
+    assert [b.frame().kind for _ in range(2)] == [Kind.BEAT, Kind.BEAT]
 
 
 # Hostile peers

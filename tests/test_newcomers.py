@@ -31,7 +31,7 @@ from offbeat.runtime.state import StateCopier
 from offbeat.strategies import AllReduce, PartialAllReduce
 from runlogs import entries_of, groups_of, wait_for_entry
 from test_data_once import BATCH, SAMPLES, Counter, once_each
-from test_groups import spin
+from test_groups import compute
 
 EPOCHS = 10
 STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
@@ -139,7 +139,7 @@ def train(rank, say, strategy=STEADY, epochs=EPOCHS, misdeed=None, compute_s=0.0
                     has_passed = True
                     pass_gate()
                 optimizer.zero_grad()
-                spin(compute_s)
+                compute(compute_s)
                 (-model(numbers)).backward()
                 once_each(model)
                 rates[session.step] = optimizer.param_groups[0]["lr"]

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
@@ -18,8 +17,8 @@ from offbeat.runtime import rendezvous
 from offbeat.runtime.environment import START_S
 from offbeat.strategies import AllReduce
 
-LIMIT_S = 8.0  # for their start; 30 s, if nobody says otherwise
-MARGIN_S = 5.0  # for starting processes on a busy machine
+NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late
+LIMIT_S = 8.0  # for their start, where it has to pass; 30 s, if nobody says otherwise
 
 
 def join(rank, say, change):
@@ -63,21 +62,17 @@ CHANGES = {
 }
 
 
-def start_up(workers, change, master=nullcontext):
-    """Runs a job to its end; returns how each worker ended and after how many seconds."""
+def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
+    """Runs a job to its end and returns how each worker ended; none may wait beyond the job's deadline."""
     with master() as port:
-        env = {START_S: str(LIMIT_S)} | ({} if port is None else {"MASTER_PORT": str(port)})
-        began_s = time.monotonic()
+        env = {START_S: str(limit_s)} | ({} if port is None else {"MASTER_PORT": str(port)})
         with job(join, workers, change, env=env) as running:
             ended = running.ends()
-    took_s = [one.ended_s - began_s for one in ended if one.ended_s is not None]
-    print(f"{change or master.__name__}: {', '.join(f'{s:.1f}' for s in took_s)} s")
     for one in ended:
         assert one.value != "joined"
         if one.error is not None:
             assert len(one.error.splitlines()) == 1
             assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
-    assert max(took_s) < LIMIT_S + MARGIN_S
     return ended
 
 
@@ -95,7 +90,7 @@ def start_up(workers, change, master=nullcontext):
     ],
 )
 def test_what_does_not_fit_is_named_by_every_worker(change, worker, texts):
-    for one in start_up(3, change):
+    for one in start_up(3, change, limit_s=NEVER_S):
         for text in texts:
             assert text in one.error
         if worker is not None:
