@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Block, Deal, Ready, Wants
+from offbeat.events import Block, Deal, Ready, Recall, Recalled, Wants
 from offbeat.policies.dealing import Dealing
 
 SAMPLES, BATCH = 40, 4
@@ -26,6 +26,10 @@ class Job:
         self.samples = samples
         self.has: dict[int, list[Block]] = {worker: [] for worker in range(workers)}
         self.told: list[Deal] = []
+        # What each contributes to a round that members finish with it, whether it was heard or not.
+        self.contributes: dict[tuple[int, int], int] = defaultdict(lambda: 1)
+        self.asked: list[Recall] = []
+        self.is_silent = False  # nobody answers what is asked
         self.dealing.change(range(workers), (), 0)
         if begin:
             for worker in range(workers):
@@ -69,7 +73,14 @@ class Job:
         return self.tell()
 
     def tell(self) -> list[Deal]:
-        deals = self.dealing.deals()
+        said = self.dealing.deals()
+        asked = [action for action in said if isinstance(action, Recall)]
+        self.asked += asked
+        deals = [action for action in said if isinstance(action, Deal)]
+        for recall in () if self.is_silent else asked:
+            self.recalls(recall)
+        if asked and not self.is_silent:
+            deals += self.dealing.deals()
         for deal in deals:
             had = self.has.setdefault(deal.worker, [])
             if deal.anew:
@@ -77,6 +88,17 @@ class Job:
             had += deal.blocks
         self.told += deals
         return deals
+
+    def recalls(self, recall: Recall, *, since: int = 0, until: int = 40) -> None:
+        """The member that was asked answers, as one that has finished these rounds."""
+        rounds = tuple(
+            (round_, self.contributes[recall.of, round_], 0)
+            for round_ in range(since, until)
+            if round_ > recall.after and self.contributes[recall.of, round_]
+        )
+        self.dealing.recalled(
+            Recalled(now_s=0.0, worker=recall.worker, of=recall.of, since=since, until=until, rounds=rounds)
+        )
 
     def round(self, round_: int, workers: tuple[int, ...]) -> None:
         for worker in workers:
@@ -259,7 +281,7 @@ def test_what_a_dead_worker_contributed_to_a_round_after_the_repeated_one_is_not
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_who_dies_unheard_is_presumed_to_have_taken_part_in_the_rounds_that_others_finished(finished):
+def test_what_who_dies_unheard_contributed_to_the_rounds_that_others_finished_is_used(finished):
     job = Job(2)
     mine = list(job.has[1])
     for round_ in range(finished):
@@ -274,15 +296,79 @@ def test_who_dies_unheard_is_presumed_to_have_taken_part_in_the_rounds_that_othe
     assert job.dealt(mine[finished:]) == ({2} if finished < 2 else set())
 
 
-def test_as_many_blocks_are_presumed_as_a_round_takes():
+@pytest.mark.parametrize("contributed", [(0, 0), (2, 0), (0, 1), (1, 1), (0, 2)])
+def test_as_many_blocks_are_used_as_the_others_say(contributed):
     job = Job(2)
     mine = list(job.has[1])
-    job.ready(0, 0, count=2)
+    for round_, count in enumerate(contributed):
+        job.contributes[1, round_] = count
+        job.ready(0, round_)
     job.dealing.gone(1, is_heard_out=False)
-    job.dealing.repeat((0,), 1, 1)
+    job.dealing.repeat((0,), 2, 2)
     job.tell()
-    job.go_on((0,), 1)
+    assert [(recall.worker, recall.of, recall.after) for recall in job.asked] == [(0, 1, -1)]
+    job.go_on((0,), 2)
+    count = sum(contributed)
+    assert job.used == SAMPLES
+    assert job.dealt(mine[:count]) == ({1} if count else set())
+    assert job.dealt(mine[count:]) == ({2} if count < 2 else set())
+
+
+def test_nothing_is_completed_or_given_to_others_before_one_has_answered():
+    job = Job(3)
+    mine = list(job.has[2])
+    job.is_silent = True
+    job.ready(0, 0)
+    job.ready(1, 0)
+    job.dealing.gone(2, is_heard_out=False)
+    job.dealing.repeat((0, 1), 1, 1)
+    job.tell()
+    assert [recall.worker for recall in job.asked] == [0, 1]
+    job.go_on((0, 1), 1)
+    assert job.used == 0
     assert job.dealt(mine) == {1}
+    job.recalls(job.asked[0], since=1)  # it came later, and does not know
+    assert job.used == 0
+    job.recalls(job.asked[1])
+    assert job.used == SAMPLES - BATCH
+    deal = said(job.wants(0, 41, epoch=1), 0)
+    assert set(positions(deal.blocks)) <= set(positions(mine[1:]))  # and the other half is for worker 1
+
+
+def test_when_those_who_were_asked_die_too_others_are_asked():
+    job = Job(3)
+    mine = list(job.has[2])
+    job.is_silent = True
+    job.ready(0, 0)
+    job.ready(1, 0)
+    for worker in (2, 0):
+        job.dealing.gone(worker, is_heard_out=False)
+    job.dealing.repeat((1,), 1, 1)
+    job.tell()
+    job.is_silent = False
+    job.dealing.repeat((1,), 1, 1)
+    job.tell()
+    assert {(recall.worker, recall.of) for recall in job.asked} >= {(1, 2)}
+    job.go_on((1,), 1)
+    assert job.used == SAMPLES
+    assert job.dealt(mine[:1]) == {1}
+
+
+def test_who_was_given_up_and_is_heard_after_all_says_itself_what_it_contributed():
+    job = Job(2)
+    mine = list(job.has[1])
+    job.is_silent = True
+    job.ready(0, 0)
+    job.ready(0, 1)
+    job.dealing.repeat((0,), 2, 2)
+    job.tell()
+    job.names(1, 0, (mine[0].id,))
+    job.names(1, 1, ())
+    job.names(1, 2, ())
+    job.recalls(job.asked[0])  # too late to count
+    job.go_on((0,), 2)
+    assert job.used == SAMPLES
+    assert (job.dealt(mine[:1]), job.dealt(mine[1:])) == ({1}, {2})
 
 
 def test_who_leaves_in_order_has_been_heard_out():
@@ -296,7 +382,7 @@ def test_who_leaves_in_order_has_been_heard_out():
     assert job.dealt(mine) == {2}
 
 
-def test_who_was_told_to_take_part_with_nothing_is_not_presumed_to_have_used_what_it_was_dealt_then():
+def test_who_was_told_to_take_part_with_nothing_has_not_used_what_it_was_dealt_then():
     job = Job(3, 6, begin=False)
     for worker in range(3):
         job.wants(worker, is_last=True)
@@ -307,6 +393,7 @@ def test_who_was_told_to_take_part_with_nothing_is_not_presumed_to_have_used_wha
     job.dealing.has_followed(2)  # it comes back into the pool, and goes to who has nothing
     job.tell()
     assert positions(job.has[0]) == positions([block])
+    job.contributes[0, 1] = 0
     job.dealing.gone(0, is_heard_out=False)
     job.dealing.repeat((1,), 2, 2)
     job.tell()
@@ -385,7 +472,7 @@ def test_a_leaving_worker_whose_loop_is_over_is_not_waited_for():
     assert job.used == 2 * BATCH + len(positions(job.has[1]))  # what it had is nobody's
 
 
-def test_who_dies_after_it_was_left_out_is_presumed_to_have_finished_its_last_round_and_no_more():
+def test_who_dies_after_it_was_left_out_has_finished_its_last_round_and_no_more():
     job = Job(2)
     mine = list(job.has[1])
     job.dealing.change((0,), (), 1)

@@ -108,9 +108,10 @@ class Loop:
         return None
 
     def _ready(self, tell, session, compute_s):
-        tell(compute_s)
+        contribution = tell(compute_s)
         if session.step == self.waits_in:
             self.say("waits")
+        return contribution
 
 
 def survivors(ended, victim, since_s=None):

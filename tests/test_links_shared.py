@@ -97,11 +97,11 @@ def a_file(size: int) -> int:
 
 @contextmanager
 def no_descriptor_is_left() -> Iterator[None]:
-    gc.collect()  # what earlier tests have left would end meanwhile
     before = len(os.listdir("/proc/self/fd"))
     yield
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    if len(os.listdir("/proc/self/fd")) > before:
+        gc.collect()  # which takes long, late in a run of many tests
+    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may end meanwhile
 
 
 # What is spared

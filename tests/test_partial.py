@@ -247,6 +247,17 @@ def test_who_hangs_in_an_exchange_for_which_all_were_ready_is_asked_for_and_left
     assert only(job.answer(1, 2, step=0, begun=True), Group).members == (0, 1)
 
 
+def test_whoever_owes_a_step_to_the_group_before_is_counted_on_though_all_are_asked_whether_they_live():
+    job = Job(3, detector={"n_profile": 1, "limit": 2})
+    for round_ in range(2):
+        for worker in range(3):
+            job.ready(worker, round_, compute_s=0.5 if worker == 2 else 0.1)
+    settle(job, 1, (0, 1, 2), step=2)  # worker 2 is left out from step 2 on, and has yet to do step 1
+    assert not only(job.tick(3.0), Halt).abandon
+    settle(job, 2, (0, 1, 2), step=2)
+    assert only(job.lose(2), Halt).abandon  # the others wait for it in that step
+
+
 def test_nobody_is_asked_before_twice_the_silence_that_is_usual():
     job = Job(2, deadline_s=900.0)
     for round_ in range(4):  # 0.5 s are computed, and 6 s exchanged

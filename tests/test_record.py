@@ -33,6 +33,8 @@ from offbeat.events import (
     Lost,
     Peer,
     Ready,
+    Recall,
+    Recalled,
     Refuse,
     Saving,
     Settle,
@@ -105,6 +107,7 @@ EXAMPLES = [
         used=((0, 4), (8, 20)),
     ),
     Saving(now_s=1.0, worker=1, round=9),
+    Recalled(now_s=1.0, worker=1, of=2, since=3, until=9, rounds=((4, 2, 0), (6, 1, 1))),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
     Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
@@ -127,6 +130,7 @@ EXAMPLES = [
     Tick(now_s=0.0),
     Start(peers=(Peer(worker=0, name="worker-0", addresses=("a:1",)),), reason="all"),
     Halt(generation=3, abandon=True, reason="r"),
+    Recall(worker=1, of=2, after=3, reason="r"),
     Used(
         worker=1,
         round=9,

@@ -55,7 +55,10 @@ STRATEGIES_FOR = {
 }
 
 # Test files that may sleep or replace something, and why.
-SLEEPS_FOR = {"runlogs.py": "looks again and again until a deadline, and leaves others the machine"}
+SLEEPS_FOR = {
+    "runlogs.py": "looks again and again until a deadline, and leaves others the machine",
+    "test_groups.py": "takes the time of a computation, and leaves others the machine",
+}
 REPLACES_FOR = {"test_launch.py": "says that it runs on another system, of which there is none here"}
 
 

@@ -163,6 +163,26 @@ class Halted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recalled:
+    """A member says what a worker contributed to exchanges that both have finished, as a Recall asks.
+
+    Attributes:
+        of: the worker that is asked about.
+        since: the first round of which the member remembers everything.
+        until: the first round that the member has not finished.
+        rounds: the rounds from `since` on, in order, to which that worker contributed anything: the round,
+            how many of its own blocks, and how many whose gradients others had computed for it.
+    """
+
+    now_s: float
+    worker: int
+    of: int
+    since: int
+    until: int
+    rounds: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated:
     """A worker measured the model: `metrics` are plain numbers by name, a unit last in the name."""
 
@@ -230,6 +250,7 @@ Event: TypeAlias = (
     | Ready
     | Wants
     | Saving
+    | Recalled
     | Brought
     | StepTimed
     | Halted
@@ -343,6 +364,22 @@ class Deal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recall:
+    """The member is to say what a worker contributed that was not heard to.
+
+    Attributes:
+        worker: who is asked.
+        of: who cannot be asked.
+        after: the last round for which that worker was heard to be Ready.
+    """
+
+    worker: int
+    of: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Used:
     """Which samples a worker's state holds; the worker alone hears it.
 
@@ -444,4 +481,6 @@ class Refuse:
     reason: str
 
 
-Action: TypeAlias = Start | Halt | Group | Deal | Used | Lend | Settle | EpochEnded | Dismiss | Stop | Refuse
+Action: TypeAlias = (
+    Start | Halt | Group | Deal | Used | Recall | Lend | Settle | EpochEnded | Dismiss | Stop | Refuse
+)

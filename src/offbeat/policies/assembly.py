@@ -22,6 +22,7 @@ from offbeat.events import (
     Lost,
     Peer,
     Ready,
+    Recalled,
     Refuse,
     Saving,
     Start,
@@ -75,7 +76,17 @@ class Assembly:
         if self._first_event_s is None:
             self._first_event_s = event.now_s
         match event:
-            case Ready() | Wants() | Brought() | Saving() | StepTimed() | Halted() | Evaluated() | Finished():
+            case (
+                Ready()
+                | Wants()
+                | Brought()
+                | Saving()
+                | Recalled()
+                | StepTimed()
+                | Halted()
+                | Evaluated()
+                | Finished()
+            ):
                 return []  # nearly all events are these
             case Joined():
                 return self._joined(event)

@@ -6,14 +6,41 @@ Nothing here knows why groups change, nor how an epoch is cut into blocks (see `
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Block, Brought, Deal, Ready, Saving, Used, Wants
+from offbeat.events import Action, Block, Brought, Deal, Ready, Recall, Recalled, Saving, Used, Wants
 from offbeat.policies.lending import Lending
 from offbeat.policies.work import WorkScheduler
 
+_WITNESSES = 8  # that may all die before one of them has said what it knows
 _NEVER_AGAIN = 2**63  # rounds: a worker that has finished has done all that it will ever do
+
+
+@dataclass(kw_only=True)
+class _Unclear:
+    """Who cannot be asked what it contributed.
+
+    Attributes:
+        last: the last round in which it took part.
+        is_lost: it is no more.
+        asked: members that were asked and have not answered.
+        rounds: what is known: own blocks and those computed by others, by round.
+    """
+
+    last: int
+    is_lost: bool
+    asked: set[int] = field(default_factory=set)
+    rounds: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def plain(self) -> list[Any]:
+        return [self.last, self.is_lost, sorted(self.asked), [[r, *one] for r, one in self.rounds.items()]]
+
+    @classmethod
+    def of(cls, last: int, is_lost: bool, asked: list[int], rounds: list[list[int]]) -> _Unclear:
+        known = {round_: (own, late) for round_, own, late in rounds}
+        return cls(last=last, is_lost=is_lost, asked=set(asked), rounds=known)
 
 
 class Dealing:
@@ -25,8 +52,8 @@ class Dealing:
 
     Who is lost, or is left out and not heard, may have taken part in rounds that others have finished and
     of which it could not tell any more (its line to the coordinator was cut, or the coordinator died with
-    it). It is presumed to have contributed what it had first, as many blocks as a round takes: exact where
-    that is one, and where a step is a round.
+    it). Those others were told in these exchanges how many blocks it contributed, and are asked; until one
+    has answered, no round is completed and nothing that it has is given to others.
 
     Args:
         staleness_steps_max: lend to workers outside, whose gradients count if they are not older (see
@@ -49,10 +76,8 @@ class Dealing:
         self._lacking: set[int] = set()  # members that are not known to have finished it
         self._offered: dict[int, tuple[int, int]] = {}  # the last round and step to which each contributed
         self._ahead: int | None = None  # rounds less steps, by the last that was Ready
-        self._together = 1  # how many blocks a round has had of one worker, at most
         self._dead: set[int] = set()  # lost, and it is not known yet which round the others finish with it
-        # Who was told to take part in its next round with no more than it had taken: so many blocks.
-        self._excused: dict[int, int] = {}
+        self._unclear: dict[int, _Unclear] = {}
         self._latest = -1  # the last round for which a member is Ready
         self._waiting: dict[int, int] = {}  # who has nothing to compute with, and its next round
         self._joining: set[int] = set()  # members that have not been Ready yet, and wait for all others to be
@@ -110,7 +135,12 @@ class Dealing:
         if not self.is_used:
             return
         worker, round_ = event.worker, event.round
-        if worker not in self._members and (event.step >= self._step or worker not in self._leaving):
+        unclear = self._unclear.get(worker)
+        if unclear is not None and round_ > unclear.last:
+            self._let_go(worker, is_lost=False)
+            return
+        is_late = event.step >= self._step or worker not in self._leaving
+        if unclear is None and worker not in self._members and is_late:
             self.has_followed(worker)
             return
         if event.blocks and not self._scheduler.contributed(worker, round_, event.blocks):
@@ -118,8 +148,6 @@ class Dealing:
         self._joining.discard(worker)
         self._offered[worker] = (round_, event.step)
         self._ahead = round_ - event.step
-        self._together = max(self._together, len(event.blocks))
-        self._excused.pop(worker, None)
         self._waiting.pop(worker, None)
         self._latest = max(self._latest, round_)
         self._has_done(worker, round_)
@@ -151,8 +179,8 @@ class Dealing:
         if worker in self._scheduler:
             self._scheduler.retired(worker)
         self._waiting.pop(worker, None)
-        self._leaving.pop(worker, None)  # it has said all that it will ever say
-        self._last.pop(worker, None)
+        for known in (self._leaving, self._last, self._unclear):  # it has said all that it will ever say
+            known.pop(worker, None)
         self._has_done(worker, _NEVER_AGAIN)
         self._complete()
 
@@ -168,12 +196,17 @@ class Dealing:
         is_asked = worker in self._members or worker in self._leaving
         self._members -= {worker}
         self._lacking.discard(worker)
+        for unclear in self._unclear.values():
+            unclear.asked.discard(worker)
         is_done = is_heard_out or self._done.get(worker, -1) == _NEVER_AGAIN
-        if is_done or not is_asked or worker not in self._scheduler:
+        if is_done or worker not in self._scheduler:
+            self._forget(worker)
+        elif worker in self._unclear:
+            self._unclear[worker].is_lost = True
+        elif not is_asked:
             self._forget(worker)
         elif self._leaving.get(worker) is not None:  # the others have gone on from its last round
-            self._presume(worker, self._last[worker])
-            self._forget(worker)
+            self._clear_up(worker, self._last[worker], is_lost=True)
         else:
             self._dead.add(worker)
             self._leaving.pop(worker, None)
@@ -190,23 +223,65 @@ class Dealing:
             self._leaving,
             self._last,
             self._saving,
-            self._excused,
+            self._unclear,
         ):
             known.pop(worker, None)
         for some in (self._joining, self._anew, self._curious, self._dead):
             some.discard(worker)
 
-    def _presume(self, worker: int, last: int) -> None:
-        """The worker took part in all rounds up to `last`, also where that was not heard."""
-        if worker not in self._offered or worker not in self._scheduler:
+    # What was not heard ----------------------------------------------------------------------------------
+
+    def _clear_up(self, worker: int, last: int, *, is_lost: bool) -> None:
+        """Nobody waits for the worker any more, which took part in all rounds up to `last`, heard or not."""
+        last = min(last, self._last.get(worker, last))
+        unclear = self._unclear.get(worker)
+        if unclear is not None:
+            unclear.is_lost |= is_lost
+        elif worker in self._scheduler and worker in self._offered and self._offered[worker][0] < last:
+            self._unclear[worker] = _Unclear(last=last, is_lost=is_lost)
+            self._scheduler.taken_all(worker)
+        else:
+            self._let_go(worker, is_lost=is_lost)
+
+    def _let_go(self, worker: int, *, is_lost: bool) -> None:
+        if is_lost:
+            self._forget(worker)
+        else:
+            self.has_followed(worker)
+
+    def recalled(self, event: Recalled) -> None:
+        """A member has said what another worker contributed."""
+        unclear = self._unclear.get(event.of)
+        if unclear is None:
             return
-        heard, step = self._offered[worker]
-        for round_ in range(heard + 1, min(last, self._last.get(worker, last)) + 1):
-            held = self._scheduler.held(worker)
-            blocks = min(self._together, self._excused.pop(worker, self._together))
-            self._scheduler.contributed(worker, round_, held[:blocks])
-            self._anew.add(worker)
-            self._offered[worker] = (round_, step + round_ - heard)
+        heard = self._offered[event.of][0]
+        for round_, own, late in event.rounds:
+            if heard < round_ <= unclear.last:
+                unclear.rounds[round_] = (own, late)
+        unclear.asked.discard(event.worker)
+        if unclear.asked and not (event.since <= heard + 1 and event.until > unclear.last):
+            return
+        for round_, (own, late) in sorted(unclear.rounds.items()):
+            blocks = self._scheduler.held(event.of)[:own] + self._scheduler.adopted(event.of)[:late]
+            self._scheduler.contributed(event.of, round_, blocks)
+        self._anew.add(event.of)
+        self._let_go(event.of, is_lost=unclear.is_lost)
+        self._complete()
+
+    def _recalls(self) -> list[Action]:
+        """Ask members what they know of those who cannot be asked, once."""
+        said: list[Action] = []
+        for worker, unclear in self._unclear.items():
+            if unclear.asked:
+                continue
+            unclear.asked = set(sorted(self._members - self._joining - {worker})[:_WITNESSES])
+            heard = self._offered[worker][0]
+            reason = f"worker {worker} took part in rounds {heard + 1} to {unclear.last} and was not heard"
+            said += [
+                Recall(worker=member, of=worker, after=heard, reason=reason)
+                for member in sorted(unclear.asked)
+            ]
+        return said
 
     # Groups ----------------------------------------------------------------------------------------------
 
@@ -248,25 +323,17 @@ class Dealing:
         if self._lending is not None:
             self._lending.move(members, ())
         self._joining.clear()
-        self._next = max(self._next, round_)
         if self.is_used:
-            for worker in sorted((self._members | self._dead | self._leaving.keys()) - members):
-                self._presume(worker, round_ - 1)
-            for worker in sorted(self._dead):
-                self._forget(worker)
             for other in self._scheduler.open_rounds():
-                if other < round_:
-                    self._scheduler.completed(other)
-                elif other > round_:  # of who has finished more than any member, and is no more
+                if other > round_:  # of who has finished more than any member, and is no more
                     self._scheduler.abandoned(other)
             again = self._scheduler.abandoned(round_)
             for worker, ids in again.items():
                 if worker in members:
                     self._scheduler.contributed(worker, round_, ids)
             self._latest = round_ if members & again.keys() else round_ - 1
-        for worker in list(self._in):
-            if worker not in members:
-                self.has_followed(worker)
+        for worker in sorted((self._in.keys() | self._dead) - members):
+            self._clear_up(worker, round_ - 1, is_lost=worker in self._dead)
         for worker in members:
             self._done[worker] = max(self._done.get(worker, -1), round_)
         self._move(members, step)
@@ -277,12 +344,11 @@ class Dealing:
             if since_s is None:
                 self._leaving[worker] = now_s
         for worker in sorted(self._dead & self._last.keys()):
-            self._presume(worker, self._last[worker])
-            self._forget(worker)
+            self._clear_up(worker, self._last[worker], is_lost=True)
 
     def has_followed(self, worker: int) -> None:
         """The worker knows that no group counts on it: what it still has, unless lent, is for others."""
-        for known in (self._leaving, self._last, self._offered):
+        for known in (self._leaving, self._last, self._offered, self._unclear):
             known.pop(worker, None)
         is_lent = self._lending is not None and worker in self._lending
         if worker in self._scheduler and not is_lent and self._scheduler.revoke(worker):
@@ -298,11 +364,12 @@ class Dealing:
         """Give up on those who were left out and have not been heard since."""
         for worker, since_s in list(self._leaving.items()):
             if since_s is not None and now_s - since_s > patience_s:
-                self._presume(worker, self._last[worker])
-                self.has_followed(worker)
+                self._clear_up(worker, self._last[worker], is_lost=False)
 
     def _move(self, members: frozenset[int], step: int) -> None:
         self._members, self._step = members, step
+        for unclear in self._unclear.values():
+            unclear.asked.clear()
         for worker in members:
             self._leaving.pop(worker, None)
             self._last.pop(worker, None)
@@ -326,7 +393,7 @@ class Dealing:
 
     def _complete(self) -> None:
         """Complete the rounds that all members have finished, once all contributions have been heard."""
-        is_clear = self.is_used and self._members and not self._leaving and not self._dead
+        is_clear = self.is_used and self._members and not (self._leaving or self._dead or self._unclear)
         while is_clear and not self._lacking:
             last = min(self._done[worker] for worker in self._members)
             if last == _NEVER_AGAIN:
@@ -359,7 +426,6 @@ class Dealing:
         ]
         for worker in awaited:
             del self._waiting[worker]
-            self._excused[worker] = self._scheduler.taken_count(worker)
         told = sorted({*dealt, *awaited, *self._anew, *self._curious})
         deals = [
             self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
@@ -368,7 +434,7 @@ class Dealing:
         ]
         self._anew.clear()
         self._curious.clear()
-        return [*said, *deals, *self._saved()]
+        return [*said, *deals, *self._recalls(), *self._saved()]
 
     def _saved(self) -> list[Action]:
         """Answer who saves, once everything is heard that others have contributed to its rounds."""
@@ -378,6 +444,7 @@ class Dealing:
             if is_current and (
                 self._leaving
                 or self._dead
+                or self._unclear
                 or any(self._offered.get(member, (-1, -1))[0] < round_ - 1 for member in self._members)
             ):
                 continue
@@ -435,9 +502,8 @@ class Dealing:
             "lacking": sorted(self._lacking),
             "offered": [[worker, *one] for worker, one in self._offered.items()],
             "ahead": self._ahead,
-            "together": self._together,
             "dead": sorted(self._dead),
-            "excused": [list(one) for one in self._excused.items()],
+            "unclear": [[worker, *one.plain()] for worker, one in self._unclear.items()],
             "latest": self._latest,
             "waiting": [list(one) for one in self._waiting.items()],
             "joining": sorted(self._joining),
@@ -459,8 +525,8 @@ class Dealing:
         self._done = dict(state["done"])
         self._lacking = set(state["lacking"])
         self._offered = {worker: (round_, step) for worker, round_, step in state["offered"]}
-        self._ahead, self._together = state["ahead"], state["together"]
-        self._dead, self._excused = set(state["dead"]), dict(state["excused"])
+        self._ahead, self._dead = state["ahead"], set(state["dead"])
+        self._unclear = {worker: _Unclear.of(*plain) for worker, *plain in state["unclear"]}
         self._waiting = dict(state["waiting"])
         self._joining = set(state["joining"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}

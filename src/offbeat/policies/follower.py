@@ -7,9 +7,14 @@ is what runs. Nothing here knows why groups change, sends anything, or looks at 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
 from enum import Enum, auto
 
-from offbeat.events import Group, Halt, Halted
+from offbeat.events import Group, Halt, Halted, Recall, Recalled
+
+# Rounds; who is not heard is dealt nothing, and contributes the little that it has left to the next few.
+_REMEMBERED = 256
 
 
 class Turn(Enum):
@@ -47,6 +52,9 @@ class Follower:
         self._needs_state = False
         self._followed = 0
         self._is_inside = False  # the group in force has this worker
+        # The last rounds finished, without a gap: who took part, and what each contributed.
+        self._contributions: deque[tuple[tuple[int, ...], Sequence[tuple[int, int]]]]
+        self._contributions = deque(maxlen=_REMEMBERED)
 
     @property
     def generation(self) -> int:
@@ -134,15 +142,41 @@ class Follower:
         """The state has come from the donor, as it is before step `group.step`."""
         assert self.group is not None
         self.step, self.round = self.group.step, round
+        self._contributions.clear()
         self._needs_state = False
         self._followed = self.group.generation
 
-    def finish_round(self) -> bool:
-        """Counts an exchange as finished; False if it was abandoned, and then it is not."""
+    def finish_round(self, contributions: Sequence[tuple[int, int]] = ()) -> bool:
+        """Counts an exchange as finished; False if it was abandoned, and then it is not.
+
+        Args:
+            contributions: of each member in order, how many blocks its gradients were of: its own, and those
+                whose gradients others had computed for it.
+        """
         if self._is_void:
             return False
+        assert self.group is not None
+        self._contributions.append((self.group.members, contributions))
         self.round += 1
         return True
+
+    def recall(self, recall: Recall, now_s: float = 0.0) -> Recalled:
+        """Says what another worker contributed to the rounds that this one has finished."""
+        since = self.round - len(self._contributions)
+        rounds = []
+        for round_, (members, contributions) in enumerate(self._contributions, since):
+            if round_ > recall.after and contributions and recall.of in members:
+                own, late = contributions[members.index(recall.of)]
+                if own or late:
+                    rounds.append((round_, own, late))
+        return Recalled(
+            now_s=now_s,
+            worker=self.worker,
+            of=recall.of,
+            since=since,
+            until=self.round,
+            rounds=tuple(rounds),
+        )
 
     def finish_step(self) -> None:
         """Counts an optimizer step, if this worker is one whose steps count."""

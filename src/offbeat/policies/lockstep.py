@@ -22,6 +22,7 @@ from offbeat.events import (
     Left,
     Lost,
     Ready,
+    Recalled,
     Saving,
     StepTimed,
     Stop,
@@ -97,7 +98,7 @@ class Lockstep:
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
-            case Wants() | Brought() | Saving() | Evaluated() | Halted() | Finished():
+            case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
                 return []
             case _:
                 assert_never(event)

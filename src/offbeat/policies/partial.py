@@ -26,6 +26,7 @@ from offbeat.events import (
     Left,
     Lost,
     Ready,
+    Recalled,
     Refuse,
     Saving,
     StepTimed,
@@ -204,6 +205,11 @@ class PartialGroups:
             case Saving():
                 self._known(event)
                 self._dealing.saving(event)
+                return []
+            case Recalled():
+                if event.worker not in self._gone:  # its answer crossed its own leave
+                    self._known(event)
+                    self._dealing.recalled(event)
                 return []
             case Brought():
                 self._known(event)
@@ -788,7 +794,8 @@ class PartialGroups:
     def _move(
         self, answers: list[Halted], members: tuple[int, ...], joining: tuple[int, ...], now_s: float
     ) -> None:
-        before = tuple(worker for worker in self._members if worker in self._workers)
+        # Also who is still in a group before that, if all were only asked whether they live.
+        before = tuple(worker for worker in sorted(self._asked) if worker in self._workers)
         self._set_groups(members, before)
         self._unfollowed = set(members).intersection(before).difference(joining)
         self._arriving = set(joining)
@@ -825,7 +832,7 @@ class PartialGroups:
     def _reason(self, workers: Any) -> str:
         return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
 
-    def _known(self, event: Ready | Wants | Saving | Brought | Halted | Finished) -> _Worker:
+    def _known(self, event: Ready | Wants | Saving | Recalled | Brought | Halted | Finished) -> _Worker:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
             raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")

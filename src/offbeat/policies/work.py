@@ -203,6 +203,10 @@ class WorkScheduler:
         one = self._known(worker)
         return (*one.taken, *one.untaken)
 
+    def adopted(self, worker: int) -> tuple[int, ...]:
+        """Return the ids of the blocks that others have computed for a worker, in the order of adoption."""
+        return tuple(self._known(worker).adopted)
+
     def taken_count(self, worker: int) -> int:
         """Return how many of these are known to be taken; 0 where nothing is known of the worker."""
         return len(self._workers[worker].taken) if worker in self._workers else 0

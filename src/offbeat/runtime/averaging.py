@@ -43,8 +43,12 @@ class Host(Protocol):
     def computed(self, compute_s: float) -> None:
         """Hears how long a forward and backward pass computed; may delay its end (injected slowness)."""
 
-    def ready(self, compute_s: float) -> None:
-        """Hears that this worker's gradients are on their way, before anybody is waited for."""
+    def ready(self, compute_s: float) -> tuple[int, int]:
+        """Hears that this worker's gradients are on their way, before anybody is waited for.
+
+        Returns:
+            How many dealt blocks they are of: its own, and those that others have computed for it.
+        """
 
     def hyperparameters(self) -> list[float]:
         """Numbers of which all members are to use the first one's, as many on all of them."""
@@ -85,9 +89,10 @@ class GradientAverager:
     Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
     the session dealt them. Buffers follow the first member's, as in DistributedDataParallel. The last
     bucket ends in an epilogue of a few numbers (weights, which parameters have a gradient, how long each
-    worker took, the first member's hyperparameters), so that none of it costs a message of its own. A round
-    that is abandoned because the group has changed is repeated in the new group with the same gradients;
-    a worker that no group counts on keeps its gradients to itself, and `drop` throws them away.
+    worker took and how many dealt blocks it used, the first member's hyperparameters), so that none of it
+    costs a message of its own. A round that is abandoned because the group has changed is repeated in the
+    new group with the same gradients; a worker that no group counts on keeps its gradients to itself, and
+    `drop` throws them away.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
     follow the reversed order of registration and are not rebuilt; parameters without a gradient are always
@@ -147,6 +152,7 @@ class GradientAverager:
             (_do_nothing, 0) for _ in self._parameters
         ]
         self._batch_weight = 1.0
+        self._contribution = (0, 0)  # dealt blocks behind the gradients of the round: own, and others' for it
         self._kept: list[torch.Tensor | None] | None = None  # gradients from before a pass of weight zero
         self._round = 0
         self.rounds_since_step = 0
@@ -183,9 +189,14 @@ class GradientAverager:
         """For how many members the epilogue has a place: the same for all, whatever groups they have seen."""
         return self._workers if size <= self._workers else 1 << (size - 1).bit_length()
 
+    @property
+    def _header(self) -> int:
+        """How long the part of the epilogue is that has a place for each member in each of its lists."""
+        return 2 + 3 * self._places
+
     def _planned_slots(self) -> list[Slot]:
         shared = _LANES * len(self._host.hyperparameters())
-        epilogue = torch.Size([2 + self._places + len(self._parameters) + shared])
+        epilogue = torch.Size([self._header + len(self._parameters) + shared])
         tensors = self._parameters + self._buffers.tensors()
         shapes = [t.shape for t in tensors] + [epilogue]
         precise = any(t.dtype == torch.float64 for t in self._parameters)
@@ -385,7 +396,7 @@ class GradientAverager:
         is_told = False
         while True:
             if self._seat is None and not is_told:
-                self._host.ready(compute_s)
+                self._contribution = self._host.ready(compute_s)
                 is_told = True
             if not self._sit(wait=True):
                 return []
@@ -397,7 +408,7 @@ class GradientAverager:
                 while epilogue[1]:
                     self._launched, self._stale = 0, False
                     epilogue = self._pass(offset_s, None)
-                if self._grouping.finish_round():
+                if self._grouping.finish_round(self._contributions(epilogue)):
                     return epilogue
             except RegroupedError:
                 is_told = True
@@ -406,13 +417,20 @@ class GradientAverager:
             for slot in self._slots:
                 slot.leave_to_readers(self._grouping.memory.is_read)
 
+    def _contributions(self, epilogue: list[float]) -> list[tuple[int, int]]:
+        """How many dealt blocks each member's gradients were of: its own, and others' for it."""
+        assert self._seat is not None
+        first = 2 + self._places
+        own, late = epilogue[first : first + self._places], epilogue[first + self._places : self._header]
+        return [(int(own[place]), int(late[place])) for place in range(self._seat.size)]
+
     def _forget_own_part(self) -> None:
         """Takes part with weight zero: the gradients are those of parameters that have been replaced."""
         assert self._grouping is not None
         self._grouping.has_taken = False
         self._ready_entries.clear()
         self.drop()
-        self._share = 0.0
+        self._share, self._contribution = 0.0, (0, 0)
 
     def _share_of(self, batches: float) -> float:
         """This worker's weight in the mean, as the epilogue's type holds it.
@@ -441,7 +459,8 @@ class GradientAverager:
         while self._launched < len(self._slots) - 1:
             self._launch_next()
         if compute_s is not None:  # before the others can finish the round
-            self._host.ready(compute_s)
+            self._contribution = self._host.ready(compute_s)
+        self._name_contribution()
         self._launch_next()
         self._exchange_id = None
         # The coordinator has the same deadline and knows who is late, so it has the first word.
@@ -459,7 +478,7 @@ class GradientAverager:
         values[0] = self._share_of(self._fresh_weight) + sum(one.weight for one in guests) / self._places
         values[1] = float(self._stale)
         values[2 + self._seat.position] = offset_s
-        first = 2 + self._places
+        first = self._header
         for entry, parameter in enumerate(self._parameters):
             is_there = entry in self._ready_entries or parameter.grad is not None
             values[first + entry] = float(is_there or any(one.has[entry] for one in guests))
@@ -467,6 +486,14 @@ class GradientAverager:
             lanes = [lane for value in self._host.hyperparameters() for lane in _spread(value)]
             values[first + len(self._parameters) :] = lanes
         epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
+
+    def _name_contribution(self) -> None:
+        assert self._seat is not None
+        epilogue = self._slots[-1].own.views[-1]
+        place = 2 + self._seat.position
+        for count in self._contribution:
+            place += self._places
+            epilogue[place] = count
 
     def _launch_next(self) -> None:
         assert self._seat is not None
@@ -516,7 +543,7 @@ class GradientAverager:
         """Makes the means the gradients, and the first member's buffers the buffers."""
         assert self._seat is not None
         mean_weight = epilogue[0]
-        used = epilogue[2 + self._places :]
+        used = epilogue[self._header :]
         lanes = used[len(self._parameters) :]
         if self._seat.position:
             self._host.take_hyperparameters(

@@ -33,6 +33,7 @@ from offbeat.events import (
     Left,
     Lend,
     Lost,
+    Recall,
     Refuse,
     Settle,
     Start,
@@ -376,7 +377,7 @@ class Coordinator:
         if isinstance(action, Refuse):
             return action.peer == peer
         worker = self._workers[peer].worker
-        if isinstance(action, Deal | Used | Settle) and action.worker != worker:
+        if isinstance(action, Deal | Used | Recall | Settle) and action.worker != worker:
             return False
         if isinstance(action, Lend) and worker not in (action.worker, action.patron):
             return False

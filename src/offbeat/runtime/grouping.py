@@ -153,10 +153,14 @@ class Grouping:
         with self._member.lock:
             return self._is_up_to_date() and not self._follower.will_change
 
-    def finish_round(self) -> bool:
-        """Counts an exchange as finished; False if it was abandoned, and then it has to be repeated."""
+    def finish_round(self, contributions: Sequence[tuple[int, int]]) -> bool:
+        """Counts an exchange as finished; False if it was abandoned, and then it has to be repeated.
+
+        Args:
+            contributions: see `Follower.finish_round`.
+        """
         with self._member.lock:
-            return self._is_up_to_date() and self._follower.finish_round()
+            return self._is_up_to_date() and self._follower.finish_round(contributions)
 
     def finish_step(self) -> None:
         """Counts an optimizer step, and hands the state to those who join from here on."""

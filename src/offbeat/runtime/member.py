@@ -18,6 +18,7 @@ from offbeat.events import (
     Joined,
     Lend,
     Peer,
+    Recall,
     Refuse,
     Settle,
     Start,
@@ -201,6 +202,10 @@ class Member:
                         self.hand.hear(action)
                     if action.anew or not self.follower.is_member:
                         self.on_loan(action)
+                case Recall():
+                    with self._changed:
+                        recalled = self.follower.recall(action)
+                    self.tell(recalled)
                 case Used():
                     self.used = action
                 case Lend() | Settle():

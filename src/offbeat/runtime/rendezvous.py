@@ -37,7 +37,7 @@ from offbeat.runtime.environment import Environment
 _COORDINATOR_START_S = 20.0
 _KEY = "meeting"
 _SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
-_EVERYBODY = "everybody is here"
+_COUNT = "workers"
 _RUNNING = "offbeat/running"  # where the job meets that has started last; no prefix, for newcomers know none
 _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
 _joins = itertools.count()
@@ -292,14 +292,24 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
 
 
 def _count(store: Store, environment: Environment) -> None:
-    """Notes that one more worker knows where to go; the last one says that all do."""
-    if store.add("workers", 1) == environment.world:
-        store.set(_EVERYBODY, "")
+    """Notes that one more worker knows where to go, and how many it believes there are."""
+    place = store.add(_COUNT, 1)
+    store.set(f"{_COUNT}/{place}", str(environment.world))
 
 
 def _wait_for_everybody(store: Store, limit_s: float, start_s: float) -> None:
+    """Waits for as many as the one says who believes in the most."""
+
+    def wait() -> None:
+        come, world = 0, 1
+        while come < world:
+            come += 1
+            place = f"{_COUNT}/{come}"
+            store.wait([place], datetime.timedelta(seconds=start_s))
+            world = max(world, int(store.get(place)))
+
     with suppress(RuntimeError, TimeoutError):
-        _in_time(lambda: store.wait([_EVERYBODY], datetime.timedelta(seconds=start_s)), limit_s)
+        _in_time(wait, limit_s)
 
 
 def _in_time(function: Callable[[], _T], limit_s: float) -> _T:

@@ -607,14 +607,20 @@ class Session:
             return max(0, self._batches_taken - 1)
         return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
 
-    def ready(self, compute_s: float) -> None:
-        """Tells the coordinator that this worker's gradients are on their way."""
+    def ready(self, compute_s: float) -> tuple[int, int]:
+        """Tells the coordinator that this worker's gradients are on their way.
+
+        Returns:
+            How many dealt blocks they are of: its own, and those that others have computed for it.
+        """
         blocks: tuple[int, ...] = ()
+        own = 0
         if self._deals and self._member is not None:
             with self._member.lock:
                 own = len(self._member.hand.taken)
                 blocks = self._member.hand.contribute(self._member.follower.is_member)
-            self._blocks_per_round = max(self._blocks_per_round, min(own, len(blocks)))
+            own = min(own, len(blocks))
+            self._blocks_per_round = max(self._blocks_per_round, own)
         self._tell(
             Ready(
                 now_s=0.0,
@@ -628,6 +634,7 @@ class Session:
                 blocks=blocks,
             )
         )
+        return own, len(blocks) - own
 
     def hyperparameters(self) -> list[float]:
         """The learning rates and the like.

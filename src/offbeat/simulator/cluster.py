@@ -26,6 +26,7 @@ from offbeat.events import (
     Lend,
     Lost,
     Ready,
+    Recall,
     Refuse,
     Settle,
     Start,
@@ -368,7 +369,7 @@ class Cluster:
                     self.groups.append((self.engine.now_s, action))
                 case Halt():
                     self._check_halt(action)
-                case Deal():
+                case Deal() | Recall():
                     self._send(action.worker, (action,))
                     continue
                 case Used():

@@ -28,6 +28,7 @@ class Exchange:
 
     Attributes:
         mean: what every member gets, None before all have come.
+        contributions: how many dealt blocks are in it of each member; none where no samples are dealt.
         begin_s: when the last one came.
         first: the member, by its place, from which on they end.
         last_s: when the last ones end.
@@ -37,6 +38,7 @@ class Exchange:
         self.group, self.step, self.round = group, step, round
         self.exchange_id = exchange_id
         self.mean: Any = None
+        self.contributions: Sequence[tuple[int, int]] = ()
         self._cluster = cluster
         self._workers: list[SimulatedWorker] = []
         self._blocked: set[Any] = set()
@@ -105,6 +107,8 @@ class Exchange:
         workers.sort(key=_id)
         weights = [weight_of[worker.worker] * worker.weight for worker in workers]
         self.begin_with(workers, [worker.gradient for worker in workers], weights)
+        if workers[0].loop is not None:
+            self.contributions = [(worker.contributed, 0) for worker in workers]
         cluster.blocks_of(self)
         if self._blocked:
             self._blocked_s = self._ends_until_s = self.begin_s

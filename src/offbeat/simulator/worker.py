@@ -23,6 +23,7 @@ from offbeat.events import (
     Joined,
     Left,
     Ready,
+    Recall,
     Refuse,
     Saving,
     Start,
@@ -62,6 +63,7 @@ class SimulatedWorker:
             where samples are dealt.
         outside: how often it has computed since it last took part.
         steps_taken: optimizer steps that it took as a member.
+        contributed: how many dealt blocks the gradients are of.
         active_s: when it last had gradients or took a step.
         computed: how many gradients it has computed.
         stopwatch: how long it takes for them.
@@ -79,6 +81,7 @@ class SimulatedWorker:
         self.state: Any = None if is_new else cluster.problem.begin()
         self.gradient: Any = None
         self.weight = 1.0
+        self.contributed = 0
         self.exchange: Exchange | None = None
         self.is_hung = False
         self.is_leaving = False
@@ -164,6 +167,9 @@ class SimulatedWorker:
                     self._go_on()
             case EpochEnded():
                 self._end_epoch(action.epoch)
+            case Recall():
+                recalled = self.follower.recall(action, self.cluster.arrival_s(self))
+                self.cluster.tell(self, recalled)
             case Deal():
                 if self.loop is not None:
                     self.loop.hear(action)
@@ -194,7 +200,7 @@ class SimulatedWorker:
             return
         cluster = self.cluster
         self.exchange = None
-        if not self.follower.finish_round():
+        if not self.follower.finish_round(exchange.contributions):
             cluster.violated(f"worker {self.worker} goes on with an exchange that it had abandoned")
         self._means.append(exchange.mean)
         if len(self._means) < cluster.rounds_per_step:
@@ -334,6 +340,8 @@ class SimulatedWorker:
             self.gradient = cluster.problem.gradient(self.state, self.worker, self.computed - 1, loop.blocks)
             samples = sum(block.samples for block in loop.blocks)
             self.weight = samples / loop.samples.batch_size
+            blocks = loop.contribute()
+            self.contributed = len(blocks)
             self.last_ready = Ready(
                 now_s=cluster.arrival_s(self),
                 worker=self.worker,
@@ -343,7 +351,7 @@ class SimulatedWorker:
                 round=follower.round,
                 compute_s=self._compute_s,
                 samples=samples,
-                blocks=loop.contribute(),
+                blocks=blocks,
             )
             cluster.tell(self, self.last_ready)
         self._compute_s = 0.0
@@ -381,7 +389,7 @@ class SimulatedWorker:
             return
         self.state, self._received = received.state, None
         follower.take(round=received.round)
-        self.weight = 0.0
+        self.weight, self.contributed = 0.0, 0
         self.outside = 0
         self._means.clear()
         if self.gradient is None:  # a newcomer
