@@ -220,7 +220,7 @@ def test_with_gradients_accumulated_over_batches(victim):
 
 def loads(rank, say, options, victim):
     misdeed = Misdeed(say, 12) if rank == victim else None
-    return count(rank, say, dataset=Samples(), options=options, misdeed=misdeed)
+    return count(rank, say, epochs=2, dataset=Samples(), options=options, misdeed=misdeed)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def loads(rank, say, options, victim):
 )
 def test_through_a_data_loader(options, victim):
     with job(loads, 3, options, victim) as running:
-        once([one for one in running.ends() if one.rank != victim])
+        once([one for one in running.ends() if one.rank != victim], 2)
 
 
 def breaks_off(rank, say):
