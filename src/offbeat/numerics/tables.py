@@ -1,0 +1,259 @@
+"""The values of a parameter server: what one server has of a namespace, in blocks of neighbouring keys.
+
+Nothing here knows which blocks a server is to have, or how they come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from offbeat.numerics.updates import Update
+
+Keys: TypeAlias = NDArray[np.int64]  # (K,), ascending, each once
+Rows: TypeAlias = NDArray[Any]  # (K,) or (K, width)
+Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
+
+_DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Values of some keys: of all from `first` on, or of those that `keys` lists.
+
+    Attributes:
+        first: the key of the first row, where `keys` is None.
+        values: one row a key.
+        keys: ascending, each once; None where the keys are neighbours.
+    """
+
+    first: int
+    values: Rows
+    keys: Keys | None = None
+
+    def cut(self, first: int, last: int) -> Entries:
+        """Return what is there for keys `first` to `last` - 1, without copying it."""
+        if self.keys is None:
+            begin = max(first, self.first)
+            return Entries(begin, self.values[begin - self.first : max(begin, last) - self.first])
+        begin, end = np.searchsorted(self.keys, (first, last))
+        return Entries(first, self.values[begin:end], self.keys[begin:end])
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+        return len(self.values)
+
+
+def gathered(parts: list[Entries]) -> Entries:
+    """Return as one what came in parts, ascending: neighbouring keys where all are, or all are listed.
+
+    Raises:
+        ValueError: no parts, or some with keys and some without.
+    """
+    if not parts or any((one.keys is None) != (parts[0].keys is None) for one in parts):
+        raise ValueError("expected at least one part, and keys in all of them or in none")
+    values = np.concatenate([one.values for one in parts])
+    listed = [one.keys for one in parts if one.keys is not None]
+    return Entries(parts[0].first, values, np.concatenate(listed) if listed else None)
+
+
+class ArrayTable:
+    """One namespace on one server: rows of numbers, and what an update keeps besides them.
+
+    A key that was never pushed is zero, and so is what is kept besides it. Blocks come into being when
+    something is pushed to them. One with up to 2**20 keys has an array of all of them; a larger one keeps the
+    keys that were pushed, in order, and takes time for all of them when there is a new one.
+
+    Args:
+        keys: of the namespace: 0 to `keys` - 1.
+        block_keys: neighbours that come and go together.
+        update: what becomes of what is pushed.
+        width: numbers in a row; 0 for a number a key, not a row of one.
+        dtype: float32 or float64.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self, keys: int, block_keys: int, update: Update, *, width: int = 0, dtype: DTypeLike = np.float32
+    ) -> None:
+        if not 0 < block_keys <= keys:
+            raise ValueError(f"expected blocks of 1 to {keys} keys, got {block_keys}")
+        if width < 0:
+            raise ValueError(f"expected rows of at least 0 numbers, got {width}")
+        if np.dtype(dtype) not in (np.float32, np.float64):
+            raise ValueError(f"expected values of float32 or float64, got {np.dtype(dtype)}")
+        self._keys, self._block_keys, self._update = keys, block_keys, update
+        self._shape = (width,) if width else ()
+        self._dtype = np.dtype(dtype)
+        self._blocks: dict[int, _Block] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """What the values, and what is kept besides them, take."""
+        return sum(array.nbytes for block in self._blocks.values() for array in block.arrays.values())
+
+    def check(self, content: Entries, first: int, last: int) -> None:
+        """See whether something can be pushed to keys `first` to `last` - 1.
+
+        Raises:
+            ValueError: it is of other keys, or of other rows than there are here.
+        """
+        rows = content.values
+        if rows.dtype != self._dtype or rows.shape[1:] != self._shape:
+            expected, came = (self._dtype, self._shape), (rows.dtype, rows.shape[1:])
+            raise ValueError(
+                f"expected rows of {expected[0]} and shape {expected[1]}, got {came[0]} and {came[1]}"
+            )
+        keys = content.keys
+        if keys is None:
+            is_of_range = content.first == first and len(content) == last - first
+        else:
+            is_of_range = len(keys) == len(rows) and (
+                not len(keys) or bool(first <= keys[0] and keys[-1] < last and np.all(keys[1:] > keys[:-1]))
+            )
+        if not is_of_range:
+            raise ValueError(
+                f"expected a row for each key from {first} to {last - 1}, or ascending keys within, each once"
+            )
+
+    def apply(self, first: int, last: int, content: Entries) -> None:
+        """Take what was pushed for keys `first` to `last` - 1; of those that it does not list, nothing."""
+        for number, part in self._by_block(content):
+            if not len(part):
+                continue
+            block = self._blocks.get(number)
+            if block is None:
+                block = self._blocks[number] = self._new_block(number)
+            block.apply(self._update, part)
+
+    def read(self, first: int, last: int, keys: Keys | None) -> Entries:
+        """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
+        count = last - first if keys is None else len(keys)
+        values = np.zeros((count, *self._shape), self._dtype)
+        wanted = Entries(first, values, keys)
+        for number, part in self._by_block(wanted):
+            block = self._blocks.get(number)
+            if block is not None:
+                block.read_into(part)
+        return wanted
+
+    def cut(self, content: Entries, first: int, last: int) -> Entries:
+        """Return what `content` has for keys `first` to `last` - 1."""
+        return content.cut(first, last)
+
+    def copy_out(self, first: int, last: int) -> Contents | None:
+        """Return all that is kept of the block of keys `first` to `last` - 1; None where that is nothing."""
+        block = self._blocks.get(first // self._block_keys)
+        return None if block is None else block.copy_out()
+
+    def copy_in(self, first: int, last: int, content: Contents | None) -> None:
+        """Replace all that is kept of the block of keys `first` to `last` - 1."""
+        number = first // self._block_keys
+        self._blocks.pop(number, None)
+        if content is not None:
+            self._blocks[number] = block = self._new_block(number)
+            block.copy_in(content)
+
+    def drop(self, first: int, last: int) -> None:
+        """Forget the block of keys `first` to `last` - 1."""
+        self._blocks.pop(first // self._block_keys, None)
+
+    def _new_block(self, number: int) -> _Block:
+        first = number * self._block_keys
+        count = min(self._block_keys, self._keys - first)
+        names = ("values", *self._update.states)
+        is_sparse = count > _DENSE_KEYS_MAX
+        rows = 0 if is_sparse else count
+        arrays = {name: np.zeros((rows, *self._shape), self._dtype) for name in names}
+        return _Block(first, arrays, np.zeros(0, np.int64) if is_sparse else None)
+
+    def _by_block(self, content: Entries) -> Iterator[tuple[int, Entries]]:
+        if content.keys is None:
+            first, last = content.first, content.first + len(content)
+        elif len(content.keys):
+            first, last = int(content.keys[0]), int(content.keys[-1]) + 1
+        else:
+            return
+        size = self._block_keys
+        for number in range(first // size, (last - 1) // size + 1):
+            yield number, content.cut(max(first, number * size), min(last, (number + 1) * size))
+
+
+class _Block:
+    """Some keys' rows, by name: "values", and what the update keeps besides them.
+
+    Args:
+        first: the first key that it may have.
+        arrays: one row a key.
+        keys: whose they are, ascending; None where they are of all keys from `first` on.
+    """
+
+    def __init__(self, first: int, arrays: dict[str, Rows], keys: Keys | None) -> None:
+        self._first = first
+        self.arrays = arrays
+        self._keys = keys
+
+    def apply(self, update: Update, content: Entries) -> None:
+        """Take what was pushed."""
+        if self._keys is not None:
+            self._make_room(_listed(content))
+        places = self._places(content)
+        rows = {name: array[places] for name, array in self.arrays.items()}
+        states = {name: part for name, part in rows.items() if name != "values"}
+        update.apply(rows["values"], states, content.values)
+        if not isinstance(places, slice):  # these were copies
+            for name, array in self.arrays.items():
+                array[places] = rows[name]
+
+    def read_into(self, wanted: Entries) -> None:
+        """Write the values of these keys into their rows."""
+        values = self.arrays["values"]
+        if self._keys is None:
+            wanted.values[...] = values[self._places(wanted)]
+        elif len(self._keys):
+            keys = _listed(wanted)
+            places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            is_there = self._keys[places] == keys
+            wanted.values[is_there] = values[places[is_there]]
+
+    def copy_out(self) -> Contents:
+        """Return all of it, as it is now."""
+        copied: Contents = {name: array.copy() for name, array in self.arrays.items()}
+        return copied if self._keys is None else copied | {"keys": self._keys}
+
+    def copy_in(self, content: Contents) -> None:
+        """Take over what `copy_out` gave."""
+        self.arrays = {name: np.array(content[name]) for name in self.arrays}
+        if self._keys is not None:
+            self._keys = np.array(content["keys"])
+
+    def _places(self, content: Entries) -> slice | NDArray[np.int64]:
+        if self._keys is not None:
+            return np.searchsorted(self._keys, _listed(content))
+        if content.keys is None:
+            return slice(content.first - self._first, content.first - self._first + len(content))
+        return content.keys - self._first
+
+    def _make_room(self, keys: Keys) -> None:
+        assert self._keys is not None
+        together = np.union1d(self._keys, keys)
+        if len(together) == len(self._keys):
+            return
+        before = np.searchsorted(together, self._keys)
+        for name, array in self.arrays.items():
+            grown = np.zeros((len(together), *array.shape[1:]), array.dtype)
+            grown[before] = array
+            self.arrays[name] = grown
+        self._keys = together
+
+
+def _listed(content: Entries) -> Keys:
+    if content.keys is not None:
+        return content.keys
+    return np.arange(content.first, content.first + len(content), dtype=np.int64)

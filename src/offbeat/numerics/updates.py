@@ -1,0 +1,243 @@
+"""What a server makes of what is pushed to it: one step of an optimizer on the values of some keys.
+
+All work in place on arrays of one row a key, and row by row: what one key becomes depends on that key's row
+alone. So a range may be cut anywhere, replicas that see the same pushes in the same order hold the same bits,
+and a key that is not pushed is not touched. Nothing here knows what a key is or where it lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows: TypeAlias = NDArray[np.floating]  # (K,) or (K, width)
+
+
+class Update(Protocol):
+    """A function from values, their state and what was pushed to new values and state.
+
+    It must be deterministic: replicas compute it anew.
+    """
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of what is kept for every value besides it; all begin at zero."""
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """Take one step, in place.
+
+        Args:
+            values: of the keys that were pushed, (K,) or (K, width).
+            states: by name, each of the shape of `values`.
+            pushed: likewise; not changed.
+        """
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Adds what is pushed: counters, and gradients that were multiplied by a rate already."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ()
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        values += pushed
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Replaces values by what is pushed."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ()
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        values[...] = pushed
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent as `torch.optim.SGD` does it, without dampening.
+
+    Raises:
+        ValueError: a rate below 0, or Nesterov's form without momentum.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_0(self, "lr", "momentum", "weight_decay")
+        if self.nesterov and not self.momentum:
+            raise ValueError("expected a momentum above 0 with nesterov, got 0")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ("momentum",) if self.momentum else ()
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        step = pushed + self.weight_decay * values if self.weight_decay else pushed
+        if self.momentum:
+            velocity = states["momentum"]
+            velocity *= self.momentum
+            velocity += step
+            step = step + self.momentum * velocity if self.nesterov else velocity
+        values -= self.lr * step
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """J. Duchi, E. Hazan and Y. Singer, "Adaptive subgradient methods for online learning and stochastic
+    optimization", JMLR 12, 2011, as `torch.optim.Adagrad` does it, without decay of the rate.
+
+    Raises:
+        ValueError: a number below 0.
+    """
+
+    lr: float
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_0(self, "lr", "eps", "weight_decay")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ("squares",)
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        gradients = pushed + self.weight_decay * values if self.weight_decay else pushed
+        squares = states["squares"]
+        squares += gradients * gradients
+        values -= self.lr * gradients / (np.sqrt(squares) + self.eps)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015, as `torch.optim.Adam`
+    does it; with `decoupled`, I. Loshchilov and F. Hutter's AdamW, ICLR 2019, as `torch.optim.AdamW` does.
+
+    The bias of both means is corrected by how often each single key was pushed.
+
+    Raises:
+        ValueError: a number below 0, or a beta that is not below 1.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_0(self, "lr", "eps", "weight_decay")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"expected betas from 0 to below 1, got {self.betas}")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ("mean", "squares", "steps")
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        beta, beta_squares = self.betas
+        mean, squares, steps = states["mean"], states["squares"], states["steps"]
+        gradients = pushed
+        if self.weight_decay and self.decoupled:
+            values *= 1 - self.lr * self.weight_decay
+        elif self.weight_decay:
+            gradients = pushed + self.weight_decay * values
+        steps += 1
+        mean += (1 - beta) * (gradients - mean)
+        squares *= beta_squares
+        squares += (1 - beta_squares) * gradients * gradients
+        unbiased = np.sqrt(squares / (1 - beta_squares**steps))
+        values -= self.lr * (mean / (1 - beta**steps)) / (unbiased + self.eps)
+
+
+@dataclass(frozen=True)
+class FTRL:
+    """Follow the proximally regularized leader: H. B. McMahan et al., "Ad click prediction: a view from the
+    trenches", KDD 2013, algorithm 1. Weights that do not matter are exactly zero.
+
+    Args:
+        alpha: the rate, above 0.
+        beta: added to the root of the sum of squares.
+        l1, l2: weights of the penalties.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    alpha: float
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_0(self, "beta", "l1", "l2")
+        if not self.alpha > 0:
+            raise ValueError(f"expected alpha above 0, got {self.alpha}")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ("z", "squares")
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        z, squares = states["z"], states["squares"]
+        root = np.sqrt(squares)
+        squares += pushed * pushed
+        new_root = np.sqrt(squares)
+        z += pushed - (new_root - root) / self.alpha * values
+        shrunk = np.sign(z) * np.maximum(np.abs(z) - self.l1, 0)
+        values[...] = -shrunk / ((self.beta + new_root) / self.alpha + self.l2)
+
+
+@dataclass(frozen=True)
+class SoftThreshold:
+    """A proximal gradient step for a penalty `l1` |w|: weights that the gradient does not hold go to zero.
+
+    Raises:
+        ValueError: a number below 0.
+    """
+
+    lr: float
+    l1: float
+
+    def __post_init__(self) -> None:
+        _at_least_0(self, "lr", "l1")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`."""
+        return ()
+
+    def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
+        """See `Update.apply`."""
+        moved = values - self.lr * pushed
+        values[...] = np.sign(moved) * np.maximum(np.abs(moved) - self.lr * self.l1, 0)
+
+
+def _at_least_0(update: object, *names: str) -> None:
+    for name in names:
+        value = getattr(update, name)
+        if not value >= 0:
+            raise ValueError(f"expected {name} of at least 0, got {value}")

@@ -1,0 +1,190 @@
+"""Where keys live: a ring of servers, and the ranges that each of them is responsible for.
+
+Nothing here knows what is stored, or which servers live.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+POINTS: Final = 2**64  # places on the ring are 0 to POINTS - 1
+
+
+class Space(NamedTuple):
+    """A namespace: keys 0 to `keys` - 1, in blocks of `block_keys` neighbours that are held together.
+
+    Attributes:
+        about: what a value is and what a push does to it, as the servers' stores understand it.
+    """
+
+    name: str
+    keys: int
+    block_keys: int
+    about: Any = None
+
+
+class Span(NamedTuple):
+    """Keys `first` to `last` - 1 of a namespace, with the servers that hold them: master, then replicas."""
+
+    first: int
+    last: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Places `first` to `last` - 1 on the ring whose holders change."""
+
+    first: int
+    last: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class Ring:
+    """Servers at many points of a ring each; a block of keys belongs to the first point at or after its own.
+
+    A block is some neighbouring keys of one namespace: that keeps ranges together, which hashing single keys
+    would not. The block's master is the server at that point, its replicas are the next distinct
+    servers behind it. So whoever leaves is followed, in every block that it was master of, by one that holds
+    a copy already, and adding or removing one server changes nothing where it has no part.
+
+    Source: the parameter server of OSDI'14, section 4.3 (consistent hashing with virtual nodes, a "direct
+    mapped" ring). Deviation: blocks in place of keys.
+
+    Args:
+        servers: their ids.
+        virtual_nodes: points of each server; the load of the busiest is about 1 + sqrt(2 ln S / V) times the
+            mean.
+        copies: how many replicas each block has, as far as there are servers.
+
+    Attributes:
+        servers: their ids, ascending.
+
+    Raises:
+        ValueError: an argument out of range, or a server twice.
+    """
+
+    def __init__(self, servers: Iterable[int], *, virtual_nodes: int = 16, copies: int = 2) -> None:
+        self.servers = tuple(sorted(servers))
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError(f"expected every server once, got {self.servers}")
+        for name, value, least in (
+            ("virtual_nodes", virtual_nodes, 1),
+            ("copies", copies, 0),
+        ):
+            if value < least:
+                raise ValueError(f"expected {name} of at least {least}, got {value}")
+        self.virtual_nodes, self.copies = virtual_nodes, copies
+        nodes = sorted((_node(server, v), server) for server in self.servers for v in range(virtual_nodes))
+        self._points = [point for point, _ in nodes]
+        self._owners = [server for _, server in nodes]
+        self._holders: dict[int, tuple[int, ...]] = {}  # by place in `_points`
+
+    def holders_at(self, point: int) -> tuple[int, ...]:
+        """Return the servers that hold what lies at a point: the master first, then the replicas.
+
+        They are fewer than `copies` + 1 where there are fewer servers; nobody where there is none.
+        """
+        if not self._points:
+            return ()
+        place = bisect_left(self._points, point) % len(self._points)
+        found = self._holders.get(place)
+        if found is None:
+            found = self._holders[place] = self._walk(place)
+        return found
+
+    def holders(self, space: Space, key: int) -> tuple[int, ...]:
+        """Return the servers that hold a key: the master first, then the replicas."""
+        return self.holders_at(block_point(space.name, key // space.block_keys))
+
+    def spans(self, space: Space, first: int, last: int) -> Iterator[Span]:
+        """Yield the keys `first` to `last` - 1 by who holds them, ascending; neighbours with the same holders
+        are one. Takes time for every block.
+
+        Raises:
+            ValueError: no such range of keys.
+        """
+        if not 0 <= first < last <= space.keys:
+            raise ValueError(
+                f"expected a range of keys within 0 to {space.keys} in {space.name}, got {first} to {last}"
+            )
+        size = space.block_keys
+        begun, holders = first, self.holders(space, first)
+        for block in range(first // size + 1, (last - 1) // size + 1):
+            others = self.holders_at(block_point(space.name, block))
+            if others != holders:
+                yield Span(begun, block * size, holders)
+                begun, holders = block * size, others
+        yield Span(begun, last, holders)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where stretches with the same holders begin, ascending; the one that begins last goes on at 0."""
+        return tuple(point + 1 for point in self._points)
+
+    def with_server(self, server: int) -> Ring:
+        """Return the ring that has one more server."""
+        return self._like((*self.servers, server))
+
+    def without_server(self, server: int) -> Ring:
+        """Return the ring that has one server less."""
+        if server not in self.servers:
+            raise ValueError(f"expected one of the servers {self.servers}, got {server}")
+        return self._like(other for other in self.servers if other != server)
+
+    def moves(self, after: Ring) -> list[Move]:
+        """Return where this ring and another have other holders, ascending; neighbours that change alike are
+        one.
+        """
+        bounds = sorted({0, *self.bounds, *after.bounds, POINTS})
+        found: list[Move] = []
+        for first, last in pairwise(bounds):
+            before, then = self.holders_at(first), after.holders_at(first)
+            if before == then:
+                continue
+            if found and (found[-1].last, found[-1].before, found[-1].after) == (first, before, then):
+                found[-1] = Move(found[-1].first, last, before, then)
+            else:
+                found.append(Move(first, last, before, then))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arguments that make the same ring, as plain data."""
+        return {
+            "servers": list(self.servers),
+            "virtual_nodes": self.virtual_nodes,
+            "copies": self.copies,
+        }
+
+    def _walk(self, place: int) -> tuple[int, ...]:
+        wanted = min(self.copies + 1, len(self.servers))
+        found: list[int] = []
+        while len(found) < wanted:
+            if self._owners[place] not in found:
+                found.append(self._owners[place])
+            place = (place + 1) % len(self._owners)
+        return tuple(found)
+
+    def _like(self, servers: Iterable[int]) -> Ring:
+        return Ring(servers, virtual_nodes=self.virtual_nodes, copies=self.copies)
+
+
+@lru_cache(maxsize=2**16)
+def block_point(namespace: str, block: int) -> int:
+    """Return where a block of a namespace lies on the ring."""
+    return _hash(f"{namespace}:{block}")
+
+
+def _node(server: int, virtual: int) -> int:
+    return _hash(f"server {server}.{virtual}")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")

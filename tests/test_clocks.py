@@ -1,0 +1,131 @@
+"""`RangeVectorClock` against a time for every single key, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.policies.clocks import KEYS, Piece, RangeVectorClock
+
+SOME = 40  # keys that the model has one by one; what lies behind them has the time of the last
+CLIENTS = 3
+ranges = st.tuples(st.integers(0, SOME - 1), st.integers(1, SOME)).map(lambda r: (r[0], min(SOME, sum(r))))
+clients = st.integers(0, CLIENTS - 1)
+
+
+class Model:
+    """A time for every key."""
+
+    def __init__(self):
+        self.times = [[0] * SOME for _ in range(CLIENTS)]
+
+    def set(self, client, first, last, time):
+        self.times[client][first:last] = [time] * (last - first)
+
+
+def same(clock, model):
+    assert [[clock.at(client, key) for key in range(SOME)] for client in range(CLIENTS)] == model.times
+    for client in range(CLIENTS):
+        pieces = clock.pieces(client, 0, SOME)
+        assert [p.first for p in pieces] == [0, *(p.last for p in pieces[:-1])]
+        assert pieces[-1].last == SOME
+        assert all(a.time != b.time for a, b in itertools.pairwise(pieces))
+
+
+@given(st.lists(st.tuples(clients, ranges), max_size=30))
+def test_it_holds_what_a_clock_for_every_key_holds(sets):
+    clock, model = RangeVectorClock(), Model()
+    for time, (client, (first, last)) in enumerate(sets, start=1):
+        before = len(clock.pieces(client, 0, KEYS))
+        clock.set(client, first, last, time)
+        model.set(client, first, last, time)
+        assert len(clock.pieces(client, 0, KEYS)) <= before + 2
+    same(clock, model)
+
+
+@given(st.lists(st.tuples(clients, ranges), max_size=15), clients, ranges, st.integers(1, 20))
+def test_a_push_is_fresh_where_the_time_is_earlier(sets, client, where, time):
+    clock, model = RangeVectorClock(), Model()
+    for now, (who, (first, last)) in enumerate(sets, start=1):
+        clock.set(who, first, last, now)
+        model.set(who, first, last, now)
+    fresh = clock.fresh(client, *where, time)
+    keys = [key for first, last in fresh for key in range(first, last)]
+    assert keys == [key for key in range(*where) if model.times[client][key] < time]
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(fresh))
+    assert clock.is_complete(range(CLIENTS), *where, time) == all(
+        model.times[who][key] >= time for who in range(CLIENTS) for key in range(*where)
+    )
+
+
+@given(st.lists(st.tuples(clients, ranges), max_size=15), ranges, st.booleans())
+def test_what_is_cut_out_holds_elsewhere_and_what_is_dropped_nowhere(sets, where, is_newer_there):
+    clock, model, other = RangeVectorClock(), Model(), RangeVectorClock()
+    for now, (who, (first, last)) in enumerate(sets, start=1):
+        clock.set(who, first, last, now)
+        model.set(who, first, last, now)
+    if is_newer_there:
+        other.set(0, 0, SOME, 7)
+    other.adopt(clock.cut_out(*where))
+    there = Model()
+    for who in range(CLIENTS):
+        there.times[who] = [
+            max(model.times[who][key] if where[0] <= key < where[1] else 0, 7 * (is_newer_there and not who))
+            for key in range(SOME)
+        ]
+    same(other, there)
+    clock.drop(*where)
+    for who in range(CLIENTS):
+        model.set(who, *where, 0)
+    same(clock, model)
+    assert clock.clients == tuple(who for who in range(CLIENTS) if any(model.times[who]))
+
+
+def test_whole_ranges_cost_one_piece_however_often_they_are_pushed():
+    clock = RangeVectorClock()
+    for time in range(1, 100):
+        clock.set(5, 1000, 2000, time)
+        clock.set(5, 2000, 2500, time)
+    assert clock.pieces(5, 0, KEYS) == [Piece(0, 1000, 0), Piece(1000, 2500, 99), Piece(2500, KEYS, 0)]
+
+
+def test_the_last_key_has_a_time_too():
+    clock = RangeVectorClock()
+    clock.set(0, KEYS - 1, KEYS, 3)
+    assert (clock.at(0, KEYS - 1), clock.at(0, KEYS - 2)) == (3, 0)
+
+
+@given(st.lists(st.tuples(clients, ranges), max_size=15))
+def test_it_goes_on_from_its_state(sets):
+    clock, other = RangeVectorClock(), RangeVectorClock()
+    for now, (who, (first, last)) in enumerate(sets, start=1):
+        clock.set(who, first, last, now)
+    other.load_state_dict(clock.state_dict())
+    assert other.state_dict() == clock.state_dict()
+    other.set(0, 0, SOME, 100)
+    assert clock.at(0, 0) != 100
+
+
+@pytest.mark.parametrize("where", [(-1, 4), (4, 4), (5, 4), (0, KEYS + 1)])
+def test_a_range_that_is_none_is_refused(where):
+    clock = RangeVectorClock()
+    for asked in (
+        lambda: clock.set(0, *where, 1),
+        lambda: clock.pieces(0, *where),
+        lambda: clock.fresh(0, *where, 1),
+        lambda: clock.cut_out(*where) if clock.set(0, 0, 9, 1) is None else None,
+        lambda: clock.drop(*where),
+    ):
+        with pytest.raises(ValueError, match=r"expected a range of keys within 0 to"):
+            asked()
+
+
+def test_time_does_not_run_backwards():
+    clock = RangeVectorClock()
+    clock.set(1, 10, 20, 5)
+    with pytest.raises(ValueError, match=r"expected times of client 1 to grow, got 4 after 5 in 15 to 30"):
+        clock.set(1, 15, 30, 4)
+    assert clock.pieces(1, 0, 40) == [Piece(0, 10, 0), Piece(10, 20, 5), Piece(20, 40, 0)]
