@@ -62,7 +62,7 @@ def test_a_policy_that_loses_count_of_samples_is_found():
         for seed in range(SEEDS):
             campaign.run(seed, build)
 
-    with pytest.raises(ViolationError, match=r"samples.*again: offbeat simulate --campaign 1 --seed \d+$"):
+    with pytest.raises(ViolationError, match=r"samples.*again: offbeat simulate --seeds 1 --seed \d+$"):
         run_them_all()
 
 
@@ -86,13 +86,13 @@ def test_a_broken_policy_is_found_and_the_line_says_how_to_repeat_it():
         for seed in range(SEEDS):
             campaign.run(seed, build)
 
-    with pytest.raises(ViolationError, match=r"again: offbeat simulate --campaign 1 --seed \d+$"):
+    with pytest.raises(ViolationError, match=r"again: offbeat simulate --seeds 1 --seed \d+$"):
         run_them_all()
 
 
 def test_the_command_runs_a_campaign(capsys, tmp_path):
     path = tmp_path / "result.json"
-    assert main(["simulate", "--campaign", "3", "--json", str(path)]) == 0
+    assert main(["simulate", "--seeds", "3", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["figures"]
     assert (figures["runs_count"], figures["violations_count"]) == (3, 0)
 
@@ -127,7 +127,7 @@ def test_the_command_simulates_strategies_as_they_are_spelled(capsys, tmp_path):
         ["--compute", "x"],
         ["--workers", "0"],
         ["--strategy", "zz"],
-        ["--campaign", "0"],
+        ["--seeds", "0"],
         ["--slow", "9:3"],
         ["--compute", "log=nowhere"],
         ["--seed", "-1"],

@@ -1,4 +1,4 @@
-"""`offbeat simulate`: a strategy on a cluster that is not there, or fault campaigns over many seeds.
+"""`offbeat simulate`: a strategy, or a parameter server, on a cluster that is not there; fault campaigns.
 
 It reads arguments, runs the simulator and prints; which policies a strategy has, the command line says.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +30,13 @@ Build = Callable[[str, int], Callable[[], Sequence["Policy"]]]
 _SEED_MAX = 2**63 - 1
 
 
+class What(StrEnum):
+    """What is simulated."""
+
+    TRAINING = "training"
+    PS = "ps"
+
+
 def register(app: typer.Typer, build: Build) -> None:
     """Adds the command.
 
@@ -38,6 +47,10 @@ def register(app: typer.Typer, build: Build) -> None:
 
     @app.command()
     def simulate(
+        what: Annotated[
+            What,
+            typer.Argument(help="Workers in training, or ps: clients and servers of a parameter server."),
+        ] = What.TRAINING,
         workers: Annotated[int, typer.Option(help="How many workers are there at the start.")] = 4,
         steps: Annotated[int, typer.Option(help="Optimizer steps of each worker.")] = 1000,
         steps_per_epoch: Annotated[int, typer.Option(help="Steps in an epoch.")] = 100,
@@ -67,11 +80,12 @@ def register(app: typer.Typer, build: Build) -> None:
         size_mb: Annotated[float, typer.Option(help="Gradients of a worker, in MB.")] = 4.0,
         latency_ms: Annotated[float, typer.Option(help="Of every message, in ms.")] = 0.1,
         rate_mbit: Annotated[float, typer.Option(help="Each worker's line, in Mbit/s.")] = 1000.0,
-        seed: Annotated[int, typer.Option(help="Of all chance; of a campaign's first run.")] = 0,
-        campaign: Annotated[
+        seed: Annotated[int, typer.Option(help="Of all chance; of the first run, with --seeds.")] = 0,
+        seeds: Annotated[
             int | None,
             typer.Option(
-                help="Instead, so many runs of random clusters of partial with random faults, one a seed."
+                help="Instead, so many runs with random faults, one a seed: of clusters of partial, or of "
+                "parameter servers (for which there is nothing else)."
             ),
         ] = None,
         json: Annotated[
@@ -89,10 +103,13 @@ def register(app: typer.Typer, build: Build) -> None:
             raise ValueError(f"the seed must be from 0 to {_SEED_MAX}, got {seed}")
         if json is not None:
             check_writable(json)
-        if campaign is not None:
-            if campaign < 1:
-                raise ValueError(f"expected a campaign of at least 1 run, got {campaign}")
-            figures, rows = _campaign(seed, campaign)
+        rows: list[dict[str, Any]] = []
+        if seeds is not None:
+            if seeds < 1:
+                raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
+            figures = _campaign(_serve if what is What.PS else _train, seed, seeds)
+        elif what is What.PS:
+            raise ValueError("expected --seeds N: how many trials of the parameter server to run")
         else:
             setting = _setting(
                 workers, steps, steps_per_epoch, compute, slow or [], fault or [],
@@ -196,30 +213,45 @@ def _run(cluster: Cluster) -> None:
         _fail(f"{error}; again: {shlex.join(['offbeat', *sys.argv[1:]])}")
 
 
-def _campaign(seed: int, count: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def _train(seed: int) -> dict[str, int]:
     from offbeat.simulator import campaign
+
+    cluster = campaign.run(seed)
+    steps = max(worker.follower.step for worker in cluster.workers.values())
+    return {"faults_count": len(cluster.setting.faults), "steps": steps}
+
+
+def _serve(seed: int) -> dict[str, int]:
+    from offbeat.simulator.serving import Serving, trial_of
+
+    serving = Serving(trial_of(seed))
+    serving.run()
+    return {
+        "faults_count": serving.trial.faults,
+        "requests_count": serving.requests,
+        "views_count": len(serving.views),
+    }
+
+
+def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> dict[str, float]:
     from offbeat.simulator.cluster import ViolationError
 
     begin_s = time.process_time()
-    faults = steps = 0
+    found: Counter[str] = Counter()
     with _progress() as progress:
         task = progress.add_task(f"{count} runs from seed {seed}", total=count)
         for one in range(seed, seed + count):
             try:
-                cluster = campaign.run(one)
+                found.update(run(one))
             except ViolationError as error:
                 _fail(str(error))
-            faults += len(cluster.setting.faults)
-            steps += max(worker.follower.step for worker in cluster.workers.values())
             progress.advance(task)
-    figures = {
+    return {
         "runs_count": float(count),
-        "faults_count": float(faults),
-        "steps": float(steps),
+        **{name: float(sum_) for name, sum_ in found.items()},
         "violations_count": 0.0,
         "cpu_s": time.process_time() - begin_s,
     }
-    return figures, []
 
 
 def _fail(text: str) -> None:

@@ -182,9 +182,7 @@ def run(seed: int, build: Callable[[Case], list[Policy]] = Case.build) -> Cluste
         cluster.run()
         check(this, cluster)
     except ViolationError as error:
-        raise ViolationError(
-            f"{error} ({this}); again: offbeat simulate --campaign 1 --seed {seed}"
-        ) from None
+        raise ViolationError(f"{error} ({this}); again: offbeat simulate --seeds 1 --seed {seed}") from None
     return cluster
 
 

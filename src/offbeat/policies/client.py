@@ -1,0 +1,174 @@
+"""A client of a parameter server, as a machine without I/O: who gets what of a request, and when it is done.
+
+Nothing here knows what values are or how messages travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from offbeat.policies.clocks import Piece, RangeVectorClock
+from offbeat.policies.parcels import Content, Pull, Pulled, Push, Pushed, Stale, ToClient, View
+from offbeat.policies.server import Send
+
+
+class Done(NamedTuple):
+    """A request is done: everywhere, if it was a push.
+
+    Attributes:
+        parts: of a pull: what came, by first key and key behind the last, ascending.
+    """
+
+    number: int
+    parts: tuple[tuple[int, int, Content], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request that is not done.
+
+    Attributes:
+        missing: ranges of keys that have not been answered, ascending.
+        time, after: of a push; None of a pull.
+    """
+
+    number: int
+    namespace: str
+    content: Content
+    missing: list[tuple[int, int]]
+    time: int | None = None
+    after: tuple[Piece, ...] = ()
+    parts: list[tuple[int, int, Content]] = field(default_factory=list)
+
+
+class Client:
+    """One client: its pushes of a range are applied in the order in which it makes them, each once.
+
+    Args:
+        client: its id, which no other has or had.
+        cut: returns what a content has for keys `first` to `last` - 1.
+    """
+
+    def __init__(self, client: int, cut: Callable[[Content, int, int], Content]) -> None:
+        self.client = client
+        self._cut = cut
+        self._number = 0
+        self._asked: dict[int, _Asked] = {}  # in the order in which they were made
+        self._times: dict[str, int] = {}
+        self._clocks: dict[str, RangeVectorClock] = {}
+        self._view: View | None = None
+        self._out: list[Send | Done] = []
+
+    def push(self, namespace: str, content: Content, first: int, last: int) -> tuple[int, list[Send | Done]]:
+        """Push what `content` has for keys `first` to `last` - 1; return the request's number."""
+        time = self._times[namespace] = self._times.get(namespace, 0) + 1
+        clock = self._clocks.setdefault(namespace, RangeVectorClock())
+        after = tuple(clock.pieces(self.client, first, last))
+        clock.set(self.client, first, last, time)
+        return self._ask(namespace, content, first, last, time, after)
+
+    def pull(
+        self, namespace: str, first: int, last: int, keys: Content | None = None
+    ) -> tuple[int, list[Send | Done]]:
+        """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
+        return self._ask(namespace, keys, first, last, None, ())
+
+    def _ask(
+        self,
+        namespace: str,
+        content: Content,
+        first: int,
+        last: int,
+        time: int | None,
+        after: tuple[Piece, ...],
+    ) -> tuple[int, list[Send | Done]]:
+        self._number += 1
+        asked = _Asked(self._number, namespace, content, [(first, last)], time, after)
+        self._asked[self._number] = asked
+        self._send(asked)
+        return self._number, self._said()
+
+    def hear(self, message: ToClient) -> list[Send | Done]:
+        """Take a server's answer."""
+        asked = self._asked.get(message.number)
+        if asked is not None:
+            match message:
+                case Pushed():
+                    self._answered(asked, message.first, message.last)
+                case Pulled():
+                    for first, last in _within(asked.missing, message.first, message.last):
+                        asked.parts.append((first, last, self._cut(message.content, first, last)))
+                    self._answered(asked, message.first, message.last)
+                case Stale():
+                    pass  # it is sent again with the view of that epoch, if it was not already
+        return self._said()
+
+    def see(self, view: View) -> list[Send | Done]:
+        """Go by a new view; in a new epoch, send again what has not been answered, in order."""
+        if self._view is None or view.epoch > self._view.epoch:
+            self._view = view
+            for asked in self._asked.values():
+                self._send(asked)
+        return self._said()
+
+    def _answered(self, asked: _Asked, first: int, last: int) -> None:
+        asked.missing = [
+            part
+            for begin, end in asked.missing
+            for part in ((begin, min(end, first)), (max(begin, last), end))
+            if part[0] < part[1]
+        ]
+        if not asked.missing:
+            del self._asked[asked.number]
+            self._out.append(Done(asked.number, tuple(sorted(asked.parts, key=lambda part: part[0]))))
+
+    def _send(self, asked: _Asked) -> None:
+        view = self._view
+        if view is None or asked.namespace not in view.spaces:
+            return
+        for begin, end in asked.missing:
+            for span in view.ring.spans(view.spaces[asked.namespace], begin, end):
+                if not span.holders:  # nobody is left; it is sent to whoever comes
+                    continue
+                part = self._part(asked, view.epoch, span.first, span.last)
+                self._out.append(Send(f"server-{span.holders[0]}", part))
+
+    def _part(self, asked: _Asked, epoch: int, first: int, last: int) -> Push | Pull:
+        content = None if asked.content is None else self._cut(asked.content, first, last)
+        if asked.time is None:
+            return Pull(
+                client=self.client,
+                number=asked.number,
+                epoch=epoch,
+                namespace=asked.namespace,
+                first=first,
+                last=last,
+                keys=content,
+            )
+        after = tuple(
+            Piece(max(first, piece.first), min(last, piece.last), piece.time)
+            for piece in asked.after
+            if piece.first < last and first < piece.last
+        )
+        return Push(
+            client=self.client,
+            number=asked.number,
+            epoch=epoch,
+            namespace=asked.namespace,
+            first=first,
+            last=last,
+            time=asked.time,
+            after=after,
+            content=content,
+        )
+
+    def _said(self) -> list[Send | Done]:
+        said, self._out = self._out, []
+        return said
+
+
+def _within(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    cut = [(max(begin, first), min(end, last)) for begin, end in ranges]
+    return [part for part in cut if part[0] < part[1]]

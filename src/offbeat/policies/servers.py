@@ -1,0 +1,235 @@
+"""The manager of a parameter server's servers: which ring is in force, who is being filled, what comes next.
+
+Nothing here knows what is stored, how messages travel or how a death is noticed. See
+docs/decisions/0008-how-servers-replicate.md for why it is as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from offbeat.errors import ProtocolError
+from offbeat.policies.parcels import Arc, Filled, View
+from offbeat.policies.placement import POINTS, Ring, Space
+
+
+class ServerGroup:
+    """Numbers the views of a ring whose servers come, leave and die.
+
+    The first view is of all servers that are there at the start. Who comes later, or wants to leave, is taken
+    in, or let go, by preparing a ring: who gains in it is filled, while every push goes to it too; then the
+    ring is gone over to. A death changes the ring at once, and what was being prepared is prepared anew.
+
+    Source: the parameter server of OSDI'14, section 4.5. Deviations: docs/decisions/0008.
+
+    Args:
+        servers: how many there are at the start, at least 1.
+        virtual_nodes, copies: of the ring.
+
+    Attributes:
+        view: the one in force, None before the first.
+        lost_arcs: how many stretches of the ring have lost all complete holders, and began empty.
+
+    Raises:
+        ValueError: no server, or a ring that cannot be.
+    """
+
+    def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
+        if servers < 1:
+            raise ValueError(f"expected at least 1 server at the start, got {servers}")
+        self._expected = servers
+        self._virtual_nodes, self._copies = virtual_nodes, copies
+        self._ring_of(())
+        self.view: View | None = None
+        self.lost_arcs = 0
+        self._spaces: dict[str, Space] = {}
+        self._alive: set[int] = set()
+        self._gone: set[int] = set()
+        self._leaving: set[int] = set()
+        self._filled: set[int] = set()  # in the view in force
+
+    def opened(self, space: Space) -> View | None:
+        """Somebody wants a namespace; return the next view, if it is new.
+
+        Raises:
+            ProtocolError: there is another with this name, or it cannot be.
+        """
+        known = self._spaces.get(space.name)
+        if known is not None and known != space:
+            raise ProtocolError(f"expected the namespace {space.name} as it is, {known}, got {space}")
+        if not 0 < space.block_keys <= space.keys:
+            raise ProtocolError(f"expected blocks of 1 to {space.keys} keys, got {space}")
+        if known is not None:
+            return None
+        self._spaces[space.name] = space
+        view = self.view
+        if view is None:
+            return None
+        return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
+
+    def joined(self, server: int) -> View | None:
+        """A server is there; return the next view, if there is one.
+
+        Raises:
+            ProtocolError: a server with this id is or was there.
+        """
+        if server in self._alive or server in self._gone:
+            raise ProtocolError(f"expected a new server, got server {server}, which there was")
+        self._alive.add(server)
+        if self.view is None:
+            if len(self._alive) < self._expected:
+                return None
+            return self._say(epoch=0, ring=self._ring_of(self._alive))
+        return self._prepare(self.view)
+
+    def leaves(self, server: int) -> View | None:
+        """A server wants to leave; it may, once a view says nothing of it."""
+        if server not in self._alive or self.view is None:
+            return None
+        self._leaving.add(server)
+        return self._prepare(self.view)
+
+    def lost(self, server: int) -> View | None:
+        """A server is gone; return the next view, if that changes anything."""
+        if server not in self._alive:
+            return None
+        self._alive.discard(server)
+        self._leaving.discard(server)
+        self._gone.add(server)
+        view = self.view
+        if view is None:
+            return None
+        if server not in view.ring.servers:
+            return self._prepare(view)
+        ring = view.ring.without_server(server)
+        filling = self._filling_after(view, ring)
+        return self._say(epoch=view.number + 1, ring=ring, filling=filling, target=self._target(ring))
+
+    def filled(self, said: Filled) -> View | None:
+        """A server has all that it was to be filled with; what it says of an older view counts no more."""
+        view = self.view
+        if view is None or said.view != view.number or said.server not in self._alive:
+            return None
+        self._filled.add(said.server)
+        gaining = set(view.filling)
+        if view.target is not None:
+            gaining.update(
+                one for move in view.ring.moves(view.target) for one in move.after if one not in move.before
+            )
+        if not gaining <= self._filled:
+            return None
+        return self._go_over(view)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not an argument of the constructor, as plain data."""
+        view = self.view
+        return {
+            "view": None
+            if view is None
+            else {
+                "number": view.number,
+                "epoch": view.epoch,
+                "servers": list(view.ring.servers),
+                "filling": [[one, [[a.first, a.last] for a in arcs]] for one, arcs in view.filling.items()],
+                "target": None if view.target is None else list(view.target.servers),
+            },
+            "lost_arcs": self.lost_arcs,
+            "spaces": [list(space) for space in self._spaces.values()],
+            "alive": sorted(self._alive),
+            "gone": sorted(self._gone),
+            "leaving": sorted(self._leaving),
+            "filled": sorted(self._filled),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a group with the same arguments."""
+        view = state["view"]
+        self._spaces = {space[0]: Space(*space) for space in state["spaces"]}
+        self.view = None
+        if view is not None:
+            self.view = View(
+                number=view["number"],
+                epoch=view["epoch"],
+                ring=self._ring_of(view["servers"]),
+                spaces=dict(self._spaces),
+                filling={
+                    one: tuple(Arc(first=first, last=last) for first, last in arcs)
+                    for one, arcs in view["filling"]
+                },
+                target=None if view["target"] is None else self._ring_of(view["target"]),
+            )
+        self.lost_arcs = state["lost_arcs"]
+        self._alive, self._gone = set(state["alive"]), set(state["gone"])
+        self._leaving, self._filled = set(state["leaving"]), set(state["filled"])
+
+    # Within ----------------------------------------------------------------------------------------------
+
+    def _say(
+        self,
+        *,
+        epoch: int,
+        ring: Ring,
+        filling: dict[int, tuple[Arc, ...]] | None = None,
+        target: Ring | None = None,
+    ) -> View:
+        number = 0 if self.view is None else self.view.number + 1
+        self.view = View(
+            number=number,
+            epoch=epoch,
+            ring=ring,
+            spaces=dict(self._spaces),
+            filling=filling or {},
+            target=target,
+        )
+        self._filled.clear()
+        return self.view
+
+    def _ring_of(self, servers: Iterable[int]) -> Ring:
+        return Ring(servers, virtual_nodes=self._virtual_nodes, copies=self._copies)
+
+    def _target(self, ring: Ring) -> Ring | None:
+        """The ring that is wanted, None where that is the one in force."""
+        wanted = tuple(sorted(self._alive - self._leaving)) or ring.servers
+        return None if wanted == ring.servers else self._ring_of(wanted)
+
+    def _prepare(self, view: View) -> View:
+        return self._say(
+            epoch=view.epoch, ring=view.ring, filling=view.filling, target=self._target(view.ring)
+        )
+
+    def _go_over(self, view: View) -> View:
+        """Everybody has what the ring in force gives it, and what the next one does."""
+        if view.target is None:
+            return self._say(epoch=view.epoch, ring=view.ring)
+        left = self._leaving - set(view.target.servers)
+        self._alive -= left
+        self._gone |= left
+        self._leaving -= left
+        return self._say(epoch=view.number + 1, ring=view.target, target=self._target(view.target))
+
+    def _filling_after(self, view: View, ring: Ring) -> dict[int, tuple[Arc, ...]]:
+        """Who has to be filled with what once a server is gone from the ring; what is lost begins empty."""
+        found: dict[int, list[Arc]] = {}
+        bounds = {0, POINTS, *view.ring.bounds, *ring.bounds}
+        bounds.update(
+            bound for arcs in view.filling.values() for arc in arcs for bound in (arc.first, arc.last)
+        )
+        for first, last in pairwise(sorted(bounds)):
+            before, after = view.ring.holders_at(first), ring.holders_at(first)
+            missing = [
+                server
+                for server in after
+                if server not in before or (server not in self._filled and _is_filled_at(view, server, first))
+            ]
+            if len(missing) == len(after):
+                self.lost_arcs += bool(after)
+                continue
+            for server in missing:
+                found.setdefault(server, []).append(Arc(first=first, last=last))
+        return {server: tuple(arcs) for server, arcs in sorted(found.items())}
+
+
+def _is_filled_at(view: View, server: int, point: int) -> bool:
+    return any(arc.first <= point < arc.last for arc in view.filling.get(server, ()))

@@ -1,0 +1,100 @@
+"""Every message once and in order, whatever the network does, and nothing for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import ProtocolError
+from offbeat.policies.channels import Channel, Packet
+
+
+def numbers(packets: list[Packet]) -> list[int]:
+    return [packet.number for packet in packets]
+
+
+@given(st.integers(0, 2**32), st.floats(0, 0.6), st.floats(0, 0.5), st.integers(0, 40), st.integers(0, 40))
+def test_each_message_comes_once_and_in_order_over_a_network_that_loses_repeats_and_reorders(
+    seed, lost, doubled, there, back
+):
+    chance = random.Random(seed)
+    ends = [Channel(resend_s=0.5), Channel(resend_s=0.5)]
+    said = [[f"a{number}" for number in range(there)], [f"b{number}" for number in range(back)]]
+    to_say = [list(one) for one in said]
+    came: list[list[str]] = [[], []]
+    under_way: list[tuple[int, Packet]] = []  # to whom
+
+    def put(to, packets):
+        for packet in packets:
+            if chance.random() >= lost:
+                under_way.extend([(to, packet)] * (1 + (chance.random() < doubled)))
+
+    now_s = 0.0
+    while any(to_say) or under_way or any(end.due_s is not None for end in ends):
+        assert now_s < 20_000
+        now_s += 0.1
+        side = chance.randrange(2)
+        if to_say[side]:
+            count = chance.randint(1, 5)
+            put(1 - side, ends[side].send(to_say[side][:count], now_s))
+            del to_say[side][:count]
+        for _ in range(min(len(under_way), 3)):
+            to, packet = under_way.pop(chance.randrange(len(under_way)))
+            due, answer = ends[to].hear(packet, now_s)
+            came[1 - to] += due
+            put(1 - to, answer)
+        for one in (0, 1):
+            put(1 - one, ends[one].tick(now_s))
+    assert came == said
+
+
+def test_nothing_is_sent_twice_where_nothing_is_lost():
+    a, b = Channel(), Channel()
+    sent = a.send(["x", "y"], 0.0)
+    for packet in sent:
+        _, answer = b.hear(packet, 0.1)
+        for reply in answer:
+            assert a.hear(reply, 0.15) == ([], [])
+    assert a.due_s is None
+    assert a.tick(100.0) == []
+
+
+def test_what_is_not_answered_is_sent_again_less_and_less_often():
+    a = Channel(resend_s=1.0, resend_max_s=5.0)
+    a.send(["x"], 0.0)
+    times_s = []
+    for tenth in range(300):
+        if a.tick(tenth / 10):
+            times_s.append(tenth / 10)
+    assert times_s == [1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
+
+
+def test_an_answer_to_some_begins_the_waiting_for_the_rest_anew():
+    a = Channel(resend_s=1.0)
+    a.send(["x", "y"], 0.0)
+    a.hear(Packet(number=-1, received=1), 0.9)
+    assert a.tick(1.5) == []
+    assert numbers(a.tick(1.9)) == [1]
+
+
+def test_after_a_broken_connection_all_that_may_be_lost_is_sent_again_at_once():
+    a = Channel()
+    a.send(["x", "y", "z"], 0.0)
+    a.hear(Packet(number=-1, received=1), 0.01)
+    assert [packet.message for packet in a.again(0.02)] == ["y", "z"]
+
+
+def test_an_answer_to_what_was_never_said_is_refused():
+    a = Channel()
+    a.send(["x"], 0.0)
+    with pytest.raises(ProtocolError, match="at most 1 messages to have come, got 2"):
+        a.hear(Packet(number=-1, received=2), 0.0)
+
+
+@pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0)])
+def test_times_that_cannot_be_are_refused(times):
+    with pytest.raises(ValueError, match="0 < resend_s <= resend_max_s"):
+        Channel(resend_s=times[0], resend_max_s=times[1])

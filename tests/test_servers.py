@@ -1,0 +1,245 @@
+"""Servers, their manager and a client, message by message; what many seeds show is in test_serving.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from offbeat.errors import ProtocolError
+from offbeat.policies.client import Client, Done
+from offbeat.policies.parcels import Copied, Copy, Filled, Pulled, Pushed, Stale
+from offbeat.policies.placement import Space
+from offbeat.policies.server import MANAGER, Send, ServerNode
+from offbeat.policies.servers import ServerGroup
+from offbeat.simulator.serving import Tables, cut
+
+SPACE = Space("w", 100, 10)
+
+
+class Job:
+    """Servers, a client and their manager, whose messages are delivered when the test says so."""
+
+    def __init__(self, servers: int, *, copies: int = 2) -> None:
+        self.group = ServerGroup(servers, copies=copies, virtual_nodes=2)
+        self.group.opened(SPACE)
+        self.nodes = {server: ServerNode(server, Tables()) for server in range(servers)}
+        self.client = Client(0, cut)
+        self.under_way: list[tuple[str, Send]] = []
+        self.done: list[Done] = []
+        for server in range(servers):
+            self.say(self.group.joined(server))
+
+    def say(self, view):
+        if view is not None:
+            for server, node in self.nodes.items():
+                self.take(f"server-{server}", node.see(view))
+            self.take("client-0", self.client.see(view))
+
+    def take(self, sender, said):
+        for one in said:
+            if isinstance(one, Done):
+                self.done.append(one)
+            else:
+                self.under_way.append((sender, one))
+
+    def deliver(self, sender: str, to: str) -> object:
+        """Delivers the first message of one to another; returns it."""
+        place, (_, send) = next(
+            (place, one) for place, one in enumerate(self.under_way) if (one[0], one[1].to) == (sender, to)
+        )
+        del self.under_way[place]
+        self.hear(sender, send)
+        return send.message
+
+    def hear(self, sender, send):
+        if send.to == MANAGER:
+            self.say(self.group.filled(send.message))
+        elif send.to == "client-0":
+            self.take("client-0", self.client.hear(send.message))
+        elif int(send.to[7:]) in self.nodes:
+            self.take(send.to, self.nodes[int(send.to[7:])].hear(sender, send.message))
+
+    def settle(self):
+        while self.under_way:
+            sender, send = self.under_way.pop(0)
+            self.hear(sender, send)
+
+    def kill(self, server: int):
+        del self.nodes[server]
+        self.under_way = [one for one in self.under_way if f"server-{server}" not in (one[0], one[1].to)]
+        self.say(self.group.lost(server))
+
+    def push(self, content, first, last):
+        number, said = self.client.push("w", content, first, last)
+        self.take("client-0", said)
+        return number
+
+    def chain(self, key):
+        return self.group.view.ring.holders(SPACE, key)
+
+    def values(self, server, key):
+        return self.nodes[server]._store.table(SPACE).values[key]
+
+
+def test_a_push_is_acknowledged_after_the_last_replica_has_it():
+    job = Job(3)
+    master, second, third = (f"server-{server}" for server in job.chain(5))
+    number = job.push({5: 1}, 5, 6)
+    job.deliver("client-0", master)
+    assert isinstance(job.deliver(master, second), Copy)
+    assert isinstance(job.deliver(second, third), Copy)
+    assert isinstance(job.deliver(third, second), Copied)
+    assert not any(send.to == "client-0" for _, send in job.under_way)
+    assert isinstance(job.deliver(second, master), Copied)
+    assert isinstance(job.deliver(master, "client-0"), Pushed)
+    assert job.done == [Done(number, ())]
+    assert [job.values(server, 5) for server in job.chain(5)] == [1, 1, 1]
+
+
+def test_a_push_that_is_sent_again_is_acknowledged_and_not_applied_again():
+    job = Job(2)
+    job.push({5: 1}, 5, 6)
+    (_, send), *_ = job.under_way
+    job.settle()
+    job.take(send.to, job.nodes[int(send.to[7:])].hear("client-0", send.message))
+    assert any(isinstance(one.message, Pushed) for _, one in job.under_way)
+    job.settle()
+    assert job.values(job.chain(5)[0], 5) == 1
+
+
+def test_a_request_across_servers_is_done_when_every_part_is():
+    job = Job(3, copies=0)
+    job.push({key: key for key in range(100)}, 0, 100)
+    job.settle()
+    assert len(job.done) == 1
+    _, said = job.client.pull("w", 0, 100)
+    job.take("client-0", said)
+    job.settle()
+    values = {key: value for _, _, part in job.done[1].parts for key, value in part.items()}
+    assert values == {key: key for key in range(1, 100)} | {0: 0}
+
+
+def test_whoever_asks_by_an_old_epoch_is_told_so():
+    job = Job(2)
+    _, said = job.client.pull("w", 5, 6)
+    job.kill(1 - job.chain(5)[0])
+    node = next(iter(job.nodes.values()))
+    (stale,) = node.hear("client-0", said[0].message)
+    assert isinstance(stale.message, Stale)
+    assert stale.message.epoch == job.group.view.epoch
+
+
+def test_what_comes_from_an_epoch_that_a_server_does_not_know_waits():
+    job = Job(2)
+    late = ServerNode(7, Tables())
+    _, said = job.client.pull("w", 5, 6)
+    assert late.hear("client-0", said[0].message) == []
+    answers = late.see(job.group.view)
+    assert isinstance(answers[0].message, Stale)  # it has no part in the ring
+
+
+def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once():
+    job = Job(4)
+    job.push({5: 1}, 5, 6)
+    job.settle()
+    master, second, *_ = job.chain(5)
+    job.kill(master)
+    assert job.chain(5)[0] == second
+    _, said = job.client.pull("w", 5, 6)
+    job.take("client-0", said)
+    job.deliver("client-0", f"server-{second}")
+    assert job.deliver(f"server-{second}", "client-0") == Pulled(number=2, first=5, last=6, content={5: 1})
+
+
+def test_the_new_last_replica_is_filled_and_then_the_view_says_so():
+    job = Job(4)
+    for key in range(0, 100, 3):
+        job.push({key: 1}, key, key + 1)
+    job.settle()
+    job.kill(job.chain(0)[0])
+    assert job.group.view.filling
+    job.settle()
+    assert not job.group.view.filling
+    for key in range(0, 100, 3):
+        assert [job.values(server, key) for server in job.chain(key)] == [1, 1, 1]
+
+
+def test_a_server_joins_and_leaves_while_pushes_go_on():
+    job = Job(2)
+    job.nodes[2] = ServerNode(2, Tables())
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.say(job.group.joined(2))
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    assert job.group.view.ring.servers == (0, 1, 2)
+    job.say(job.group.leaves(0))
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    assert job.group.view.ring.servers == (1, 2)
+    assert len(job.done) == 3
+    assert {job.values(server, key) for key in range(100) for server in job.chain(key)} == {3}
+
+
+def test_a_server_that_is_not_in_the_ring_keeps_nothing():
+    job = Job(2, copies=0)
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    job.say(job.group.leaves(0))
+    job.settle()
+    assert not +job.nodes[0]._store.table(SPACE).values
+    assert {job.values(1, key) for key in range(100)} == {1}
+
+
+# The manager ----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_more_servers_than_there_are_replicas_is_counted():
+    job = Job(4, copies=1)
+    for server in job.chain(5):
+        job.kill(server)
+    assert job.group.lost_arcs
+
+
+def test_a_manager_that_is_started_again_goes_on():
+    job = Job(4)
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    job.kill(2)
+    again = ServerGroup(4, copies=2, virtual_nodes=2)
+    again.load_state_dict(json.loads(json.dumps(job.group.state_dict())))
+    assert again.state_dict() == job.group.state_dict()
+    assert again.view.ring.moves(job.group.view.ring) == []
+    job.group = again
+    job.settle()
+    assert not again.view.filling
+
+
+def test_what_is_said_of_an_older_view_counts_no_more():
+    job = Job(3)
+    number = job.group.view.number
+    job.kill(2)
+    assert job.group.filled(Filled(server=0, view=number)) is None
+
+
+def test_a_namespace_comes_with_a_new_epoch_and_once():
+    job = Job(2)
+    epoch = job.group.view.epoch
+    space = Space("v", 50, 5)
+    assert job.group.opened(space).epoch > epoch
+    assert job.group.opened(space) is None
+    with pytest.raises(ProtocolError, match="expected the namespace v as it is"):
+        job.group.opened(Space("v", 60, 5))
+    with pytest.raises(ProtocolError, match="expected blocks of 1 to 50 keys"):
+        job.group.opened(Space("u", 50, 51))
+
+
+def test_a_server_comes_once():
+    job = Job(2)
+    with pytest.raises(ProtocolError, match="expected a new server, got server 1"):
+        job.group.joined(1)
+
+
+def test_a_group_of_nobody_is_refused():
+    with pytest.raises(ValueError, match="at least 1 server"):
+        ServerGroup(0)
