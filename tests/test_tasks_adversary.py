@@ -1,0 +1,219 @@
+"""`TaskGraph` and `IterationScheduler` against an adversary and a model that looks at everything."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.policies.tasks import IssueAgain, IterationScheduler, Run, TaskFinished, TaskGraph, Withdrawn
+
+
+class Trial:
+    """A random cluster, and what the graph has to say by the definitions, found by looking at everything.
+
+    Attributes:
+        told: how often the graph said what, by kind.
+        after: by task, all that has to finish before, whether it is given as an edge or follows from tau.
+        calls: by open task and callee, its state.
+        needy: the tasks that are to be issued again.
+        unheard: calls that were dropped or withdrawn while they ran.
+    """
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.graph = TaskGraph()
+        self.tau = self.random.choice([0, 1, 2, None])
+        self.iterations = IterationScheduler(self.graph, self.tau)
+        self.up = ["n0", "n1", "n2", "n3"]
+        self.nodes = 4
+        self.after, self.parent, self.calls = {}, {}, {}
+        self.over, self.needy, self.unheard = set(), [], []
+        self.numbers = []  # of the iterations
+        self.taus = []
+        self.told = Counter()
+
+    def runs(self, state):
+        return [Run(n, c) for n, calls in self.calls.items() for c, now in calls.items() if now == state]
+
+    def nodes_some(self):
+        return self.random.sample(self.up, self.random.randint(1, min(3, len(self.up))))
+
+    def some(self, numbers):
+        return self.random.sample(numbers, self.random.randint(0, min(3, len(numbers))))
+
+    # What happens; each gives what the graph told, and what beyond the definitions below it had to tell.
+
+    def add(self):
+        peers = [n for n, parent in self.parent.items() if parent is None or n in self.over]
+        after, callees = self.some(peers), self.nodes_some()
+        number, told = self.graph.add(callees, after=after)
+        self.know(number, None, after, callees)
+        return told, []
+
+    def add_subtask(self, parent):
+        peers = [n for n, one in self.parent.items() if one == parent or n in self.over]
+        after, callees = self.some(peers), self.nodes_some()
+        number, told = self.graph.add(callees, after=after, parent=parent)
+        self.know(number, parent, after, callees)
+        return told, []
+
+    def issue(self):
+        callees = self.nodes_some()
+        number, told = self.iterations.issue(callees)
+        before = 0 if self.tau is None else max(0, len(self.numbers) - self.tau)
+        self.know(number, None, self.numbers[:before], callees)
+        self.numbers.append(number)
+        self.taus.append(self.tau)
+        return told, []
+
+    def know(self, number, parent, after, callees):
+        assert number not in self.after
+        self.after[number], self.parent[number] = set(after), parent
+        self.calls[number] = dict.fromkeys(callees, "issued")
+
+    def set_tau(self):
+        self.tau = self.random.choice([0, 1, 2, 5, None])
+        self.iterations.set_tau(self.tau)
+        return [], []
+
+    def start(self, run):
+        self.graph.started(*run)
+        self.calls[run.number][run.callee] = "running"
+        return [], []
+
+    def finish(self, run):
+        self.calls[run.number][run.callee] = "returned"
+        return self.graph.returned(*run), []
+
+    def kill(self):
+        node = self.up.pop(self.random.randrange(len(self.up)))
+        if self.random.random() < 0.7:
+            self.up.append(f"n{self.nodes}")
+            self.nodes += 1
+        lost = [Run(n, c) for n, calls in self.calls.items() for c, now in calls.items()]
+        lost = [run for run in lost if run.callee == node and self.calls[run.number][node] != "finished"]
+        withdrawn = set()
+        for number, parent in self.parent.items():  # parents first
+            if number in self.calls and (parent in lost or (parent and parent.number in withdrawn)):
+                withdrawn.add(number)
+        for number in withdrawn:
+            self.unheard += [Run(number, c) for c, now in self.calls.pop(number).items() if now == "running"]
+            self.over.add(number)
+        self.needy = [number for number in self.needy if number not in withdrawn]
+        needy = []
+        for number, _ in lost:
+            if number not in withdrawn:
+                if self.calls[number].pop(node) == "running":
+                    self.unheard.append(Run(number, node))
+                if not self.calls[number]:
+                    needy.append(number)
+        self.needy += needy
+        told = self.graph.node_down(node)
+        assert self.graph.node_down(node) == []
+        return told, [*map(Withdrawn, withdrawn), *map(IssueAgain, needy)]
+
+    def issue_again(self, number):
+        self.needy.remove(number)
+        callees = self.nodes_some()
+        self.calls[number] = dict.fromkeys(callees, "issued")
+        return self.graph.issue_again(number, callees), []
+
+    def hear_late(self, run):
+        self.graph.started(*run)
+        return self.graph.returned(*run), []
+
+    def save_and_load(self):
+        saved = json.loads(json.dumps((self.graph.state_dict(), self.iterations.state_dict())))
+        self.graph = TaskGraph()
+        self.iterations = IterationScheduler(self.graph, 0)
+        self.graph.load_state_dict(saved[0])
+        self.iterations.load_state_dict(saved[1])
+        assert json.loads(json.dumps((self.graph.state_dict(), self.iterations.state_dict()))) == saved
+        return [], []
+
+    def step(self, is_ending):
+        ready, running = self.runs("ready"), self.runs("running")
+        able = []
+        able += 4 * [(self.start, ready)] + 4 * [(self.finish, running)]
+        able += [(self.issue_again, self.needy), (self.hear_late, self.unheard)]
+        possible = [(what, whom) for what, whom in able if whom]
+        if not is_ending:
+            possible += 2 * [(self.add_subtask, running)] if running else []
+            possible += [(what, None) for what in (self.add, self.issue, self.issue, self.set_tau)]
+            possible += [(self.save_and_load, None)] + ([(self.kill, None)] if len(self.up) > 1 else [])
+        what, whom = self.random.choice(possible)
+        told, also = what() if whom is None else what(self.random.choice(whom))
+        self.check(told, also)
+
+    # What must hold.
+
+    def check(self, told, also):
+        self.told.update(type(one) for one in told)
+        for one in told:  # in the order in which it was said
+            if isinstance(one, TaskFinished):
+                assert one.number not in self.over
+                self.over.add(one.number)
+            elif isinstance(one, Run):
+                assert self.after[one.number] <= self.over  # no task starts before its dependencies finished
+                assert one.callee in self.up
+        assert sorted(map(repr, told)) == sorted(map(repr, [*also, *self.due()]))
+        for number, calls in self.calls.items():
+            assert self.graph.is_open(number)
+            assert {c: self.graph.state(number, c) for c in calls} == calls
+        flying = {
+            t: number
+            for t, number in enumerate(self.numbers)
+            if number in self.calls and self.after[number] <= self.over
+        }
+        assert self.iterations.in_flight == flying
+        for place, t in enumerate(flying):
+            assert self.taus[t] is None or place + 1 <= self.taus[t] + 1
+
+    def due(self):
+        """Bring `calls` up to date by the definitions, until nothing changes; return what is to be told."""
+        due = []
+        while True:
+            before = len(due)
+            for number, calls in list(self.calls.items()):
+                for callee, now in calls.items():
+                    if now == "issued" and not self.after[number] & self.calls.keys():
+                        calls[callee] = "ready"
+                        due.append(Run(number, callee))
+                    if now == "returned" and not any(
+                        self.parent[n] == Run(number, callee) for n in self.calls
+                    ):
+                        calls[callee] = "finished"
+                if calls and set(calls.values()) == {"finished"}:
+                    del self.calls[number]
+                    due.append(TaskFinished(number))
+            if len(due) == before:
+                return due
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_happens_the_invariants_hold_and_everything_finishes(seed):
+    """Random graphs, returns, deaths, additions and taus; the specification's invariants, section 5.2."""
+    run_trial(seed)
+
+
+def test_the_adversary_does_its_worst():
+    """Else the test above would look at nothing."""
+    told = sum((run_trial(seed).told for seed in range(20)), Counter())
+    assert min(told[kind] for kind in (Run, TaskFinished, IssueAgain, Withdrawn)) >= 20
+
+
+def run_trial(seed):
+    trial = Trial(seed)
+    for _ in range(trial.random.choice([20, 80])):
+        trial.step(is_ending=False)
+    trial.unheard.clear()
+    while trial.calls:
+        trial.step(is_ending=True)
+    assert trial.over == trial.after.keys()
+    assert not trial.graph.state_dict()["tasks"]
+    return trial
