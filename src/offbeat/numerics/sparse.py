@@ -1,0 +1,183 @@
+"""Labelled examples most of whose features are zero: by rows as they are read, by columns as they are used.
+
+Features are called by keys, any non-negative int64, as parameters are on servers; nothing here is as long as
+the largest key. Nothing here reads files or knows what is learnt from the examples.
+
+Shapes: N rows, D keys, Z values that are not zero.
+"""
+
+# ruff: noqa: N803, N806 - shapes stand in names in capitals
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SparseRows:
+    """Labelled rows, compressed: row i has `keys[starts[i]:starts[i + 1]]` and the values beside them.
+
+    Attributes:
+        labels: one a row, float64 (N,).
+        starts: where each row begins, and where the last one ends, int64 (N + 1,), from 0 to Z.
+        keys: of the features, int64 (Z,), ascending in each row.
+        values: of the features, float64 (Z,).
+
+    Raises:
+        ValueError: the lengths do not fit together.
+    """
+
+    labels: NDArray[np.float64]
+    starts: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        if len(self.starts) != len(self.labels) + 1:
+            raise ValueError(
+                f"expected one start a row and the end, {len(self.labels) + 1}, got {len(self.starts)}"
+            )
+        ends = (0, len(self.values), len(self.values))
+        if (found := (int(self.starts[0]), int(self.starts[-1]), len(self.keys))) != ends:
+            raise ValueError(f"expected the first start, the end and the number of keys {ends}, got {found}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, first: int, stop: int) -> SparseRows:
+        """Rows `first` to `stop` - 1, a worker's share; keys and values are not copied.
+
+        Raises:
+            ValueError: not 0 <= first <= stop <= the number of rows.
+        """
+        if not 0 <= first <= stop <= len(self):
+            raise ValueError(f"expected rows within 0 to {len(self)}, got {first} to {stop}")
+        begin, end = self.starts[first], self.starts[stop]
+        return SparseRows(
+            labels=self.labels[first:stop],
+            starts=self.starts[first : stop + 1] - begin,
+            keys=self.keys[begin:end],
+            values=self.values[begin:end],
+        )
+
+
+def joined(parts: Sequence[SparseRows]) -> SparseRows:
+    """All rows of some parts, in order.
+
+    Raises:
+        ValueError: no part.
+    """
+    if not parts:
+        raise ValueError("expected at least one part, got none")
+    counts = np.concatenate([np.diff(part.starts) for part in parts])
+    return SparseRows(
+        labels=np.concatenate([part.labels for part in parts]),
+        starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+        keys=np.concatenate([part.keys for part in parts]),
+        values=np.concatenate([part.values for part in parts]),
+    )
+
+
+def sums_at(places: NDArray[np.int64], terms: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """The sum of the terms of each place 0 to `count` - 1, added in order; 0 where there is none."""
+    # bincount counts in integers where there are no terms at all, and its types say that it always does.
+    return np.bincount(places, terms, count).astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SignedColumns:
+    """Examples by columns, each value times the label of its row: all that a margin loss needs.
+
+    Column j is `rows[starts[j]:starts[j + 1]]` and the values beside them.
+
+    Attributes:
+        keys: of the columns, int64 (D,), ascending.
+        starts: where each column begins, and where the last one ends, int64 (D + 1,).
+        rows: numbers of rows, int64 (Z,).
+        values: label times value, float64 (Z,).
+        height: N, the number of rows.
+    """
+
+    keys: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    values: NDArray[np.float64]
+    height: int
+
+    @classmethod
+    def of(cls, rows: SparseRows) -> SignedColumns:
+        """The columns of all keys that occur in some rows.
+
+        Raises:
+            ValueError: a label is neither -1 nor +1.
+        """
+        wrong = np.flatnonzero(np.abs(rows.labels) != 1)
+        if len(wrong):
+            first = wrong[0]
+            raise ValueError(f"expected labels -1 and +1, got {rows.labels[first]:g} in row {first}")
+        keys, counts = np.unique(rows.keys, return_counts=True)
+        row_of_Z = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
+        order = np.argsort(rows.keys, kind="stable")
+        return cls(
+            keys=keys,
+            starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+            rows=row_of_Z[order],
+            values=(rows.values * rows.labels[row_of_Z])[order],
+            height=len(rows),
+        )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def places(self, first_key: int, stop_key: int) -> slice:
+        """Where the keys from `first_key` to `stop_key` - 1 lie in `keys`: one block."""
+        # Not by numpy, which would compare as floats with a stop of 2^63.
+        return slice(bisect_left(self.keys, first_key), bisect_left(self.keys, stop_key))
+
+    def block(self, places: slice) -> SignedColumns:
+        """Neighbouring columns, not copied.
+
+        Args:
+            places: begin and end within 0 to D, as `places` gives them.
+        """
+        begin, end = self.starts[places.start], self.starts[places.stop]
+        return SignedColumns(
+            keys=self.keys[places],
+            starts=self.starts[places.start : places.stop + 1] - begin,
+            rows=self.rows[begin:end],
+            values=self.values[begin:end],
+            height=self.height,
+        )
+
+    def chosen(self, choice_D: NDArray[np.bool_]) -> SignedColumns:
+        """The columns for which `choice_D` is true; without a copy if that is all."""
+        if choice_D.all():
+            return self
+        counts = np.diff(self.starts)
+        choice_Z = np.repeat(choice_D, counts)
+        return SignedColumns(
+            keys=self.keys[choice_D],
+            starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[choice_D])]),
+            rows=self.rows[choice_Z],
+            values=self.values[choice_Z],
+            height=self.height,
+        )
+
+    def times(self, vector_D: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of all columns, each times its number of `vector_D`, (N,); those times 0 cost nothing."""
+        moved = self.chosen(vector_D != 0)
+        factors = np.repeat(vector_D[vector_D != 0], np.diff(moved.starts))
+        return sums_at(moved.rows, moved.values * factors, self.height)
+
+    def sums(self, terms_Z: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of each column's terms, (D,); 0 for a column without any."""
+        return sums_at(self.column_numbers(), terms_Z, len(self))
+
+    def column_numbers(self) -> NDArray[np.int64]:
+        """The number of the column of each value, int64 (Z,)."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))

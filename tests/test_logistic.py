@@ -1,0 +1,448 @@
+"""Sparse logistic regression: derivatives and bounds, the batch optimum and its proof, steps with delays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.logistic import (
+    WIDTH_FIRST,
+    WIDTH_MAX,
+    BlockProximal,
+    BlockPush,
+    BlockWorker,
+    aggregated,
+    curvature_bounds,
+    gradient,
+    loss,
+    mistrust,
+    next_widths,
+    rate_that_descends,
+    slack_after,
+    soft_threshold_changes,
+    standing,
+    violations,
+)
+from offbeat.numerics.powerlaw import power_law
+from offbeat.numerics.proximal_newton import hessian, solve
+from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
+
+
+def rows_of(dense: np.ndarray, labels: np.ndarray) -> SparseRows:
+    """The rows of a matrix; keys are 3, 10, 17, ... so that none is a place by chance."""
+    at_row, at_column = np.nonzero(dense)
+    return SparseRows(
+        labels=labels,
+        starts=np.searchsorted(at_row, np.arange(len(dense) + 1)),
+        keys=3 + 7 * at_column,
+        values=dense[at_row, at_column],
+    )
+
+
+def problem(seed: int, rows: int = 40, columns: int = 8) -> tuple[np.ndarray, SignedColumns, np.ndarray]:
+    """A matrix whose rows have their labels' signs, the same by columns, and weights."""
+    rng = np.random.default_rng(seed)
+    dense = rng.normal(size=(rows, columns)) * (rng.random((rows, columns)) < 0.5)
+    dense[0] = 1.0  # no column is empty
+    labels = np.where(rng.random(rows) < 0.5, 1.0, -1.0)
+    return dense * labels[:, None], SignedColumns.of(rows_of(dense, labels)), rng.normal(size=columns)
+
+
+# Derivatives and bounds ---------------------------------------------------------------------------------
+
+
+def test_loss_and_gradient_are_the_dense_formulas():
+    signed, columns, weights = problem(0)
+    margins = columns.times(weights)
+    np.testing.assert_allclose(margins, signed @ weights, rtol=1e-13)
+    assert loss(margins) == pytest.approx(np.log(1 + np.exp(-signed @ weights)).sum(), rel=1e-13)
+    expected = -signed.T @ (1 / (1 + np.exp(signed @ weights)))
+    np.testing.assert_allclose(gradient(columns, margins), expected, rtol=1e-12)
+
+
+def test_the_gradient_is_what_finite_differences_of_the_loss_say():
+    signed, columns, weights = problem(1)
+    step = 1e-6
+    for place, slope in enumerate(gradient(columns, columns.times(weights))):
+        nudge = step * np.eye(len(weights))[place]
+        difference = loss(signed @ (weights + nudge)) - loss(signed @ (weights - nudge))
+        assert slope == pytest.approx(difference / (2 * step), rel=1e-6, abs=1e-8)
+
+
+def test_losses_and_gradients_of_huge_margins_are_finite_and_right():
+    margins = np.array([-1e4, -800.0, 0.0, 800.0, 1e4])
+    assert loss(margins) == pytest.approx(10_800 + np.log(2), rel=1e-12)
+    np.testing.assert_allclose(mistrust(margins), [1, 1, 0.5, 0, 0], atol=1e-300)
+
+
+def test_bounds_are_the_dense_formula():
+    signed, columns, weights = problem(2)
+    widths = np.linspace(0, 2, len(weights))
+    p = 1 / (1 + np.exp(signed @ weights))
+    growth = np.exp(np.abs(signed) * widths)
+    expected = (np.minimum((p * (1 - p))[:, None] * growth, 0.25) * signed**2).sum(0)
+    found = curvature_bounds(columns, columns.times(weights), widths)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.floats(0.01, 10),
+    width=st.floats(0, 5),
+    share=st.floats(-1, 1),
+    place=st.integers(0, 7),
+)
+def test_bounds_bound_the_loss_of_each_weight_that_moves_within_its_width(seed, scale, width, share, place):
+    signed, columns, weights = problem(seed)
+    weights *= scale
+    margins = columns.times(weights)
+    bound = curvature_bounds(columns, margins, np.full(len(weights), width))[place]
+    slope, change = gradient(columns, margins)[place], share * width
+    moved = loss(margins + change * signed[:, place])
+    assert moved <= loss(margins) + slope * change + bound * change**2 / 2 + 1e-9 * moved
+
+
+def test_a_block_has_what_the_whole_has_of_its_columns():
+    _, columns, weights = problem(3)
+    margins = columns.times(weights)
+    places = columns.places(10, 32)
+    block = columns.block(places)
+    assert block.keys.tolist() == [10, 17, 24, 31]
+    np.testing.assert_array_equal(gradient(block, margins), gradient(columns, margins)[places])
+    choice = np.array([True, False, False, True])
+    assert block.chosen(choice).keys.tolist() == [10, 31]
+    np.testing.assert_array_equal(
+        gradient(block.chosen(choice), margins), gradient(columns, margins)[places][choice]
+    )
+    assert len(gradient(columns.block(columns.places(11, 17)), margins)) == 0
+
+
+# The penalty --------------------------------------------------------------------------------------------
+
+
+def one(value: float) -> np.ndarray:
+    return np.array([value])
+
+
+def test_soft_threshold_of_the_golden_example():
+    """w = .5, g = .2, U = 2, l1 = 1: g + l1 = 1.2 > U w = 1 and g - l1 = -.8 < 1, so d = -.5, w = 0."""
+    assert soft_threshold_changes(one(0.5), one(0.2), one(2.0), 1.0).tolist() == [-0.5]
+
+
+numbers = st.floats(-10, 10)
+
+
+@given(w=numbers, g=numbers, bound=st.floats(0.01, 10), l1=st.floats(0, 10), other=numbers)
+def test_no_other_change_is_better_than_that_of_the_soft_threshold(w, g, bound, l1, other):
+    def model(change: float) -> float:
+        return g * change + bound * change**2 / 2 + l1 * abs(w + change)
+
+    (change,) = soft_threshold_changes(one(w), one(g), one(bound), l1)
+    assert model(change) <= model(other) + 1e-9
+    assert model(change) <= model(change + other / 1e4) + 1e-9
+
+
+@given(w=numbers, g=numbers, bound=st.floats(0.01, 10), l1=st.floats(0, 10))
+def test_the_soft_threshold_is_the_prox_of_a_gradient_step(w, g, bound, l1):
+    """With weight l1 / U of w - g / U."""
+    centre = w - g / bound
+    prox = np.sign(centre) * max(abs(centre) - l1 / bound, 0)
+    assert w + soft_threshold_changes(one(w), one(g), one(bound), l1)[0] == pytest.approx(prox, abs=1e-9)
+
+
+def test_violations_are_those_of_the_kkt_conditions():
+    weights = np.array([0.0, 0.0, 0.0, 2.0, -2.0, -2.0])
+    gradients = np.array([0.9, 1.5, -1.5, -1.0, 1.0, 0.25])
+    np.testing.assert_allclose(violations(weights, gradients, 1.0), [0, 0.5, 0.5, 0, 0, 0.75])
+
+
+# The optimum and its proof ------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.02, 0.9))
+def test_the_optimum_satisfies_kkt_and_nothing_near_it_is_better(seed, share):
+    signed, columns, other = problem(seed)
+    l1 = share * np.abs(gradient(columns, np.zeros(columns.height))).max()
+    found = solve(columns, l1)
+    assert found.standing.gap <= 1e-9 * found.standing.objective
+    slopes = -signed.T @ (1 / (1 + np.exp(signed @ found.weights)))
+    is_zero = found.weights == 0
+    assert (np.abs(slopes[is_zero]) <= l1 * (1 + 1e-6)).all()
+    np.testing.assert_allclose(slopes[~is_zero], -l1 * np.sign(found.weights[~is_zero]), rtol=1e-4)
+    for size in (1e-3, 1.0):
+        assert standing(columns, found.weights + size * other, l1).objective > found.standing.objective
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), scale=st.floats(0, 3), share=st.floats(0.02, 2))
+def test_the_gap_is_never_less_than_what_is_missing(seed, scale, share):
+    _, columns, weights = problem(seed)
+    l1 = share * np.abs(gradient(columns, np.zeros(columns.height))).max()
+    here, best = standing(columns, scale * weights, l1), solve(columns, l1, relative_gap=1e-12).standing
+    assert here.gap >= (here.objective - best.objective) * (1 - 1e-9) - 1e-9
+
+
+@pytest.mark.parametrize("numbers_at_once", [1, 8, 100, 1 << 22])
+def test_the_hessian_is_the_dense_formula_in_pieces_of_any_size(numbers_at_once):
+    signed, columns, weights = problem(9)
+    p = 1 / (1 + np.exp(signed @ weights))
+    expected = signed.T @ ((p * (1 - p))[:, None] * signed)
+    found = hessian(columns, columns.times(weights), numbers_at_once=numbers_at_once)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_penalty_that_no_gradient_exceeds_leaves_all_weights_at_zero():
+    _, columns, _ = problem(4)
+    steepest = np.abs(gradient(columns, np.zeros(columns.height))).max()
+    found = solve(columns, steepest)
+    assert found.passes == 0
+    assert not found.weights.any()
+    assert found.standing.objective == pytest.approx(columns.height * np.log(2))
+    assert np.count_nonzero(solve(columns, steepest * 0.999).weights) == 1
+
+
+def test_the_optimum_of_columns_that_are_the_same_is_found():
+    """It is not the only one, and the Hessian is singular."""
+    signed, columns, _ = problem(5)
+    twice = np.concatenate([signed, signed], axis=1)
+    found = solve(SignedColumns.of(rows_of(twice, np.ones(len(twice)))), 1.0)
+    assert found.standing.objective == pytest.approx(solve(columns, 1.0).standing.objective, rel=2e-9)
+
+
+def test_the_optimum_is_found_where_whole_newton_steps_lead_away_from_it():
+    """Without halving them, the gap is the whole objective after 100 of these steps."""
+    signed = np.array(
+        [
+            [-0.01, 0.7, -0.8],
+            [30, 3, -0.2],
+            [1, -3, 0.2],
+            [0.004, 0.3, 0.06],
+            [0.06, 0.002, 0.4],
+            [-7, 0.9, -9],
+            [-0.007, -0.001, -1],
+            [0.04, -0.3, 0.008],
+        ]
+    )
+    found = solve(SignedColumns.of(rows_of(signed, np.ones(8))), 0.1)
+    assert found.standing.gap <= 1e-9 * found.standing.objective
+
+
+def test_a_gap_below_rounding_is_not_claimed():
+    _, columns, _ = problem(6)
+    with pytest.raises(OffbeatError, match="expected a relative gap of 1e-30 after 100 Newton steps, found"):
+        solve(columns, 1.0, relative_gap=1e-30)
+
+
+# Delayed block proximal gradient ------------------------------------------------------------------------
+
+
+def test_a_server_adds_up_by_key_what_workers_push():
+    pushes = [
+        BlockPush(keys=np.array([2, 5, 9]), gradients=np.array([1.0, 2, 3]), bounds=np.array([1.0, 1, 1])),
+        BlockPush(keys=np.array([5, 7]), gradients=np.array([10.0, 20]), bounds=np.array([2.0, 3])),
+    ]
+    found = aggregated(pushes)
+    assert found.keys.tolist() == [2, 5, 7, 9]
+    assert found.gradients.tolist() == [1, 12, 20, 3]
+    assert found.bounds.tolist() == [1, 3, 3, 1]
+
+
+def test_a_step_stays_within_its_width_and_sets_the_next():
+    """d = clip(d, -Delta, Delta); Delta = min(Delta_max, 2 |d| + 0.1)."""
+    weights, widths = np.array([0.0, 1.0, 0.0, 0.0]), np.array([1.0, 1.0, 4.0, 1.0])
+    BlockProximal(l1=1.0, rate=0.5).step(
+        weights, widths, np.array([-3.0, 0.0, -50.0, 0.5]), np.array([2.0, 1.0, 1.0, 1.0])
+    )
+    np.testing.assert_allclose(weights, [0.5, 0.5, 4.0, 0.0], rtol=1e-9)
+    np.testing.assert_allclose(widths, [1.1, 1.1, WIDTH_MAX, 0.1], rtol=1e-9)
+    np.testing.assert_array_equal(next_widths(np.array([-0.2])), [0.5])
+
+
+def test_a_block_may_be_cut_anywhere():
+    rng = np.random.default_rng(7)
+    update = BlockProximal(l1=0.3, rate=0.9)
+    whole, widths = rng.normal(size=50), np.full(50, WIDTH_FIRST)
+    parts, widths_of_parts = whole.copy(), widths.copy()
+    gradients, bounds = rng.normal(size=50), rng.random(50)
+    update.step(whole, widths, gradients, bounds)
+    for part in (slice(0, 17), slice(17, 50)):
+        update.step(parts[part], widths_of_parts[part], gradients[part], bounds[part])
+    assert whole.tobytes() == parts.tobytes()
+    assert widths.tobytes() == widths_of_parts.tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), scale=st.floats(0, 3), l1=st.floats(0.01, 10))
+def test_with_the_rate_that_descends_no_step_of_at_most_that_share_of_its_widths_climbs(seed, scale, l1):
+    _, columns, weights = problem(seed)
+    weights *= scale
+    rate = rate_that_descends(columns)
+    assert rate == 1 / 8  # the first row has all
+    margins = columns.times(weights)
+    slopes, widths = gradient(columns, margins), np.full(8, WIDTH_MAX)
+    moved = weights.copy()
+    BlockProximal(l1=l1, rate=rate).step(
+        moved, rate * widths, slopes, curvature_bounds(columns, margins, widths)
+    )
+    before, after = (standing(columns, at, l1).objective for at in (weights, moved))
+    assert after <= before * (1 + 1e-12)
+
+
+def test_with_a_rate_of_1_correlated_columns_never_settle():
+    """Why there must be a rate: eight equal columns each go all the way."""
+    columns = SignedColumns.of(rows_of(np.ones((40, 8)), np.repeat([1.0, -1.0], [30, 10])))
+    ends = {}
+    for rate in (1.0, rate_that_descends(columns)):
+        worker, update = BlockWorker(columns), BlockProximal(l1=1.0, rate=rate)
+        weights, widths = np.zeros(8), np.full(8, WIDTH_FIRST)
+        for _ in range(50):
+            push = worker.push(0, 1000)
+            update.step(weights, widths, push.gradients, push.bounds)
+            worker.pull(push.keys, weights)
+        ends[rate] = standing(columns, weights, 1.0)
+    assert ends[1 / 8].gap < 1e-9 * ends[1 / 8].objective
+    assert ends[1.0].objective > 1.01 * ends[1 / 8].objective
+
+
+def test_only_what_is_zero_and_clearly_held_there_may_be_skipped():
+    update = BlockProximal(l1=1.0, rate=0.9)
+    weights, gradients = np.array([0.0, 0.0, 0.0, 1e-9]), np.array([0.5, -0.9, 0.81, 0.0])
+    assert update.may_be_skipped(weights, gradients, 0.2).tolist() == [True, False, False, False]
+    assert update.may_be_skipped(weights, gradients, 0.0).tolist() == [True, True, True, False]
+    assert slack_after(0.5, rows=100) == 0.05
+
+
+def test_margins_that_pulls_move_are_those_of_the_weights():
+    _, columns, weights = problem(8)
+    worker = BlockWorker(columns)
+    rng = random.Random(8)
+    for _ in range(30):
+        keys = np.array(sorted(rng.sample([1, *columns.keys.tolist(), 1000], 4)))
+        worker.pull(keys, np.array([rng.gauss(0, 1) for _ in keys]))
+    worker.pull(np.append(columns.keys, 1000), np.append(weights, 5.0))
+    np.testing.assert_array_equal(worker.weights_D, weights)
+    np.testing.assert_allclose(worker.margins_N, columns.times(weights), atol=1e-12)
+
+
+class Job:
+    """Workers and a server in one process, task after task: workers see results up to tau tasks late.
+
+    A task is one block, with the keys that are skipped in it. In each pass every block comes once, in random
+    order. A worker takes in what finished in order, and at least all tasks before the last tau.
+    """
+
+    def __init__(self, parts, l1, *, blocks, tau, seed, rate=None):
+        self.rng = random.Random(seed)
+        self.workers = [BlockWorker(SignedColumns.of(part)) for part in parts]
+        self.whole = SignedColumns.of(joined(parts))
+        self.keys, self.l1, self.tau = self.whole.keys, l1, tau
+        self.weights, self.widths = np.zeros(len(self.keys)), np.full(len(self.keys), WIDTH_FIRST)
+        ends = np.append(self.keys[:: -(-len(self.keys) // blocks)], self.keys[-1] + 1).tolist()
+        self.blocks = list(itertools.pairwise(ends))
+        self.update = BlockProximal(l1=l1, rate=rate or rate_that_descends(self.whole))
+        self.finished, self.seen = [], [0] * len(self.workers)
+        self.skipped = np.array([], np.int64)
+        self.computed = self.steepest = 0
+
+    def objective(self):
+        return standing(self.whole, self.weights, self.l1).objective
+
+    def run_a_pass(self, slack):
+        """Returns the largest violation that was seen."""
+        largest = 0.0
+        for first, stop in self.rng.sample(self.blocks, len(self.blocks)):
+            for rank, worker in enumerate(self.workers):
+                lag = self.rng.randint(0, min(self.tau, len(self.finished) - self.seen[rank]))
+                until = len(self.finished) - lag
+                for keys, weights in self.finished[self.seen[rank] : until]:
+                    worker.pull(keys, weights)
+                self.seen[rank] = until
+            total = aggregated([worker.push(first, stop, self.skipped) for worker in self.workers])
+            self.computed += len(total.keys)
+            places = np.searchsorted(self.keys, total.keys)
+            weights, widths = self.weights[places], self.widths[places]
+            largest = max(largest, violations(weights, total.gradients, self.l1).max(initial=0.0))
+            self.update.step(weights, widths, total.gradients, total.bounds)
+            self.weights[places], self.widths[places] = weights, widths
+            self.finished.append((total.keys, weights))
+            held = self.update.may_be_skipped(weights, total.gradients, slack)
+            self.skipped = np.union1d(self.skipped, total.keys[held])
+        return largest
+
+    def run(self, passes, *, filtered):
+        rows, slack = self.whole.height, np.inf
+        for number in range(passes):
+            if number % 5 == 4:  # all are looked at again
+                self.skipped = self.skipped[:0]
+            largest = self.run_a_pass(slack)
+            slack = min(slack_after(largest, rows), self.l1) if filtered else np.inf
+
+
+def generated(rows=240, features=60, seed=5, workers=3):
+    blocks = list(power_law(rows, features, seed, draws=8, exponent=0.5, rows_of_block=rows // 12))
+    return [joined(blocks[rank::workers]) for rank in range(workers)]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Three workers' rows of a problem whose optimum has 22 of 60 weights."""
+    return generated()
+
+
+@pytest.fixture(scope="module")
+def best(parts):
+    return solve(SignedColumns.of(joined(parts)), 2.0, relative_gap=1e-12)
+
+
+@pytest.mark.parametrize("tau", [0, 2, 6])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_delayed_steps_reach_the_optimum_and_its_support(parts, best, tau, filtered):
+    """The same optimum and support with and without delay and KKT filter, and the end satisfies KKT."""
+    assert 0 < np.count_nonzero(best.weights) < len(best.weights)
+    job = Job(parts, 2.0, blocks=12, tau=tau, seed=tau, rate=0.9)
+    job.run(30, filtered=filtered)
+    assert job.objective() <= best.standing.objective * (1 + 1e-6)
+    np.testing.assert_array_equal(job.weights != 0, best.weights != 0)
+    assert standing(job.whole, job.weights, 2.0).violation < 1e-4
+    everything = 30 * len(job.keys)
+    assert job.computed < 0.7 * everything if filtered else job.computed == everything
+    for worker, seen in zip(job.workers, job.seen, strict=True):
+        for keys, weights in job.finished[seen:]:
+            worker.pull(keys, weights)
+        at = np.searchsorted(job.keys, worker.columns.keys)
+        np.testing.assert_array_equal(worker.weights_D, job.weights[at])
+        np.testing.assert_allclose(worker.margins_N, worker.columns.times(worker.weights_D), atol=1e-10)
+        np.testing.assert_array_equal(worker._widths_D, job.widths[at])
+
+
+def test_without_delay_and_with_the_rate_that_descends_no_pass_climbs(parts):
+    job = Job(parts, 2.0, blocks=12, tau=0, seed=0)
+    objectives = [job.objective()]
+    for _ in range(10):
+        job.run_a_pass(np.inf)
+        objectives.append(job.objective())
+    assert all(after < before for before, after in itertools.pairwise(objectives))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: BlockProximal(l1=0, rate=1), "l1 above 0, got 0"),
+        (lambda: BlockProximal(l1=1, rate=float("nan")), "rate above 0, got nan"),
+        (lambda: aggregated([]), "at least one push, got none"),
+        (lambda: solve(problem(0)[1], 0), "l1 and a relative gap above 0, got 0 and 1e-09"),
+        (lambda: solve(problem(0)[1], 1, relative_gap=0), "above 0, got 1 and 0"),
+        (lambda: SignedColumns.of(rows_of(np.eye(2), np.array([1.0, 0.0]))), r"-1 and \+1, got 0 in row 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
