@@ -493,7 +493,8 @@ class GradientAverager:
         place = 2 + self._seat.position
         for count in self._contribution:
             place += self._places
-            epilogue[place] = count
+            if count:  # else it is 0 there already
+                epilogue[place] = count
 
     def _launch_next(self) -> None:
         assert self._seat is not None
