@@ -14,10 +14,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from cluster import run, values
-from jobs import job
+from jobs import MARK, coordinator, job
+from offbeat.events import Recalled
+from offbeat.policies.follower import Follower
 from offbeat.runtime import exchange
 from offbeat.strategies import PartialAllReduce
-from runlogs import wait_for_group_without
+from runlogs import entries_of, wait_for_group_without
 from test_groups import compute
 
 SAMPLES, BATCH = 101, 4
@@ -152,6 +154,34 @@ def dies_in_the_exchange(rank, say, victim, at_step, share):
 def test_with_a_worker_that_is_killed_in_an_exchange(victim, at_step, share):
     with job(dies_in_the_exchange, 3, victim, at_step, share) as running:
         once([one for one in running.ends() if one.rank != victim])
+
+
+def dies_unheard(rank, say):
+    """Worker 1 stops the coordinator, takes a step with the others and dies."""
+    finish_step = Follower.finish_step
+
+    def finish_step_and_die(self):
+        finish_step(self)
+        if self.step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def misdeed(session):
+        if rank == 1 and session.step == 7:
+            os.kill(coordinator(os.environ[MARK])[0], signal.SIGSTOP)
+
+    if rank == 1:
+        Follower.finish_step = finish_step_and_die
+    return count(rank, say, CALM, misdeed=misdeed)
+
+
+def test_what_a_worker_contributed_that_dies_unheard_is_known_from_the_others(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(dies_unheard, 3, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.died(1)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        once([one for one in running.ends() if one.rank != 1])
+    recalled = [entry for entry in entries_of(log, Recalled) if entry.of == 1]
+    assert any(own for entry in recalled for _, own, _ in entry.rounds)
 
 
 def stops(rank, say):
