@@ -16,18 +16,21 @@ from typing import Any
 from offbeat.policies.channels import Channel, Packet
 from offbeat.policies.client import Client, Done
 from offbeat.policies.parcels import Content, Filled, Pulled, Pushed, View
-from offbeat.policies.placement import Space, block_point
+from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode, Store
 from offbeat.policies.servers import ServerGroup
 from offbeat.simulator.cluster import ViolationError
 from offbeat.simulator.engine import Engine
 
-_NAMESPACE = "counts"
 _FAULTS_END_S = 0.3
-_FAULTS = ("die", "die", "be called dead", "come", "leave", "cut", "restart", "client dies")
+_FAULTS = (
+    *("die", "die", "be called dead", "come", "leave"),
+    *("cut", "restart", "client comes", "client dies", "namespace comes"),
+)
 _QUIET_S = 60.0  # virtual; whatever still waits then waits for ever
 _RESEND_S, _RESEND_MAX_S = 0.02, 0.1
 
+Place = tuple[str, int]  # a namespace, and a key or block in it
 MakeNode = Callable[[int, Store], ServerNode]
 
 
@@ -146,9 +149,9 @@ class Serving:
         self._make_node = make_node
         self._engine = Engine()
         self._chance = random.Random(f"serving {trial.seed}")
-        self._space = Space(_NAMESPACE, trial.keys, trial.block_keys)
+        self._spaces = [Space("space 0", trial.keys, trial.block_keys)]
         self._group = self._make_group()
-        self._group.opened(self._space)
+        self._group.opened(self._spaces[0])
         self._nodes: dict[int, ServerNode] = {}
         self._stores: dict[int, Tables] = {}
         self._clients = {number: Client(number, cut) for number in range(trial.clients)}
@@ -160,11 +163,12 @@ class Serving:
         self._leaving: set[int] = set()
         self._forgotten: set[str] = set()  # dead, or called dead, or gone: nobody speaks with them
         # Requests that are not done: what was pushed, or what had been acknowledged when the pull was made.
-        self._pushing: dict[tuple[int, int], dict[int, int]] = {}
-        self._pulling: dict[tuple[int, int], tuple[int, int, Counter[int]]] = {}
-        self._pushed: Counter[int] = Counter()
-        self._acknowledged = {client: Counter[int]() for client in self._clients}
-        self._masters: dict[tuple[int, int], int] = {}  # who served, by epoch and block
+        self._pushing: dict[tuple[int, int], Counter[Place]] = {}
+        self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Place]]] = {}
+        self._asked_of: dict[tuple[int, int], str] = {}  # the namespace of each request
+        self._pushed: Counter[Place] = Counter()
+        self._acknowledged = {client: Counter[Place]() for client in self._clients}
+        self._masters: dict[tuple[int, Place], int] = {}  # who served, by epoch and block
 
     def run(self) -> None:
         """Runs the trial to its end.
@@ -212,6 +216,16 @@ class Serving:
             state = json.loads(json.dumps(self._group.state_dict()))
             self._group = self._make_group()
             self._group.load_state_dict(state)
+        elif kind == "namespace comes":
+            name, keys = f"space {len(self._spaces)}", self.trial.keys
+            self._spaces.append(Space(name, keys, chance.randint(1, keys)))
+            self._tell("client-0", MANAGER, [("opened", self._spaces[-1])])
+        elif kind == "client comes":
+            client = len(self._clients)
+            self._clients[client] = Client(client, cut)
+            self._left_to_push[client], self._acknowledged[client] = self.trial.pushes, Counter()
+            self._tell(f"client-{client}", MANAGER, [("hello", client)])
+            self._work(client)
         elif kind == "client dies" and len(self._clients) > 1:
             self._forget(f"client-{chance.randrange(1, len(self._clients))}")
         elif kind in ("die", "be called dead") and self._may_lose_one(alive):
@@ -248,17 +262,19 @@ class Serving:
         chance, keys = self._chance, self.trial.keys
         first = chance.randrange(keys)
         last = chance.randrange(first, keys) + 1
-        one = self._clients[client]
+        one, name_of_space = self._clients[client], chance.choice(self._spaces).name
         self.requests += 1
         if chance.random() < 0.3:
-            number, said = one.pull(_NAMESPACE, first, last)
-            self._pulling[client, number] = (first, last, Counter(self._acknowledged[client]))
+            number, said = one.pull(name_of_space, first, last)
+            known = Counter(self._acknowledged[client])
+            self._pulling[client, number] = (name_of_space, first, last, known)
         else:
             self._left_to_push[client] -= 1
             content = {key: 1 for key in range(first, last) if chance.random() < 0.5}
-            number, said = one.push(_NAMESPACE, content, first, last)
-            self._pushing[client, number] = content
-            self._pushed.update(content)
+            number, said = one.push(name_of_space, content, first, last)
+            self._pushing[client, number] = Counter((name_of_space, key) for key in content)
+            self._pushed.update(self._pushing[client, number])
+        self._asked_of[client, number] = name_of_space
         self._take_up(name, said)
         self._engine.at(self._engine.now_s + chance.random() * 0.01, self._work, client)
 
@@ -282,6 +298,11 @@ class Serving:
         elif message[0] == "joined":
             if f"server-{message[1]}" not in self._forgotten:
                 self._say(self._group.joined(message[1]))
+        elif message[0] == "opened":
+            self._say(self._group.opened(message[1]))
+        elif message[0] == "hello":
+            if self._group.view is not None:
+                self._tell(MANAGER, f"client-{message[1]}", [self._group.view])
         else:
             self._say(self._group.leaves(message[1]))
 
@@ -308,15 +329,16 @@ class Serving:
         if content is not None:
             self._acknowledged[client].update(content)
             return
-        first, last, known = self._pulling.pop((client, done.number))
+        name, first, last, known = self._pulling.pop((client, done.number))
         values: dict[int, int] = {}
         for _, _, part in done.parts:
             values |= part
         for key in range(first, last):
-            if not known[key] <= values.get(key, 0) <= self._pushed[key]:
+            place = name, key
+            if not known[place] <= values.get(key, 0) <= self._pushed[place]:
                 self._violated(
-                    f"client {client} pulled {values.get(key, 0)} for key {key}; it had {known[key]} of its "
-                    f"pushes acknowledged, and all had pushed {self._pushed[key]}"
+                    f"client {client} pulled {values.get(key, 0)} for {place}; it had {known[place]} of its "
+                    f"pushes acknowledged, and all had pushed {self._pushed[place]}"
                 )
 
     # The network -----------------------------------------------------------------------------------------
@@ -372,13 +394,16 @@ class Serving:
         """See that within an epoch no two servers answer for one block, and that nothing was missed."""
         view = node.view
         for one in said:
-            if isinstance(one.message, Pushed | Pulled) and view is not None:
-                size = self.trial.block_keys
-                for block in range(one.message.first // size, (one.message.last - 1) // size + 1):
-                    other = self._masters.setdefault((view.epoch, block), node.server)
-                    if other != node.server:
-                        both = f"servers {other} and {node.server}"
-                        self._violated(f"block {block} is served by {both} in epoch {view.epoch}")
+            answer = one.message
+            if view is None or not isinstance(answer, Pushed | Pulled):
+                continue
+            space = view.spaces[self._asked_of[_number(one.to), answer.number]]
+            for block in range(answer.first // space.block_keys, (answer.last - 1) // space.block_keys + 1):
+                place = space.name, block
+                other = self._masters.setdefault((view.epoch, place), node.server)
+                if other != node.server:
+                    both = f"servers {other} and {node.server}"
+                    self._violated(f"block {place} is served by {both} in epoch {view.epoch}")
         if node.gaps:
             self._violated(f"server {node.server} has missed a push")
 
@@ -395,23 +420,24 @@ class Serving:
                     self._violated(f"request {number} of client {client} is not done")
         if view.filling or view.target is not None:
             self._violated(f"the change to view {view.number} has not ended")
-        for key in range(self.trial.keys):
-            self._check_key(key, view)
+        for space in view.spaces.values():
+            for key in range(space.keys):
+                self._check_key(space, key, view)
 
-    def _check_key(self, key: int, view: View) -> None:
-        holders = view.ring.holders_at(block_point(_NAMESPACE, key // self.trial.block_keys))
-        least = sum(known[key] for known in self._acknowledged.values())
-        master = self._stores[holders[0]].table(self._space).values[key]
-        if not least <= master <= self._pushed[key]:
+    def _check_key(self, space: Space, key: int, view: View) -> None:
+        place, holders = (space.name, key), view.ring.holders(space, key)
+        least = sum(known[place] for known in self._acknowledged.values())
+        master = self._stores[holders[0]].table(space).values[key]
+        if not least <= master <= self._pushed[place]:
             self._violated(
-                f"key {key} was pushed {self._pushed[key]} times, {least} of them acknowledged, and its "
+                f"{place} was pushed {self._pushed[place]} times, {least} of them acknowledged, and its "
                 f"master has {master}"
             )
-        own = self._nodes[holders[0]].times_of(_NAMESPACE, key)
+        own = self._nodes[holders[0]].times_of(*place)
         for holder in holders[1:]:
-            value = self._stores[holder].table(self._space).values[key]
-            if value != master or self._nodes[holder].times_of(_NAMESPACE, key) != own:
-                self._violated(f"key {key} is {master} on server {holders[0]} and {value} on {holder}")
+            value = self._stores[holder].table(space).values[key]
+            if value != master or self._nodes[holder].times_of(*place) != own:
+                self._violated(f"{place} is {master} on server {holders[0]} and {value} on {holder}")
 
 
 def _number(name: str) -> int:
