@@ -90,7 +90,8 @@ def test_stragglers_for_real(tmp_path):
     assert result["figures"]["slowdown_bsp_1"] > 1
     assert result["machine"]["timed_step_ms"] == pytest.approx(5.0)
     steps = [one["steps"] for one in result["rows"] if not one["strategy"].endswith("in turn")]
-    assert steps == [6] * 5
+    lockstep = [one["steps"] for one in result["rows"] if one["strategy"] == "bsp"]
+    assert (len(steps), min(steps), lockstep) == (5, 6, [6, 6])  # with one left out it is more
 
 
 # Detection --------------------------------------------------------------------------------------------------

@@ -390,6 +390,7 @@ def test_torch_exchanges_end_when_they_are_abandoned():
 def torch_loses_a_peer(rank, say):
     dist.init_process_group("gloo")
     exchange = TorchExchange(dist.group.WORLD)
+    dist.barrier()  # else it may die while they are still getting to know each other
     if rank == 1:
         os._exit(1)
     with pytest.raises(WorkerError, match=r"a torch\.distributed exchange failed: .*[Cc]onnection"):
