@@ -28,6 +28,14 @@ class Space(NamedTuple):
     block_keys: int
     about: Any = None
 
+    def blocks(self, first: int, last: int) -> range:
+        """Return the numbers of the blocks that have any of keys `first` to `last` - 1."""
+        return range(first // self.block_keys, (last - 1) // self.block_keys + 1)
+
+    def range_of(self, block: int) -> tuple[int, int]:
+        """Return the first key of a block and the one behind its last."""
+        return block * self.block_keys, min((block + 1) * self.block_keys, self.keys)
+
 
 class Span(NamedTuple):
     """Keys `first` to `last` - 1 of a namespace, with the servers that hold them: master, then replicas."""
@@ -115,13 +123,12 @@ class Ring:
             raise ValueError(
                 f"expected a range of keys within 0 to {space.keys} in {space.name}, got {first} to {last}"
             )
-        size = space.block_keys
         begun, holders = first, self.holders(space, first)
-        for block in range(first // size + 1, (last - 1) // size + 1):
-            others = self.holders_at(block_point(space.name, block))
+        for block in space.blocks(first, last)[1:]:
+            others, (bound, _) = self.holders_at(block_point(space.name, block)), space.range_of(block)
             if others != holders:
-                yield Span(begun, block * size, holders)
-                begun, holders = block * size, others
+                yield Span(begun, bound, holders)
+                begun, holders = bound, others
         yield Span(begun, last, holders)
 
     @property

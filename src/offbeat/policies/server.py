@@ -219,6 +219,8 @@ class ServerNode:
 
     def _has_to_wait(self, message: Push | Pull) -> bool:
         """Whether it is for a block that has not come, or behind such a one of the same client."""
+        if not self._awaited:  # everything has come
+            return False
         blocks = self._blocks_of(message.namespace, message.first, message.last)
         return any(self._lacks(block) for block in blocks) or any(
             other.client == message.client
@@ -321,9 +323,7 @@ class ServerNode:
     def _pass_resent(self, resent: Resent) -> None:
         if resent.of == self.server:
             self._carried = [
-                operation
-                for operation in self._carried
-                if self._chain((operation.namespace, self._block(operation))) != resent.chain
+                operation for operation in self._carried if self._chain_of(operation) != resent.chain
             ]
         place = resent.chain.index(self.server)
         if place + 1 < len(resent.chain):
@@ -336,9 +336,9 @@ class ServerNode:
         if not self._gains():
             self._apply_now(operation)
             return
-        size = self._now().spaces[operation.namespace].block_keys
+        space = self._now().spaces[operation.namespace]
         for block in self._blocks_of(operation.namespace, operation.first, operation.last):
-            first, last = block[1] * size, (block[1] + 1) * size
+            first, last = space.range_of(block[1])
             part = self._part(operation, max(first, operation.first), min(last, operation.last))
             if self._lacks(block):
                 self._buffered.setdefault(block, []).append(part)
@@ -409,8 +409,7 @@ class ServerNode:
         """A master that has just become one may never have had what a holder before it in the chain had."""
         by_chain: dict[tuple[int, ...], list[Operation]] = {}
         for operation in self._carried:
-            chain = self._chain((operation.namespace, self._block(operation)))
-            by_chain.setdefault(chain, []).append(operation)
+            by_chain.setdefault(self._chain_of(operation), []).append(operation)
         for chain, operations in by_chain.items():
             handed = Handed(view=self._now().number, chain=chain, operations=tuple(operations))
             self._tell(chain[0], handed)
@@ -419,7 +418,7 @@ class ServerNode:
         for namespace, block in list(self._own_blocks()):
             if self.server not in self._chain((namespace, block)):
                 space = self._now().spaces[namespace]
-                first, last = block * space.block_keys, (block + 1) * space.block_keys
+                first, last = space.range_of(block)
                 self._store.table(space).drop(first, last)
                 self._clock(namespace).drop(first, last)
         for buffered in [one for one in self._buffered if self.server not in self._chain(one)]:
@@ -439,6 +438,10 @@ class ServerNode:
 
     def _chain(self, block: Block) -> tuple[int, ...]:
         return self._chain_at(block_point(*block))
+
+    def _chain_of(self, operation: Operation) -> tuple[int, ...]:
+        """The chain of an operation's first block."""
+        return self._chain(next(self._blocks_of(operation.namespace, operation.first, operation.last)))
 
     def _chain_at(self, point: int) -> tuple[int, ...]:
         """Who an operation on this place goes to, the master first; last, who gains it in the next ring."""
@@ -495,21 +498,18 @@ class ServerNode:
 
     def _by_chain(self, operation: Operation) -> Iterator[tuple[Operation, tuple[int, ...]]]:
         """Yield the parts of an operation that go down different chains."""
-        size = self._now().spaces[operation.namespace].block_keys
-        begun, chain = operation.first, self._chain((operation.namespace, operation.first // size))
-        for block in range(operation.first // size + 1, (operation.last - 1) // size + 1):
-            another = self._chain((operation.namespace, block))
+        space = self._now().spaces[operation.namespace]
+        begun, chain = operation.first, self._chain_of(operation)
+        for block in space.blocks(operation.first, operation.last)[1:]:
+            another, (first, _) = self._chain((operation.namespace, block)), space.range_of(block)
             if another != chain:
-                yield self._part(operation, begun, block * size), chain
-                begun, chain = block * size, another
+                yield self._part(operation, begun, first), chain
+                begun, chain = first, another
         yield self._part(operation, begun, operation.last), chain
 
     def _blocks_of(self, namespace: str, first: int, last: int) -> Iterator[Block]:
-        size = self._now().spaces[namespace].block_keys
-        return ((namespace, block) for block in range(first // size, (last - 1) // size + 1))
-
-    def _block(self, operation: Operation) -> int:
-        return operation.first // self._now().spaces[operation.namespace].block_keys
+        blocks = self._now().spaces[namespace].blocks(first, last)
+        return ((namespace, block) for block in blocks)
 
     def _own_blocks(self) -> Iterator[Block]:
         """Yield the blocks of which anything is known here: of a key without a value, its times are."""
@@ -554,7 +554,7 @@ class ServerNode:
             namespace, block = fill.pending.pop()
             fill.under_way += 1
             space = view.spaces[namespace]
-            first, last = block * space.block_keys, min((block + 1) * space.block_keys, space.keys)
+            first, last = space.range_of(block)
             chunk = Chunk(
                 view=view.number,
                 namespace=namespace,
@@ -592,7 +592,7 @@ class ServerNode:
 
     def _take_chunk(self, source: int, chunk: Chunk) -> None:
         space = self._now().spaces[chunk.namespace]
-        first, last = chunk.block * space.block_keys, min((chunk.block + 1) * space.block_keys, space.keys)
+        first, last = space.range_of(chunk.block)
         self._store.table(space).copy_in(first, last, chunk.content)
         clock = self._clock(chunk.namespace)
         clock.drop(first, last)

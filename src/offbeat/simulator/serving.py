@@ -398,7 +398,7 @@ class Serving:
             if view is None or not isinstance(answer, Pushed | Pulled):
                 continue
             space = view.spaces[self._asked_of[_number(one.to), answer.number]]
-            for block in range(answer.first // space.block_keys, (answer.last - 1) // space.block_keys + 1):
+            for block in space.blocks(answer.first, answer.last):
                 place = space.name, block
                 other = self._masters.setdefault((view.epoch, place), node.server)
                 if other != node.server:
