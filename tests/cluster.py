@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -18,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from offbeat.runtime.launch import free_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -44,13 +45,6 @@ class Ended:
     error: str | None = None
     trace: str | None = None
     ended_s: float | None = None
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:

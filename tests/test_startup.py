@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offbeat
+from cluster import run, values
 from jobs import job
 from offbeat.runtime import rendezvous
 from offbeat.runtime.environment import START_S
@@ -128,6 +129,26 @@ def test_a_rank_0_that_dies_before_it_opens_the_job_is_named():
         for one in running.ends()[1:]:
             assert f"rank {one.rank} lost the job's store at 127.0.0.1:" in one.error
             assert "before rank 0 opened the job: see what rank 0 wrote" in one.error
+
+
+def joins_twice(rank, say):
+    """Joins two jobs, one after the other; rank 1 reaches the store for the second one during the first."""
+    for turn in range(2):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.join(model, optimizer, AllReduce()):
+            if rank == 1 and turn == 0:
+                where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = rendezvous.open_store(*where, hosts_it=False, timeout_s=LIMIT_S)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()  # no earlier than rank 1 is here
+    if rank == 1:
+        store.set("still", "here")
+    return "joined"
+
+
+def test_a_worker_quick_to_join_again_keeps_the_store():
+    assert values(run(joins_twice, 2)) == ["joined"] * 2
 
 
 # What takes the time that late workers are given ----------------------------------------------------------

@@ -44,6 +44,7 @@ _joins = itertools.count()
 _coordinators: list[
     subprocess.Popen[bytes]
 ] = []  # started here; those that ended are reaped at the next start
+_hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
 _T = TypeVar("_T")
 
 
@@ -253,7 +254,7 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     where = f"{environment.master_addr}:{environment.master_port}"
 
     try:
-        return PrefixStore(prefix, _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s))
+        store = _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
         if hosts_it:
             raise OffbeatError(
@@ -265,6 +266,9 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
             f"rank {environment.rank} cannot reach the job's store at {where} within "
             f"{environment.start_s:g} s: is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
         ) from error
+    if hosts_it:
+        _hosted.setdefault(environment.master_port, store)
+    return PrefixStore(prefix, store)
 
 
 def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
@@ -150,7 +149,6 @@ class Session:
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
         self._meeting: Meeting | None = None
-        self._store: Store | None = None  # which ends with this object, where rank 0 hosts it
         self._member: Member | None = None
         self._grouping: Grouping | None = None
         self._silent_s = _SILENT_AND_SURVIVED_S if strategy.survives else _SILENT_S
@@ -188,7 +186,6 @@ class Session:
             )
             if self.worker == 0:
                 meeting.announce()
-                self._store = meeting.store if self._strategy.survives else None
         self._shared_numbers = _numbers(self._optimizer)  # before those are taken that a scheduler has added
         if self.world > 1:
             self._join_group()
@@ -391,7 +388,6 @@ class Session:
         if hasattr(self, "_averager"):
             self._averager.detach()
         _joined.discard(self._optimizer)
-        self._store = None
         try:
             if self._group is not None:  # made here, whether it is the world's or not
                 dist.destroy_process_group(self._group)
