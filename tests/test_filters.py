@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.numerics.entries import Entries
 from offbeat.numerics.filters import (
     KKT,
     Compression,
@@ -108,6 +109,26 @@ def test_what_was_encoded_without_loss_comes_back_bit_for_bit(order, sent):
         if "random skip" in order:  # it divides by one, which makes every NaN a quiet one
             before = plain(replace(message, values=message.values / message.values.dtype.type(1)))
         assert came == before
+
+
+@few
+@given(messages())
+def test_a_message_is_made_of_entries_and_gives_them_back(message):
+    content = Entries(5, message.values, message.keys)
+    made = Message.of("w", message.first, message.last, content, time=message.time)
+    assert plain(made) == plain(message)
+    sender, receiver = both_ends(lambda: KeyCaching(1), Compression)
+    came = receiver.decode(sender.encode(made)).entries
+    assert np.array_equal(came.listed(), content.listed())
+    assert (came.keys is None) == (content.keys is None)
+    assert came.values.tobytes() == content.values.tobytes()
+
+
+def test_entries_of_other_keys_make_no_message():
+    with pytest.raises(ValueError, match="rows from key 0 on, got them from 1 on"):
+        Message.of("w", 0, 2, Entries(1, np.zeros(2)))
+    with pytest.raises(ValueError, match="values of 3 keys, got 2"):
+        Message.of("w", 0, 3, Entries(0, np.zeros(2)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

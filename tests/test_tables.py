@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.numerics import tables
-from offbeat.numerics.tables import ArrayTable, Entries, gathered
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import SGD, Adam, Assign, Sum
 
 KEYS = 60
@@ -99,32 +100,16 @@ def test_a_key_of_billions_takes_as_much_as_is_pushed():
     assert table.read(0, 1, np.array([3, 4, 2**60, 2**61 + 5], np.int64)).values.tolist() == [1, 0, 2, 3]
 
 
-@given(st.data())
-def test_cut_parts_make_the_whole(data):
-    first, last, content = some_entries(data)
-    middle = data.draw(st.integers(first, last))
-    whole = gathered([content.cut(first, middle), content.cut(middle, last)])
-    assert np.array_equal(of_all(whole), of_all(content))
-    assert np.array_equal(whole.values, content.values)
-
-
-def test_parts_of_two_kinds_are_refused():
-    with pytest.raises(ValueError, match="keys in all of them or in none"):
-        gathered([Entries(0, np.ones(1)), Entries(1, np.ones(1), np.array([1]))])
-    with pytest.raises(ValueError, match="at least one part"):
-        gathered([])
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (Entries(0, np.ones(10)), "expected rows of float32"),
         (Entries(0, np.ones((10, 2), np.float32)), r"shape \(\), got float32 and \(2,\)"),
-        (Entries(0, np.ones(9, np.float32)), "a row for each key from 0 to 9"),
-        (Entries(1, np.ones(10, np.float32)), "a row for each key from 0 to 9"),
-        (Entries(0, np.ones(2, np.float32), np.array([3, 3])), "ascending keys within"),
-        (Entries(0, np.ones(2, np.float32), np.array([3, 10])), "ascending keys within"),
-        (Entries(0, np.ones(1, np.float32), np.array([3, 4])), "ascending keys within"),
+        (Entries(0, np.ones(9, np.float32)), "values of 10 keys, got 9"),
+        (Entries(1, np.ones(10, np.float32)), "rows from key 0 on, got them from 1 on"),
+        (Entries(0, np.ones(2, np.float32), np.array([3, 3])), "ascending keys, each once, got 3 before 3"),
+        (Entries(0, np.ones(2, np.float32), np.array([3, 10])), "keys from 0 to below 10, got 3 to 10"),
+        (Entries(0, np.ones(1, np.float32), np.array([3, 4])), "values of 2 keys, got 1"),
     ],
 )
 def test_what_cannot_be_pushed_is_refused(content, words):

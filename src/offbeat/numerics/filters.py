@@ -21,9 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.numerics.entries import (
+    LAST_MAX,
+    Entries,
+    Keys,
+    Rows,
+    problem_of_keys,
+    problem_of_rows,
+)
 
-Keys: TypeAlias = NDArray[np.int64]  # (K,), ascending, each once
-Values: TypeAlias = NDArray[Any]  # (K,) or (K, width)
 Mask: TypeAlias = NDArray[np.bool_]  # (K,)
 
 SIGNATURE_BYTES: Final = 16
@@ -61,9 +67,28 @@ class Message:
     last: int
     time: int = 0
     keys: Keys | None
-    values: Values | None
+    values: Rows | None
     body: bytes | None = None
     notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, namespace: str, first: int, last: int, content: Entries, *, time: int = 0) -> Message:
+        """Return what a chain is to encode: values of keys `first` to `last` - 1, or of listed ones of them.
+
+        Raises:
+            ValueError: there is not a row for each key.
+        """
+        if problem := problem_of_rows(content, first, last):
+            raise ValueError(problem)
+        return cls(
+            namespace=namespace, first=first, last=last, time=time, keys=content.keys, values=content.values
+        )
+
+    @property
+    def entries(self) -> Entries:
+        """The values, as they were given to `of`; of a message that is not encoded."""
+        assert self.values is not None
+        return Entries(self.first, self.values, self.keys)
 
     @property
     def size_bytes(self) -> int:
@@ -403,7 +428,7 @@ class SignificantlyModified:
 
     def __init__(self, threshold: float | Callable[[int], float]) -> None:
         self._threshold = threshold
-        self._sent: dict[str, tuple[Keys, Values]] = {}  # by namespace, ascending
+        self._sent: dict[str, tuple[Keys, Rows]] = {}  # by namespace, ascending
         if not callable(threshold):
             self._at(0)
 
@@ -414,7 +439,7 @@ class SignificantlyModified:
             ValueError: rows are not as they were in earlier messages, or the threshold is below 0.
         """
         threshold = self._at(message.time)
-        keys, values = _keys(message), message.values
+        keys, values = message.entries.listed(), message.values
         assert values is not None
         sent_keys, sent = self._sent.get(message.namespace, (keys[:0], values[:0]))
         if (sent.dtype, sent.shape[1:]) != (values.dtype, values.shape[1:]):
@@ -588,7 +613,7 @@ class KKT:
         self._l1 = l1
         self._skipped: dict[str, Keys] = {}  # by namespace, ascending
 
-    def learn(self, namespace: str, keys: Keys, weights: Values, gradients: Values, margin: float) -> None:
+    def learn(self, namespace: str, keys: Keys, weights: Rows, gradients: Rows, margin: float) -> None:
         """Decide anew about these keys; others stay what they are.
 
         Args:
@@ -606,7 +631,7 @@ class KKT:
         if keys.ndim != 1 or not keys.shape == weights.shape == gradients.shape:
             shapes = f"{keys.shape}, {weights.shape} and {gradients.shape}"
             raise ValueError(f"expected a weight and a gradient a key, got shapes {shapes}")
-        if problem := _problem_of_keys(keys):
+        if problem := problem_of_keys(keys, 0, LAST_MAX):
             raise ValueError(problem)
         skipped = keys[(weights == 0) & (np.abs(gradients) <= self._l1 - margin)]
         others = np.setdiff1d(self._skipped.get(namespace, keys[:0]), keys, assume_unique=True)
@@ -622,7 +647,7 @@ class KKT:
 
     def encode(self, message: Message) -> Message:
         """See `Filter.encode`."""
-        return _only(message, self.active(message.namespace, _keys(message)))
+        return _only(message, self.active(message.namespace, message.entries.listed()))
 
     def decode(self, message: Message) -> Message:
         """Return the message: the receiver takes what is not listed for unchanged."""
@@ -631,31 +656,17 @@ class KKT:
 
 def _check(message: Message, error: type[Exception]) -> None:
     """Raise unless range, keys and values are each what they may be in any message, encoded or not."""
-    if not 0 <= message.first < message.last <= 2**63:
-        raise error(f"expected a range of keys within 0 to {2**63}, got {message.first} to {message.last}")
+    if not 0 <= message.first < message.last <= LAST_MAX:
+        raise error(f"expected a range of keys within 0 to {LAST_MAX}, got {message.first} to {message.last}")
     if not all(isinstance(note, dict) for note in message.notes.values()):
         raise error(f"expected notes by filter and name, got {str(message.notes)[:80]}")
     keys, values = message.keys, message.values
-    if keys is not None:
-        if problem := _problem_of_keys(keys):
-            raise error(problem)
-        if len(keys) and not message.first <= keys[0] <= keys[-1] < message.last:
-            raise error(
-                f"expected keys from {message.first} to below {message.last}, got {keys[0]} to {keys[-1]}"
-            )
+    if keys is not None and (problem := problem_of_keys(keys, message.first, message.last)):
+        raise error(problem)
     if values is not None and (
         values.dtype not in (np.float32, np.float64, np.uint8) or values.ndim not in (1, 2)
     ):
         raise error(f"expected rows of floats or bytes in this machine's order, got {_told(values)}")
-
-
-def _problem_of_keys(keys: Keys) -> str:
-    if keys.dtype != np.int64 or keys.ndim != 1:
-        return f"expected keys as one row of int64, got {keys.dtype} of shape {keys.shape}"
-    if not (keys[1:] > keys[:-1]).all():
-        place = int(np.argmin(keys[1:] > keys[:-1]))
-        return f"expected ascending keys, each once, got {keys[place]} before {keys[place + 1]}"
-    return ""
 
 
 def _check_rows(message: Message, error: type[Exception]) -> None:
@@ -665,12 +676,11 @@ def _check_rows(message: Message, error: type[Exception]) -> None:
         raise error(f"expected values of float32 or float64, got {_told(values)}")
     if message.body is not None:
         raise error(f"expected a message without a body, got one of {len(message.body)} bytes")
-    rows = message.last - message.first if message.keys is None else len(message.keys)
-    if len(values) != rows:
-        raise error(f"expected values of {rows} keys, got {len(values)}")
+    if problem := problem_of_rows(message.entries, message.first, message.last):
+        raise error(problem)
 
 
-def _told(values: Values | None) -> str:
+def _told(values: Rows | None) -> str:
     return "none" if values is None else f"{values.dtype} of shape {values.shape}"
 
 
@@ -699,19 +709,15 @@ def _signature(keys: Keys) -> bytes:
     return hashlib.blake2b(keys.astype("<i8").tobytes(), digest_size=SIGNATURE_BYTES).digest()
 
 
-def _keys(message: Message) -> Keys:
-    return np.arange(message.first, message.last, dtype=np.int64) if message.keys is None else message.keys
-
-
 def _only(message: Message, kept: Mask) -> Message:
     """Return a message of the entries that are kept."""
     if kept.all():
         return message
     assert message.values is not None
-    return replace(message, keys=_keys(message)[kept], values=message.values[kept])
+    return replace(message, keys=message.entries.listed()[kept], values=message.values[kept])
 
 
-def _bytes_of_rows(values: Values) -> NDArray[np.uint8]:
+def _bytes_of_rows(values: Rows) -> NDArray[np.uint8]:
     width_bytes = values.itemsize * (values.shape[1] if values.ndim == 2 else 1)
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), width_bytes)
 

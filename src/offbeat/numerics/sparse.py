@@ -10,12 +10,13 @@ Shapes: N rows, D keys, Z values that are not zero.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from offbeat.numerics.entries import places_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,8 +137,7 @@ class SignedColumns:
 
     def places(self, first_key: int, stop_key: int) -> slice:
         """Where the keys from `first_key` to `stop_key` - 1 lie in `keys`: one block."""
-        # Not by numpy, which would compare as floats with a stop of 2^63.
-        return slice(bisect_left(self.keys, first_key), bisect_left(self.keys, stop_key))
+        return places_of(self.keys, first_key, stop_key)
 
     def block(self, places: slice) -> SignedColumns:
         """Neighbouring columns, not copied.

@@ -6,59 +6,17 @@ Nothing here knows which blocks a server is to have, or how they come to it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from offbeat.numerics.entries import Entries, Keys, Rows, problem_of
 from offbeat.numerics.updates import Update
 
-Keys: TypeAlias = NDArray[np.int64]  # (K,), ascending, each once
-Rows: TypeAlias = NDArray[Any]  # (K,) or (K, width)
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
 
 _DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Values of some keys: of all from `first` on, or of those that `keys` lists.
-
-    Attributes:
-        first: the key of the first row, where `keys` is None.
-        values: one row a key.
-        keys: ascending, each once; None where the keys are neighbours.
-    """
-
-    first: int
-    values: Rows
-    keys: Keys | None = None
-
-    def cut(self, first: int, last: int) -> Entries:
-        """Return what is there for keys `first` to `last` - 1, without copying it."""
-        if self.keys is None:
-            begin = max(first, self.first)
-            return Entries(begin, self.values[begin - self.first : max(begin, last) - self.first])
-        begin, end = np.searchsorted(self.keys, (first, last))
-        return Entries(first, self.values[begin:end], self.keys[begin:end])
-
-    def __len__(self) -> int:
-        """How many keys there are."""
-        return len(self.values)
-
-
-def gathered(parts: list[Entries]) -> Entries:
-    """Return as one what came in parts, ascending: neighbouring keys where all are, or all are listed.
-
-    Raises:
-        ValueError: no parts, or some with keys and some without.
-    """
-    if not parts or any((one.keys is None) != (parts[0].keys is None) for one in parts):
-        raise ValueError("expected at least one part, and keys in all of them or in none")
-    values = np.concatenate([one.values for one in parts])
-    listed = [one.keys for one in parts if one.keys is not None]
-    return Entries(parts[0].first, values, np.concatenate(listed) if listed else None)
 
 
 class ArrayTable:
@@ -110,17 +68,8 @@ class ArrayTable:
             raise ValueError(
                 f"expected rows of {expected[0]} and shape {expected[1]}, got {came[0]} and {came[1]}"
             )
-        keys = content.keys
-        if keys is None:
-            is_of_range = content.first == first and len(content) == last - first
-        else:
-            is_of_range = len(keys) == len(rows) and (
-                not len(keys) or bool(first <= keys[0] and keys[-1] < last and np.all(keys[1:] > keys[:-1]))
-            )
-        if not is_of_range:
-            raise ValueError(
-                f"expected a row for each key from {first} to {last - 1}, or ascending keys within, each once"
-            )
+        if problem := problem_of(content, first, last):
+            raise ValueError(problem)
 
     def apply(self, first: int, last: int, content: Entries) -> None:
         """Take what was pushed for keys `first` to `last` - 1; of those that it does not list, nothing."""
@@ -202,7 +151,7 @@ class _Block:
     def apply(self, update: Update, content: Entries) -> None:
         """Take what was pushed."""
         if self._keys is not None:
-            self._make_room(_listed(content))
+            self._make_room(content.listed())
         places = self._places(content)
         rows = {name: array[places] for name, array in self.arrays.items()}
         states = {name: part for name, part in rows.items() if name != "values"}
@@ -217,7 +166,7 @@ class _Block:
         if self._keys is None:
             wanted.values[...] = values[self._places(wanted)]
         elif len(self._keys):
-            keys = _listed(wanted)
+            keys = wanted.listed()
             places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             is_there = self._keys[places] == keys
             wanted.values[is_there] = values[places[is_there]]
@@ -235,7 +184,7 @@ class _Block:
 
     def _places(self, content: Entries) -> slice | NDArray[np.int64]:
         if self._keys is not None:
-            return np.searchsorted(self._keys, _listed(content))
+            return np.searchsorted(self._keys, content.listed())
         if content.keys is None:
             return slice(content.first - self._first, content.first - self._first + len(content))
         return content.keys - self._first
@@ -251,9 +200,3 @@ class _Block:
             grown[before] = array
             self.arrays[name] = grown
         self._keys = together
-
-
-def _listed(content: Entries) -> Keys:
-    if content.keys is not None:
-        return content.keys
-    return np.arange(content.first, content.first + len(content), dtype=np.int64)

@@ -1,0 +1,98 @@
+"""Values of some keys, against plain dictionaries; and the one check of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.numerics.entries import LAST_MAX, Entries, gathered, problem_of
+
+# Neighbours at both ends of what a key can be, where floats would take one for another.
+KEYS = st.one_of(st.integers(0, 30), st.integers(LAST_MAX - 30, LAST_MAX - 1))
+
+
+@st.composite
+def entries(draw):
+    if draw(st.booleans()):
+        first = draw(KEYS)
+        count = draw(st.integers(0, min(20, LAST_MAX - first)))
+        return Entries(first, np.arange(count, dtype=np.float32))
+    keys = np.array(sorted(draw(st.sets(KEYS, max_size=20))), np.int64)
+    return Entries(0, np.arange(len(keys), dtype=np.float32), keys)
+
+
+def as_dict(content):
+    return dict(zip(content.listed().tolist(), content.values.tolist(), strict=True))
+
+
+@given(entries(), st.one_of(KEYS, st.just(LAST_MAX)), st.one_of(KEYS, st.just(LAST_MAX)))
+def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, last):
+    part = content.cut(first, last)
+    assert as_dict(part) == {key: value for key, value in as_dict(content).items() if first <= key < last}
+    assert len(part) == len(part.values)
+    assert not len(part) or np.shares_memory(part.values, content.values)
+
+
+def test_the_largest_keys_are_told_apart():
+    """As floats they would all be 2**63."""
+    content = Entries(0, np.arange(3.0), np.arange(LAST_MAX - 3, LAST_MAX))
+    assert content.cut(LAST_MAX - 2, LAST_MAX).values.tolist() == [1, 2]
+    assert content.cut(0, LAST_MAX - 1).values.tolist() == [0, 1]
+    assert len(content.cut(LAST_MAX, LAST_MAX)) == 0
+
+
+@given(entries(), st.lists(st.one_of(KEYS, st.just(LAST_MAX)), max_size=3))
+def test_cut_parts_make_the_whole(content, middles):
+    ends = [0, *sorted(middles), LAST_MAX]
+    whole = gathered([content.cut(first, last) for first, last in pairwise(ends)])
+    assert as_dict(whole) == as_dict(content)
+    assert (whole.keys is None) == (content.keys is None)
+
+
+def test_parts_of_two_kinds_are_refused():
+    with pytest.raises(ValueError, match="keys in all of them or in none"):
+        gathered([Entries(0, np.ones(1)), Entries(1, np.ones(1), np.array([1]))])
+    with pytest.raises(ValueError, match="at least one part"):
+        gathered([])
+
+
+@given(entries())
+def test_a_row_for_each_key_within_the_range_is_no_problem(content):
+    keys = content.listed()
+    if content.keys is None:
+        assert problem_of(content, content.first, content.first + len(content)) == ""
+    elif len(keys):
+        assert problem_of(content, int(keys[0]), int(keys[-1]) + 1) == ""
+        assert "expected keys from" in problem_of(content, int(keys[0]) + 1, LAST_MAX)
+        assert "expected keys from" in problem_of(content, 0, int(keys[-1]))
+    else:
+        assert problem_of(content, 3, 4) == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (Entries(0, np.ones(9)), "expected values of 10 keys, got 9"),
+        (Entries(1, np.ones(10)), "expected rows from key 0 on, got them from 1 on"),
+        (Entries(0, np.ones(1), np.array([3, 4])), "expected values of 2 keys, got 1"),
+        (
+            Entries(0, np.ones(3), np.array([2, 4, 4])),
+            "expected ascending keys, each once, got 4 before 4",
+        ),
+        (Entries(0, np.ones(1), np.array([10])), "expected keys from 0 to below 10, got 10 to 10"),
+        (
+            Entries(0, np.ones(1), np.array([3], np.int32)),
+            "expected keys as one row of int64, got int32 of shape (1,)",
+        ),
+        (
+            Entries(0, np.ones(1), np.array([[3]])),
+            "expected keys as one row of int64, got int64 of shape (1, 1)",
+        ),
+    ],
+)
+def test_a_problem_is_told_by_what_was_expected_and_what_came(content, problem):
+    assert problem_of(content, 0, 10) == problem
