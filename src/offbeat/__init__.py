@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
 
 if TYPE_CHECKING:
+    from offbeat.runtime.ps import PS
     from offbeat.runtime.session import Session, join
 
-__all__ = ["LinkError", "OffbeatError", "ProtocolError", "Session", "WorkerError", "join"]
+__all__ = ["PS", "LinkError", "OffbeatError", "ProtocolError", "Session", "WorkerError", "join"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the session, and torch with it, when it is first asked for: the coordinator never does."""
+    """Loads what needs torch when it is first asked for: the coordinator and servers never do."""
     if name in ("Session", "join"):
         from offbeat.runtime import session
 
         return getattr(session, name)
+    if name == "PS":
+        from offbeat.runtime.ps import PS
+
+        return PS
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -7,7 +7,8 @@ are. Times are seconds: `now_s` is the coordinator's monotonic clock when the ev
 the standard library.
 
 `worker` is an id that is never used twice in a job (the rank, for workers present from the start); `step`
-counts finished optimizer steps, `round` counts gradient exchanges.
+counts finished optimizer steps, `round` counts gradient exchanges. `node` names who takes part in a parameter
+server, "server-3" or "client-7".
 """
 
 from __future__ import annotations
@@ -245,6 +246,94 @@ class Tick:
     now_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeEvent:
+    """What is said by or about a server or a client of the parameter server.
+
+    Attributes:
+        node: its name, "server-3" or "client-7", under which its links know it; never used twice.
+    """
+
+    now_s: float
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJoined(NodeEvent):
+    """It is there.
+
+    Attributes:
+        addresses: where its links listen, best first.
+        functions: import paths of the user's own updates that a server has.
+    """
+
+    addresses: tuple[str, ...]
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeft(NodeEvent):
+    """It leaves in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(NodeEvent):
+    """It is gone without leaving.
+
+    Attributes:
+        cause: what was observed, as one clause.
+    """
+
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceOpened(NodeEvent):
+    """Somebody wants a namespace of the parameter server; the first to want it makes it.
+
+    Attributes:
+        about: what its values are and what becomes of what is pushed, as servers understand it.
+        function: the import path of the user's own update that every server needs; empty where none is.
+    """
+
+    name: str
+    keys: int
+    block_keys: int
+    about: str
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLeaves(NodeEvent):
+    """Somebody wants a server to leave as soon as others have all that it holds."""
+
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFilled(NodeEvent):
+    """A server has all that it was to be filled with in a view.
+
+    Attributes:
+        view: its number.
+    """
+
+    view: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerMissed(NodeEvent):
+    """A server cannot reach another one.
+
+    Attributes:
+        server: who cannot be reached.
+        cause: what was observed, as one clause.
+    """
+
+    server: int
+    cause: str
+
+
 Event: TypeAlias = (
     Joined
     | Ready
@@ -260,6 +349,13 @@ Event: TypeAlias = (
     | Lost
     | Failed
     | Tick
+    | NodeJoined
+    | NodeLeft
+    | NodeLost
+    | SpaceOpened
+    | ServerLeaves
+    | ServerFilled
+    | ServerMissed
 )
 
 
@@ -481,6 +577,80 @@ class Refuse:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """Keys 0 to `keys` - 1 of the parameter server under a name (see `SpaceOpened`)."""
+
+    name: str
+    keys: int
+    block_keys: int
+    about: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """A server is being filled with what lies at places `first` to `last` - 1 of the ring."""
+
+    server: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """How to reach a server of the parameter server: its addresses, best first."""
+
+    server: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Viewed:
+    """Who holds what on the parameter server, from now on (see `offbeat.policies.parcels.View`).
+
+    Attributes:
+        node: who hears it; everybody where it is empty.
+        ring: the servers of the ring in force.
+        virtual_nodes, copies: of every ring.
+        target: the servers of the ring that is being prepared; none where none is.
+        servers: all who are there.
+    """
+
+    node: str
+    number: int
+    epoch: int
+    ring: tuple[int, ...]
+    virtual_nodes: int
+    copies: int
+    target: tuple[int, ...]
+    filling: tuple[Filling, ...]
+    namespaces: tuple[Namespace, ...]
+    servers: tuple[Server, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceRefused:
+    """A namespace cannot be as `node`, which alone hears it, wants it."""
+
+    node: str
+    name: str
+    reason: str
+
+
 Action: TypeAlias = (
-    Start | Halt | Group | Deal | Used | Recall | Lend | Settle | EpochEnded | Dismiss | Stop | Refuse
+    Start
+    | Halt
+    | Group
+    | Deal
+    | Used
+    | Recall
+    | Lend
+    | Settle
+    | EpochEnded
+    | Dismiss
+    | Stop
+    | Refuse
+    | Viewed
+    | SpaceRefused
 )

@@ -5,7 +5,6 @@ Nothing here knows what the values mean, where they are kept or how they travel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -17,7 +16,6 @@ Rows: TypeAlias = NDArray[Any]  # (K,) or (K, width)
 LAST_MAX: Final = 2**63  # the end of a range that ends with the largest key
 
 
-@dataclass(slots=True, eq=False)  # not frozen: one is made a message, and that would take three times as long
 class Entries:
     """Values of some keys: of all from `first` on, or of those that `keys` lists.
 
@@ -27,9 +25,10 @@ class Entries:
         keys: ascending, each once; None where the keys are neighbours.
     """
 
-    first: int
-    values: Rows
-    keys: Keys | None = None
+    __slots__ = ("first", "keys", "values")  # no dataclass: the wire has a form of its own for it
+
+    def __init__(self, first: int, values: Rows, keys: Keys | None = None) -> None:
+        self.first, self.values, self.keys = first, values, keys
 
     def cut(self, first: int, last: int) -> Entries:
         """Return what is there for keys `first` to `last` - 1, without copying it."""

@@ -20,6 +20,7 @@ from offbeat.events import (
     Joined,
     Left,
     Lost,
+    NodeEvent,
     Peer,
     Ready,
     Recalled,
@@ -86,6 +87,7 @@ class Assembly:
                 | Halted()
                 | Evaluated()
                 | Finished()
+                | NodeEvent()
             ):
                 return []  # nearly all events are these
             case Joined():

@@ -21,6 +21,7 @@ from offbeat.events import (
     Joined,
     Left,
     Lost,
+    NodeEvent,
     Ready,
     Recalled,
     Saving,
@@ -99,6 +100,8 @@ class Lockstep:
                     self._finished[event.worker] = event.step + 1
                 return []
             case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
+                return []
+            case NodeEvent():
                 return []
             case _:
                 assert_never(event)

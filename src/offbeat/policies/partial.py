@@ -25,6 +25,7 @@ from offbeat.events import (
     Joined,
     Left,
     Lost,
+    NodeEvent,
     Ready,
     Recalled,
     Refuse,
@@ -223,7 +224,7 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case StepTimed() | Evaluated():
+            case StepTimed() | Evaluated() | NodeEvent():
                 return []
             case _:
                 assert_never(event)

@@ -33,13 +33,18 @@ from offbeat.events import (
     Left,
     Lend,
     Lost,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
     Recall,
     Refuse,
     Settle,
+    SpaceRefused,
     Start,
     Stop,
     Tick,
     Used,
+    Viewed,
 )
 from offbeat.policies import decide
 from offbeat.record import (
@@ -103,11 +108,11 @@ class _Arrival:
 
 
 @dataclass
-class _Worker:
+class _Member:
     """A peer that has joined, whether it takes part or not.
 
     Attributes:
-        worker: its id.
+        speaker: the worker, by its id, or the node, by its name, for which it speaks.
         addresses: where it listens.
         is_present: it has neither left, failed nor been lost, and was not refused.
         is_refused: nothing that it says counts.
@@ -116,7 +121,7 @@ class _Worker:
         unheard: the last of them, which it has not said it has heard.
     """
 
-    worker: int
+    speaker: int | str
     addresses: tuple[str, ...]
     is_present: bool = True
     is_refused: bool = False
@@ -149,7 +154,7 @@ class Coordinator:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
         self._inbox: queue.SimpleQueue[_Arrival | BaseException] = queue.SimpleQueue()
-        self._workers: dict[str, _Worker] = {}  # by link name
+        self._members: dict[str, _Member] = {}  # by link name
         self._present: set[str] = set()
         self._strangers: set[str] = set()  # turned away before they joined
         self._connections: dict[str, int] = {}  # of those who have said a tally
@@ -205,7 +210,7 @@ class Coordinator:
                 self._log.close()
 
     def _is_over(self) -> bool:
-        everybody_came = 0 < self._expected <= len(self._workers)
+        everybody_came = 0 < self._expected <= len(self._members)
         return (
             self._has_started
             or everybody_came
@@ -269,8 +274,8 @@ class Coordinator:
             self._held_up_s = now_s
 
     def _may_say(self, event: Event, peer: str) -> bool:
-        """A peer joins first, once, and then speaks for the worker as which it joined."""
-        known = self._workers.get(peer)
+        """A peer joins first, once, and then speaks for the worker or node as which it joined."""
+        known = self._members.get(peer)
         if peer in self._strangers or (known is not None and known.is_refused):
             return False
         wrong = self._wrong(event, peer)
@@ -280,30 +285,36 @@ class Coordinator:
 
     def _wrong(self, event: Event, peer: str) -> str | None:
         kind = type(event).__name__
-        if isinstance(event, Tick | Lost):
-            return f"a worker must not send {kind}, which the coordinator observes itself"
-        known = self._workers.get(peer)
-        if (known is None) != isinstance(event, Joined):
-            expected = "Joined, once, as its first event"
+        if isinstance(event, Tick | Lost | NodeLost):
+            return f"a worker or node must not send {kind}, which the coordinator observes itself"
+        known = self._members.get(peer)
+        speaker = _speaker(event)
+        if (known is None) != isinstance(event, Joined | NodeJoined):
+            expected = "Joined or NodeJoined, once, as its first event"
             return f"expected {expected}, got {kind} from {peer}"
-        if known is not None and known.worker != event.worker:
-            return f"{peer} joined as worker {known.worker} and may not speak for worker {event.worker}"
+        if isinstance(event, NodeJoined) and event.node != peer:
+            return f"{peer} may not join as {event.node}"
+        if known is not None and known.speaker != speaker:
+            return f"{peer} joined as {_named(known.speaker)} and may not speak for {_named(speaker)}"
         longest = max(map(len, _texts(event)), default=0)
         if longest > _TEXT_MAX:
             return f"expected texts of at most {_TEXT_MAX} characters, got {longest} in {kind} from {peer}"
         return None
 
-    def _lost(self, peer: str, cause: str) -> Lost:
-        return Lost(now_s=time.monotonic(), worker=self._workers[peer].worker, cause=cause)
+    def _lost(self, peer: str, cause: str) -> Lost | NodeLost:
+        speaker = self._members[peer].speaker
+        if isinstance(speaker, str):
+            return NodeLost(now_s=time.monotonic(), node=speaker, cause=cause)
+        return Lost(now_s=time.monotonic(), worker=speaker, cause=cause)
 
     def _expel(self, peer: str, reason: str) -> None:
         """Turns a peer away that broke the protocol; if it takes part in the job, that has lost a worker."""
         if peer in self._present:
             self._handle(self._lost(peer, f"it broke the protocol: {reason}"), peer)
-        elif peer not in self._workers:
+        elif peer not in self._members:
             self._strangers.add(peer)
             self._send(peer, encode_actions([Refuse(peer=peer, reason=reason)]))
-        elif not self._workers[peer].is_refused:
+        elif not self._members[peer].is_refused:
             self._tell([Refuse(peer=peer, reason=reason)])
 
     # What follows ----------------------------------------------------------------------------------------
@@ -323,22 +334,25 @@ class Coordinator:
     def _decide(self, event: Event, peer: str) -> list[Action]:
         self._note(event, peer)
         actions = decide(self._policies, event)
-        self._has_started |= any(isinstance(action, Start) for action in actions)
+        self._has_started |= any(isinstance(action, Start | Viewed) for action in actions)
         return actions
 
     def _note(self, event: Event, peer: str) -> None:
         match event:
             case Joined():
-                self._workers[peer] = _Worker(event.worker, event.addresses)
+                self._members[peer] = _Member(event.worker, event.addresses)
                 self._present.add(peer)
                 self._expected = max(self._expected, event.world)
-            case Left() | Failed() | Lost():
+            case NodeJoined():
+                self._members[peer] = _Member(event.node, event.addresses)
+                self._present.add(peer)
+            case Left() | Failed() | Lost() | NodeLeft() | NodeLost():
                 self._part(peer)
-        if not isinstance(event, Tick | Lost):
-            self._workers[peer].recorded += 1
+        if not isinstance(event, Tick | Lost | NodeLost):
+            self._members[peer].recorded += 1
 
     def _part(self, peer: str) -> None:
-        self._workers[peer].is_present = False
+        self._members[peer].is_present = False
         self._present.discard(peer)
         self._away.pop(peer, None)
 
@@ -346,8 +360,9 @@ class Coordinator:
 
     def _told(self, event: Event, peer: str, actions: list[Action]) -> list[Action]:
         """What is told after an event: besides what was decided, that one who was lost is out."""
-        if isinstance(event, Lost) and not self._workers[peer].is_refused:
-            return [*actions, Refuse(peer=peer, reason=f"worker {event.worker} was lost: {event.cause}")]
+        if isinstance(event, Lost | NodeLost) and not self._members[peer].is_refused:
+            lost = _named(self._members[peer].speaker)
+            return [*actions, Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}")]
         return actions
 
     def _tell(self, actions: Sequence[Action]) -> bool:
@@ -355,18 +370,18 @@ class Coordinator:
         if not actions:
             return False
         for action in actions:
-            if isinstance(action, Refuse) and action.peer in self._workers:
+            if isinstance(action, Refuse) and action.peer in self._members:
                 self._part(action.peer)
-                self._workers[action.peer].is_refused = True
+                self._members[action.peer].is_refused = True
         common: list[Action] = []
         payload = b""
-        for peer in sorted(self._workers):
+        for peer in sorted(self._members):
             mine = [action for action in actions if self._is_for(action, peer)]
             if not mine:
                 continue
-            worker = self._workers[peer]
-            worker.told += len(mine)
-            worker.unheard.extend(mine)
+            member = self._members[peer]
+            member.told += len(mine)
+            member.unheard.extend(mine)
             if mine != common:
                 common, payload = mine, encode_actions(mine)
             self._send(peer, payload)
@@ -376,12 +391,17 @@ class Coordinator:
         """Whether a worker is told of an action."""
         if isinstance(action, Refuse):
             return action.peer == peer
-        worker = self._workers[peer].worker
-        if isinstance(action, Deal | Used | Recall | Settle) and action.worker != worker:
+        if peer not in self._present:
             return False
-        if isinstance(action, Lend) and worker not in (action.worker, action.patron):
-            return False
-        return peer in self._present
+        speaker = self._members[peer].speaker
+        match action:
+            case Viewed() | SpaceRefused():
+                return action.node == speaker or (not action.node and isinstance(speaker, str))
+            case Deal() | Used() | Recall() | Settle():
+                return action.worker == speaker
+            case Lend():
+                return speaker in (action.worker, action.patron)
+        return isinstance(speaker, int) or isinstance(action, Stop)
 
     def _send(self, peer: str, payload: bytes) -> None:
         """Sends a message, after what it follows from has been written down; nothing during a replay."""
@@ -395,7 +415,7 @@ class Coordinator:
         """Seeks a worker that may live and not be connected; if it cannot be reached, the links say so."""
         assert self._endpoint is not None
         self._away[peer] = time.monotonic() + _BACK_S
-        worker = self._workers[peer]
+        worker = self._members[peer]
         with suppress(ValueError):  # else it has as long to come by itself
             self._endpoint.introduce(peer, worker.addresses, lasting=True)
         self._send(peer, encode_tally(Tally(0, worker.recorded, worker.told)))
@@ -406,7 +426,7 @@ class Coordinator:
         Raises:
             ProtocolError: it claims to have heard what it was not told.
         """
-        worker = self._workers.get(peer)
+        worker = self._members.get(peer)
         recorded, told = (worker.recorded, worker.told) if worker is not None else (0, 0)
         unheard = worker.unheard if worker is not None else deque[Action]()
         if not told - len(unheard) <= tally.heard <= told:
@@ -455,7 +475,7 @@ class Coordinator:
                 "peer": peer,
                 "unheard": [encode_actions([action]) for action in worker.unheard],
             }
-            for peer, worker in self._workers.items()
+            for peer, worker in self._members.items()
         ]
         state = {
             "workers": workers,
@@ -472,8 +492,8 @@ class Coordinator:
         for plain in state["workers"]:
             peer, addresses, unheard = plain.pop("peer"), plain.pop("addresses"), plain.pop("unheard")
             actions = [action for payload in unheard for action in decode_actions(payload)]
-            self._workers[peer] = _Worker(addresses=tuple(addresses), unheard=deque(actions), **plain)
-        self._present = {peer for peer, worker in self._workers.items() if worker.is_present}
+            self._members[peer] = _Member(addresses=tuple(addresses), unheard=deque(actions), **plain)
+        self._present = {peer for peer, worker in self._members.items() if worker.is_present}
         self._expected, self._has_started = state["expected"], state["has_started"]
         for policy, one in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(one)
@@ -505,6 +525,16 @@ class Coordinator:
         self.journal.flush()
         if self._log is not None:
             self._log.flush()
+
+
+def _speaker(event: Event) -> int | str:
+    """The worker or the node that an event is about."""
+    speaker: int | str = event.worker if hasattr(event, "worker") else event.node  # type: ignore[union-attr]
+    return speaker
+
+
+def _named(speaker: int | str) -> str:
+    return speaker if isinstance(speaker, str) else f"worker {speaker}"
 
 
 def _texts(event: Event) -> Iterator[str]:

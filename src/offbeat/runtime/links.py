@@ -299,9 +299,13 @@ class Endpoint:
                     self.name, f"a callback has kept the links of {self.name} busy for {HAND_OVER_S:g} s"
                 )
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the I/O thread soon, after what was asked for before."""
-        self._loop.call(function)
+        self._loop.call(function, *args)
+
+    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Run a function in the I/O thread after `delay_s`."""
+        self._loop.call(self._loop.later, delay_s, function)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the kernel has taken everything that was queued; return whether it has in time."""

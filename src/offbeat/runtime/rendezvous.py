@@ -106,7 +106,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         OffbeatError: the store or the coordinator could not be reached or started in time.
     """
     limit_s = time.monotonic() + environment.start_s
-    host = _own_address(environment.master_addr)
+    host = own_address(environment.master_addr)
     if environment.is_newcomer:
         return _meet_as_newcomer(environment, host, limit_s)
     hosts_store = environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
@@ -343,7 +343,7 @@ def _in_time(function: Callable[[], _T], limit_s: float) -> _T:
     return cast(_T, result)
 
 
-def _own_address(master_addr: str) -> str:
+def own_address(master_addr: str) -> str:
     """The address at which the other hosts reach this one.
 
     It is that of the interface that leads to the master. On the master itself, many systems' /etc/hosts say

@@ -29,10 +29,12 @@ from offbeat.events import (
     Recall,
     Refuse,
     Settle,
+    SpaceRefused,
     Start,
     Stop,
     Tick,
     Used,
+    Viewed,
 )
 from offbeat.policies import Policy, decide
 from offbeat.policies.lockstep import Lockstep
@@ -379,7 +381,7 @@ class Cluster:
                     continue  # no simulated worker computes for another: what is lent is called in
                 case Dismiss():
                     self.is_dismissed = True
-                case Start() | EpochEnded():
+                case Start() | EpochEnded() | Viewed() | SpaceRefused():
                     pass
                 case _:
                     assert_never(action)

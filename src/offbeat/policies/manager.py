@@ -1,0 +1,189 @@
+"""The manager of a parameter server as a policy of the coordinator: who is there, and who holds what.
+
+Nothing here knows how a death is noticed or what is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Event,
+    Filling,
+    Namespace,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    Refuse,
+    Server,
+    ServerFilled,
+    ServerLeaves,
+    ServerMissed,
+    SpaceOpened,
+    SpaceRefused,
+    Viewed,
+)
+from offbeat.policies.parcels import Arc, Filled, View
+from offbeat.policies.placement import Ring, Space
+from offbeat.policies.servers import ServerGroup
+
+_SERVER = "server-"
+
+
+class Manager:
+    """Tells every server and client the views of a `ServerGroup`.
+
+    Source: the parameter server of OSDI'14, sections 3 and 4.5 ("server manager"). Deviation: who another
+    server cannot reach has to go, though the manager may reach it.
+
+    Args:
+        servers: how many there are at the start, at least 1.
+        virtual_nodes, copies: of the ring.
+
+    Raises:
+        ValueError: no server, or a ring that cannot be.
+    """
+
+    def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
+        self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, copies=copies)
+        self._virtual_nodes, self._copies = virtual_nodes, copies
+        self._addresses: dict[int, tuple[str, ...]] = {}
+        self._functions: dict[int, tuple[str, ...]] = {}
+        self._needed: set[str] = set()  # functions, by namespaces that were opened
+
+    def handle(self, event: Event) -> list[Action]:
+        """See `Policy.handle`."""
+        match event:
+            case NodeJoined():
+                return self._join(event)
+            case NodeLeft() | NodeLost():
+                return self._part(event)
+            case SpaceOpened():
+                return self._open(event)
+            case ServerLeaves():
+                return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
+            case ServerFilled():
+                filled = Filled(server=_number(event.node), view=event.view)
+                return self._say(self._group.filled(filled), "who was being filled has everything")
+            case ServerMissed():
+                return self._miss(event)
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {
+            "group": self._group.state_dict(),
+            "servers": [
+                [server, list(found), list(self._functions[server])]
+                for server, found in self._addresses.items()
+            ],
+            "needed": sorted(self._needed),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Policy.load_state_dict`."""
+        self._group.load_state_dict(state["group"])
+        self._addresses = {server: tuple(found) for server, found, _ in state["servers"]}
+        self._functions = {server: tuple(found) for server, _, found in state["servers"]}
+        self._needed = set(state["needed"])
+
+    def _join(self, event: NodeJoined) -> list[Action]:
+        if not event.node.startswith(_SERVER):
+            return self._say(self._group.view, f"{event.node} has come", node=event.node)
+        server = _number(event.node)
+        if missing := self._needed - set(event.functions):
+            reason = f"expected a server that was started with the function {min(missing)}, got none"
+            return [Refuse(peer=event.node, reason=reason)]
+        try:
+            view = self._group.joined(server)
+        except ProtocolError as error:
+            return [Refuse(peer=event.node, reason=str(error))]
+        self._addresses[server], self._functions[server] = event.addresses, event.functions
+        return self._say(view, f"server {server} has come")
+
+    def _part(self, event: NodeLeft | NodeLost) -> list[Action]:
+        if not event.node.startswith(_SERVER):
+            return []
+        server = _number(event.node)
+        self._forget(server)
+        how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
+        return self._say(self._group.lost(server), f"server {server} {how}")
+
+    def _miss(self, event: ServerMissed) -> list[Action]:
+        """One of two servers that cannot reach each other has to go; whoever says so first stays."""
+        view = self._group.lost(event.server)
+        if view is None:
+            return []
+        self._forget(event.server)
+        reason = f"{event.node} cannot reach server {event.server}: {event.cause}"
+        return [Refuse(peer=f"{_SERVER}{event.server}", reason=reason), *self._say(view, reason)]
+
+    def _open(self, event: SpaceOpened) -> list[Action]:
+        space = Space(event.name, event.keys, event.block_keys, event.about)
+        lacking = [server for server, found in self._functions.items() if event.function not in found]
+        if event.function and lacking:
+            reason = f"server {lacking[0]} was started without the function {event.function}"
+            return [SpaceRefused(node=event.node, name=event.name, reason=reason)]
+        try:
+            view = self._group.opened(space)
+        except ProtocolError as error:
+            return [SpaceRefused(node=event.node, name=event.name, reason=str(error))]
+        if event.function:
+            self._needed.add(event.function)
+        return self._say(view, f"the namespace {event.name} was opened")
+
+    def _forget(self, server: int) -> None:
+        self._addresses.pop(server, None)
+        self._functions.pop(server, None)
+
+    def _say(self, view: View | None, reason: str, *, node: str = "") -> list[Action]:
+        if view is None:
+            return []
+        viewed = Viewed(
+            node=node,
+            number=view.number,
+            epoch=view.epoch,
+            ring=view.ring.servers,
+            virtual_nodes=self._virtual_nodes,
+            copies=self._copies,
+            target=() if view.target is None else view.target.servers,
+            filling=tuple(
+                Filling(server=server, first=arc.first, last=arc.last)
+                for server, arcs in view.filling.items()
+                for arc in arcs
+            ),
+            namespaces=tuple(Namespace(**space._asdict()) for space in view.spaces.values()),
+            servers=tuple(
+                Server(server=server, addresses=found) for server, found in sorted(self._addresses.items())
+            ),
+            reason=reason,
+        )
+        return [viewed]
+
+
+def view_of(viewed: Viewed) -> View:
+    """Return the view that a manager has told."""
+    filling: dict[int, tuple[Arc, ...]] = {}
+    for one in viewed.filling:
+        filling[one.server] = (*filling.get(one.server, ()), Arc(first=one.first, last=one.last))
+
+    def ring_of(servers: tuple[int, ...]) -> Ring:
+        return Ring(servers, virtual_nodes=viewed.virtual_nodes, copies=viewed.copies)
+
+    return View(
+        number=viewed.number,
+        epoch=viewed.epoch,
+        ring=ring_of(viewed.ring),
+        spaces={
+            space.name: Space(space.name, space.keys, space.block_keys, space.about)
+            for space in viewed.namespaces
+        },
+        filling=filling,
+        target=ring_of(viewed.target) if viewed.target else None,
+    )
+
+
+def _number(node: str) -> int:
+    return int(node.rpartition("-")[2])

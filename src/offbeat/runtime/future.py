@@ -1,0 +1,57 @@
+"""What a request to a parameter server will have come to; for programs that wait, and for what follows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from offbeat.errors import OffbeatError
+
+TIMEOUT_S: Final = 60.0
+
+
+class Future:
+    """What a request will have come to.
+
+    Attributes:
+        is_done: there is a result, or an error.
+        error: why there will be no result.
+        followers: called in the links' thread when it is done.
+    """
+
+    __slots__ = ("_lock", "_value", "_what", "error", "followers", "is_done")
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        self.is_done = False
+        self._what = what
+        self._value: Any = None
+        self.error: Exception | None = None
+        self.followers: list[Callable[[], None]] = []
+        self._lock = threading.Lock()  # held until it is done
+        self._lock.acquire()
+
+    def result(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """Wait until the request is done, and return what it came to: the rows of a pull.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds, or cannot be any more; says which servers
+                have not answered.
+        """
+        if not self.is_done:
+            if not self._lock.acquire(timeout=timeout_s):
+                raise OffbeatError(f"{self._what()} after {timeout_s:g} s")
+            self._lock.release()
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+    def finish(self, value: Any, error: Exception | None = None) -> None:
+        """There is a result, or none will be; in the links' thread."""
+        if not self.is_done:
+            self._value, self.error = value, error
+            self.is_done = True
+            self._lock.release()
+            followers, self.followers = self.followers, []
+            for follow in followers:
+                follow()

@@ -1,0 +1,215 @@
+"""A node of a parameter server, whichever it is: its links, its line to the manager, its messages to others.
+
+This module never decides who holds what: the manager's views say that.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from offbeat.errors import LinkError, OffbeatError
+from offbeat.events import Event, NodeJoined, NodeLeft, Refuse, ServerMissed, SpaceRefused, Stop, Viewed
+from offbeat.policies.manager import view_of
+from offbeat.policies.parcels import View
+from offbeat.runtime.control import ControlLine
+from offbeat.runtime.coordinator import Coordinator
+from offbeat.runtime.links import Endpoint
+from offbeat.runtime.post import Post
+
+SILENT_S: Final = 3.0  # who has said nothing for so long is lost
+_RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
+_MISSED_S: Final = 5.0  # for how long, until the manager hears of it
+_GONE_CLIENT_S: Final = 60.0  # for which a client may be gone that is still to be told something
+_GOODBYE_S: Final = 5.0
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a parameter server is, and what lets a node in. Whoever has it may do anything there.
+
+    Attributes:
+        job: its id.
+        token: its secret.
+        manager: the manager's addresses, best first.
+    """
+
+    job: str
+    token: str
+    manager: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """Read a cluster file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OffbeatError: it is no cluster file.
+        """
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except msgspec.MsgspecError as error:
+            raise OffbeatError(
+                f"expected a cluster file in {path}, as `offbeat serve --new {path}` writes it: {error}"
+            ) from None
+
+    def write(self, path: str | Path) -> None:
+        """Write a cluster file, which nobody else on this host may read."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(self) + b"\n")
+
+
+def new_cluster_secrets() -> tuple[str, str]:
+    """Return a job's id and a token that nobody guesses."""
+    return secrets.token_hex(8), secrets.token_hex(32)
+
+
+class Node:
+    """A server or a client.
+
+    All callbacks run in the links' thread, and so must what is called here, but for `close`.
+
+    Args:
+        name: "server-3" or "client-7".
+        cluster: where the manager is.
+        host: the address to listen on and to be reached at.
+        on_view: there is a new view.
+        on_message: (node, message) from a server or a client; may raise ProtocolError.
+        on_refused: a namespace cannot be as this node wants it.
+        on_gone: this node takes part no more, with the cause; called once.
+        functions: import paths of the user's own updates that a server has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        *,
+        host: str,
+        on_view: Callable[[View], None],
+        on_message: Callable[[str, Any], None],
+        on_gone: Callable[[str], None],
+        on_refused: Callable[[SpaceRefused], None] | None = None,
+        functions: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self._on_view, self._on_gone, self._on_refused = on_view, on_gone, on_refused
+        self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
+        self._gone: set[str] = set()  # servers that were there
+        self._unreached_s: dict[str, float] = {}
+        self._away: set[str] = set()  # clients whose connection broke
+        self._is_over = False
+        self.endpoint = Endpoint(
+            name,
+            job=cluster.job,
+            token=cluster.token,
+            on_message=self._hear,
+            on_lost=self._lost,
+            on_left=self._left,
+            on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
+            host=host,
+            silent_s=SILENT_S,
+        )
+        self.post = Post(self.endpoint, on_message)
+        self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
+        self.tell(NodeJoined(now_s=0.0, node=name, addresses=self.endpoint.addresses, functions=functions))
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """The servers that are there."""
+        return list(self._addresses)
+
+    def tell(self, *events: Event) -> None:
+        """Say something to the manager; never blocks."""
+        self._line.tell(*events)
+
+    def close(self) -> None:
+        """Leave in order."""
+        if not self._is_over:
+            self._is_over = True
+            self.tell(NodeLeft(now_s=0.0, node=self.name))
+            self._line.settle(_GOODBYE_S)
+        self.endpoint.close()
+
+    # In the links' thread --------------------------------------------------------------------------------
+
+    def _hear(self, peer: str, payload: bytes) -> None:
+        if peer != Coordinator.NAME:
+            if peer not in self._gone:
+                self._away.discard(peer)
+                self.post.hear(peer, payload)
+            return
+        for action in self._line.hear(payload):
+            match action:
+                case Viewed():
+                    self._see(action)
+                case SpaceRefused():
+                    if self._on_refused is not None:
+                        self._on_refused(action)
+                case Refuse() | Stop():
+                    self._end(action.reason)
+
+    def _see(self, viewed: Viewed) -> None:
+        servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
+        for name in self._addresses.keys() - servers.keys():
+            self._gone.add(name)
+            self._unreached_s.pop(name, None)
+            self.post.forget(name)
+        for name in servers.keys() - self._addresses.keys():
+            if name != self.name:
+                self.endpoint.introduce(name, servers[name], lasting=True)
+        self._addresses = servers
+        self._on_view(view_of(viewed))
+
+    def _lost(self, error: LinkError) -> None:
+        peer = error.peer
+        if peer == Coordinator.NAME:
+            self._line.lost(error)
+            return
+        self.post.lost(peer)
+        if peer in self._addresses:
+            if error.was_open:
+                self._unreached_s[peer] = 0.0
+                self._reach(peer)
+            else:
+                self._missed(peer, str(error))
+        elif peer not in self._gone:
+            self._away.add(peer)
+            self.endpoint.later(_GONE_CLIENT_S, partial(self._forget_client, peer))
+
+    def _left(self, peer: str) -> None:
+        if peer == Coordinator.NAME:
+            self._line.left()
+        else:
+            self.post.forget(peer)
+
+    def _reach(self, peer: str) -> None:
+        """Connect to a server anew."""
+        if peer in self._addresses and not self._is_over:
+            self.endpoint.introduce(peer, self._addresses[peer], lasting=True)
+            self.post.again(peer)
+
+    def _missed(self, peer: str, cause: str) -> None:
+        """A server that is said to be there cannot be reached."""
+        missed_s = self._unreached_s[peer] = self._unreached_s.get(peer, 0.0) + _RETRY_S
+        if missed_s >= _MISSED_S and self.name.startswith("server-"):
+            server = int(peer.removeprefix("server-"))
+            self.tell(ServerMissed(now_s=0.0, node=self.name, server=server, cause=cause))
+            self._unreached_s[peer] = 0.0
+        self.endpoint.later(_RETRY_S, partial(self._reach, peer))
+
+    def _forget_client(self, peer: str) -> None:
+        if peer in self._away:
+            self._away.discard(peer)
+            self.post.forget(peer)
+
+    def _end(self, cause: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_gone(cause)

@@ -1,0 +1,171 @@
+"""The messages of a parameter server as bytes, and the arrays that travel beside them.
+
+A message is msgpack: a number for its kind, and its fields by name. Small arrays are in it as they are; of
+larger ones it says what they are, and their bytes go straight from array to array. Nothing is unpickled, and
+no memory is taken for more than a message may have.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+from numpy.typing import NDArray
+
+from offbeat.errors import ProtocolError
+from offbeat.numerics.entries import Entries
+from offbeat.policies.parcels import (
+    Chunk,
+    ChunkTaken,
+    Copied,
+    Copy,
+    Fetch,
+    FillEnd,
+    Handed,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Resent,
+    Stale,
+    ToClient,
+    ToServer,
+)
+
+INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
+_ARRAY_BYTES_MAX: Final = 2**31
+
+_KINDS: Final[tuple[type, ...]] = (
+    Push,
+    Pushed,
+    Pull,
+    Pulled,
+    Copy,
+    Copied,
+    Stale,
+    Handed,
+    Resent,
+    Fetch,
+    Chunk,
+    ChunkTaken,
+    FillEnd,
+)
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+_DTYPES: Final = tuple(
+    np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
+)
+_DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_ARRAY, _ENTRIES = 1, 2
+_HEAD: Final = struct.Struct("<BBBxQQ")  # dtype, dimensions, whether it is beside; rows, and numbers in a row
+_FIRST: Final = struct.Struct("<qB")  # of Entries: the first key, and whether keys are listed
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, struct.error, ValueError)
+
+Array = NDArray[Any]
+
+
+class Packer:
+    """Makes bytes of messages."""
+
+    def __init__(self) -> None:
+        self._beside: list[Array] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._extend)
+
+    def pack(self, message: ToServer | ToClient) -> tuple[bytes, list[Array]]:
+        """Return a message as bytes, and the arrays whose bytes are to follow, in order.
+
+        Raises:
+            TypeError: an array of a kind that is not sent.
+        """
+        self._beside = []
+        data = self._encoder.encode((_CODES[type(message)], message))
+        return data, self._beside
+
+    def _extend(self, thing: Any) -> Ext:
+        if isinstance(thing, Entries):
+            pieces = [_FIRST.pack(thing.first, thing.keys is not None)]
+            if thing.keys is not None:
+                self._describe(thing.keys, pieces)
+            self._describe(thing.values, pieces)
+            return Ext(_ENTRIES, b"".join(pieces))
+        if isinstance(thing, np.ndarray):
+            pieces = []
+            self._describe(thing, pieces)
+            return Ext(_ARRAY, b"".join(pieces))
+        raise TypeError(f"expected plain data, arrays and Entries, got {type(thing).__name__}")
+
+    def _describe(self, array: Array, pieces: list[Any]) -> None:
+        code = _DTYPE_CODES.get(array.dtype)
+        if code is None or not 1 <= array.ndim <= 2:
+            raise TypeError(
+                f"expected an array of one or two dimensions of {', '.join(map(str, _DTYPES))}, "
+                f"got {array.ndim} of {array.dtype}"
+            )
+        is_beside = array.nbytes >= INLINE_BYTES
+        width = array.shape[1] if array.ndim == 2 else 1
+        pieces.append(_HEAD.pack(code, array.ndim, is_beside, len(array), width))
+        if is_beside:
+            self._beside.append(np.ascontiguousarray(array))
+        else:
+            pieces.append(array.tobytes())
+
+
+class Unpacker:
+    """Makes messages of bytes."""
+
+    def __init__(self) -> None:
+        self._beside: list[Array] = []
+        self._codes = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+        self._decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind, ext_hook=self._extend) for kind in _KINDS]
+
+    def unpack(self, data: bytes | memoryview) -> tuple[Any, list[Array]]:
+        """Return a message, and the arrays in it that are still to be filled, in order.
+
+        Raises:
+            ProtocolError: these are the bytes of no message.
+        """
+        self._beside = []
+        try:
+            code, rest = self._codes.decode(data)
+            if not 0 <= code < len(_KINDS):
+                raise ProtocolError(f"expected a kind of message from 0 to {len(_KINDS) - 1}, got {code}")
+            return self._decoders[code].decode(rest), self._beside
+        except _MALFORMED as error:
+            raise ProtocolError(f"expected a message of a parameter server: {error}") from None
+
+    def _extend(self, code: int, data: memoryview) -> Any:
+        if code == _ARRAY:
+            array, end = self._array(data, 0)
+            if end != len(data):
+                raise ValueError(f"expected an array in {end} bytes, got {len(data)}")
+            return array
+        if code != _ENTRIES:
+            raise ValueError(f"expected an array or Entries, got extension {code}")
+        first, is_listed = _FIRST.unpack_from(data)
+        keys, end = self._array(data, _FIRST.size) if is_listed else (None, _FIRST.size)
+        values, end = self._array(data, end)
+        if end != len(data):
+            raise ValueError(f"expected Entries in {end} bytes, got {len(data)}")
+        return Entries(first, values, keys)
+
+    def _array(self, data: memoryview, begin: int) -> tuple[Array, int]:
+        code, dimensions, is_beside, rows, width = _HEAD.unpack_from(data, begin)
+        if code >= len(_DTYPES) or not 1 <= dimensions <= 2:
+            raise ValueError(f"expected an array of a known kind, got {code} with {dimensions} dimensions")
+        dtype = _DTYPES[code]
+        shape = (rows,) if dimensions == 1 else (rows, width)
+        size = math.prod(shape) * dtype.itemsize
+        begin += _HEAD.size
+        if size > _ARRAY_BYTES_MAX:
+            raise ValueError(f"expected an array of at most {_ARRAY_BYTES_MAX} bytes, got {size}")
+        if is_beside:
+            array = np.empty(shape, dtype)
+            self._beside.append(array)
+            return array, begin
+        if begin + size > len(data):
+            raise ValueError(f"expected {size} bytes of an array, got {len(data) - begin}")
+        flat = np.frombuffer(data, dtype, math.prod(shape), begin)
+        return flat.reshape(shape), begin + size

@@ -1,0 +1,238 @@
+"""Messages between the nodes of a parameter server: in order and once each, whatever connections break.
+
+Messages go out together with others for the same node, and with word of what has come. Large arrays travel
+beside them, from memory to memory, and a message is handed on when all of its arrays have come. When a
+connection breaks, what may have been lost is sent again.
+
+Everything here runs in the links' thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Final
+
+import msgspec
+
+from offbeat.errors import ProtocolError
+from offbeat.policies.channels import Channel, Packet
+from offbeat.runtime.framing import MAX_MESSAGE_BYTES
+from offbeat.runtime.links import Endpoint
+from offbeat.runtime.parcelling import Array, Packer, Unpacker
+
+_LETTER_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a letter
+_BODY_BYTES_MAX: Final = 2**31
+_UNTOLD_MAX: Final = 64  # messages that came, after which the sender is told in a letter of its own
+_UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
+_NEVER_S: Final = float("inf")  # links lose nothing but with a connection
+
+
+class _Letter(msgspec.Struct, array_like=True):
+    """A control message between two nodes.
+
+    Attributes:
+        connection: counts the connections between the two that broke, as far as the sender knows.
+        received: how many messages of the receiver's have come.
+        number: of the first message among the sender's.
+        tag: of the first array that travels beside; the others follow.
+        long_bytes: the length of the only message, where it travels beside itself; 0 where it does not.
+        bodies: the messages.
+    """
+
+    connection: int
+    received: int
+    number: int
+    tag: int
+    long_bytes: int
+    bodies: list[memoryview]
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A message, of which something may be missing."""
+
+    number: int
+    message: Any
+    missing_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Correspondent:
+    """What is known of another node."""
+
+    channel: Channel = field(default_factory=lambda: Channel(resend_s=_NEVER_S, resend_max_s=_NEVER_S))
+    outgoing: list[Any] = field(default_factory=list)  # messages that wait for the others of this turn
+    coming: deque[_Coming] = field(default_factory=deque)
+    connection: int = 0
+    received: int = 0
+    untold: int = 0
+    untold_bytes: int = 0
+
+
+class Post:
+    """What a node and the others say to each other.
+
+    Args:
+        endpoint: the node's links.
+        on_message: (node, message), in the order in which that node sent them; may raise ProtocolError.
+    """
+
+    def __init__(self, endpoint: Endpoint, on_message: Callable[[str, Any], None]) -> None:
+        self._endpoint, self._on_message = endpoint, on_message
+        self._packer, self._unpacker = Packer(), Unpacker()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(_Letter)
+        self._known: dict[str, _Correspondent] = {}
+        self._to_write: list[str] = []
+        self._tag = 0
+
+    def send(self, to: str, message: Any) -> None:
+        """Send a message, with others of this turn."""
+        one = self._of(to)
+        if not one.outgoing:
+            self._write_soon(to)
+        one.outgoing.append(message)
+
+    def hear(self, peer: str, payload: bytes) -> None:
+        """Take a control message that is not the coordinator's.
+
+        Raises:
+            ProtocolError: no node of this version says that.
+        """
+        try:
+            letter = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"expected messages of a parameter server: {error}") from None
+        one = self._of(peer)
+        one.channel.hear(Packet(number=-1, received=letter.received), monotonic())
+        if letter.connection > one.connection:
+            one.connection = letter.connection
+            one.coming.clear()
+            self._write(peer, one, one.channel.again(monotonic()))
+        tag = letter.tag
+        if letter.long_bytes:
+            self._expect_body(peer, one, letter.number, letter.long_bytes, tag)
+        for number, body in enumerate(letter.bodies, letter.number):
+            message, beside = self._unpacker.unpack(body)
+            coming = _Coming(number, message)
+            one.coming.append(coming)
+            if beside:
+                self._expect_arrays(peer, one, coming, beside, tag)
+                tag += len(beside)
+        self._hand_on(peer, one)
+
+    def lost(self, peer: str) -> None:
+        """A connection broke; what was under way on it will come again."""
+        one = self._known.get(peer)
+        if one is not None:
+            one.coming.clear()
+
+    def again(self, peer: str) -> None:
+        """Send again, on a new connection, what may have been lost; the other node does likewise."""
+        one = self._of(peer)
+        one.connection += 1
+        self._write(peer, one, one.channel.again(monotonic()))
+
+    def forget(self, peer: str) -> None:
+        """This node is gone: nothing is kept for it any more."""
+        self._known.pop(peer, None)
+
+    # Out -------------------------------------------------------------------------------------------------
+
+    def _of(self, peer: str) -> _Correspondent:
+        one = self._known.get(peer)
+        if one is None:
+            one = self._known[peer] = _Correspondent()
+        return one
+
+    def _write_soon(self, peer: str) -> None:
+        if not self._to_write:
+            self._endpoint.call(self._write_all)
+        self._to_write.append(peer)
+
+    def _write_all(self) -> None:
+        peers, self._to_write = self._to_write, []
+        for peer in peers:
+            one = self._known.get(peer)
+            if one is None:
+                continue
+            messages, one.outgoing = one.outgoing, []
+            if messages or one.untold:
+                self._write(peer, one, one.channel.send(messages, monotonic()))
+
+    def _write(self, peer: str, one: _Correspondent, packets: list[Packet]) -> None:
+        """Send packets with consecutive numbers; without any, only what has come."""
+        one.untold = one.untold_bytes = 0
+        letter = _Letter(one.connection, one.received, packets[0].number if packets else 0, 0, 0, [])
+        beside: list[Array | bytes] = []
+        size = 0
+        for packet in packets:
+            data, arrays = self._packer.pack(packet.message)
+            if letter.long_bytes or (size and size + len(data) > _LETTER_BYTES):
+                self._write_letter(peer, letter, beside)
+                letter = _Letter(one.connection, one.received, packet.number, 0, 0, [])
+                beside, size = [], 0
+            size += len(data)
+            if len(data) > _LETTER_BYTES:
+                letter.long_bytes = len(data)
+                beside.append(data)
+            else:
+                letter.bodies.append(memoryview(data))
+            beside += arrays
+        self._write_letter(peer, letter, beside)
+
+    def _write_letter(self, peer: str, letter: _Letter, beside: list[Array | bytes]) -> None:
+        letter.tag = self._tag
+        self._tag += len(beside)
+        self._endpoint.send(peer, self._encoder.encode(letter))
+        for tag, array in enumerate(beside, letter.tag):
+            self._endpoint.put(peer, tag, memoryview(array))  # type: ignore[arg-type]
+
+    # In --------------------------------------------------------------------------------------------------
+
+    def _expect_body(self, peer: str, one: _Correspondent, number: int, size: int, tag: int) -> None:
+        """Wait for a message that is too long for a letter; it is the only one in its own."""
+        if size > _BODY_BYTES_MAX:
+            raise ProtocolError(f"expected a message of at most {_BODY_BYTES_MAX} bytes, got {size}")
+        coming = _Coming(number, None, size)
+        body = bytearray(size)
+
+        def came(_: int, length: int) -> None:
+            coming.missing_bytes -= length
+            if not coming.missing_bytes:
+                coming.message, beside = self._unpacker.unpack(memoryview(body))
+                self._expect_arrays(peer, one, coming, beside, tag + 1)
+                self._hand_on(peer, one)
+
+        one.coming.append(coming)
+        self._endpoint.expect(peer, tag, memoryview(body), came)
+
+    def _expect_arrays(
+        self, peer: str, one: _Correspondent, coming: _Coming, beside: list[Array], tag: int
+    ) -> None:
+        def came(_: int, length: int) -> None:
+            coming.missing_bytes -= length
+            if not coming.missing_bytes:
+                self._hand_on(peer, one)
+
+        for array in beside:
+            coming.missing_bytes += array.nbytes
+        one.untold_bytes += coming.missing_bytes
+        for place, array in enumerate(beside, tag):
+            self._endpoint.expect(peer, place, memoryview(array), came)  # type: ignore[arg-type]
+
+    def _hand_on(self, peer: str, one: _Correspondent) -> None:
+        """Hand on what has come, in order."""
+        while one.coming and not one.coming[0].missing_bytes and self._known.get(peer) is one:
+            coming = one.coming.popleft()
+            packet = Packet(number=coming.number, received=0, message=coming.message)
+            due, answers = one.channel.hear(packet, monotonic())
+            one.received = answers[0].received
+            one.untold += 1
+            for message in due:
+                self._on_message(peer, message)
+        if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
+            self._write_soon(peer)

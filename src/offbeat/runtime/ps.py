@@ -1,0 +1,539 @@
+"""`PS`: a parameter server from a program's side, with or without any training.
+
+A namespace holds a row of numbers for every key. `push` sends rows, which the servers take as the namespace's
+update says; `pull` fetches rows. Both return a `Future` at once.
+
+    with offbeat.PS.local(servers=2) as ps:
+        w = ps.namespace("w", keys=1000)
+        pushed = w.push([1.0, 2.0], keys=[3, 500])
+        w.pull(keys=[3, 4, 500], after=[pushed]).result()  # array([1., 0., 2.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from offbeat.errors import OffbeatError
+from offbeat.events import ServerLeaves, SpaceOpened, SpaceRefused
+from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of
+from offbeat.numerics.spaces import Function, describe
+from offbeat.numerics.updates import Sum, Update
+from offbeat.policies.client import Client, Done
+from offbeat.policies.parcels import View
+from offbeat.policies.placement import Space
+from offbeat.policies.server import Send
+from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
+from offbeat.runtime import addresses as places
+from offbeat.runtime.cluster import LocalServers
+from offbeat.runtime.future import TIMEOUT_S, Future
+from offbeat.runtime.node import Cluster, Node
+from offbeat.runtime.rendezvous import own_address
+
+_START_S: Final = 30.0
+_BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
+_CALLEE: Final = "servers"
+
+
+@dataclass(slots=True, eq=False)
+class _Iteration:
+    """Requests that belong together, and wait for the iterations before them.
+
+    Attributes:
+        open_count: the requests that are not done, and one while there may be more.
+        held: requests that wait for it to run.
+    """
+
+    may_run: bool = False
+    open_count: int = 1
+    number: int = -1
+    held: list[_Request] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that was not sent yet.
+
+    Attributes:
+        make: makes it, in the client.
+        before: what has to be done before.
+    """
+
+    make: Callable[[], tuple[int, list[Send | Done]]]
+    future: Future
+    iteration: _Iteration | None
+    before: list[Future]
+
+
+class PS:
+    """A client of a parameter server.
+
+    What a client pushes to a key is applied in the order in which it pushed, each push once, whatever breaks;
+    when a push is done, every holder has it. What a client pulls holds all pushes to these keys that were
+    done before.
+
+    Methods may be called by any thread. Arrays that are pushed must not change until the push is done.
+
+    Args:
+        cluster: a cluster, or the path of a cluster file, as `offbeat serve --new` writes it.
+        host: this host's address as servers reach it; found by itself, usually.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OffbeatError: the cluster cannot be reached, or has not got all its servers within 30 s.
+    """
+
+    def __init__(self, cluster: Cluster | str | Path, *, host: str | None = None) -> None:
+        self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+        self._owned: LocalServers | None = None
+        number = secrets.randbelow(2**62)
+        self._client = Client(number, _cut)
+        self._changed = threading.Condition()
+        self._view: View | None = None
+        self._refused: dict[str, str] = {}
+        self._failure: str | None = None
+        self._asked: dict[int, Future] = {}
+        self._waiting: set[Future] = set()  # for others, or for their iteration
+        self._graph = TaskGraph()
+        self._tau: int | None = None
+        self._scheduler = IterationScheduler(self._graph, None)
+        self._iterations: dict[int, _Iteration] = {}  # by their task's number
+        self._current = threading.local()
+        self._node = Node(
+            f"client-{number}",
+            self.cluster,
+            host=host or _own_host(self.cluster),
+            on_view=self._see,
+            on_message=self._hear,
+            on_gone=self._end,
+            on_refused=self._refuse,
+        )
+        try:
+            self._wait_for(lambda: self._view is not None, "all servers that it is to begin with")
+        except BaseException:
+            self._node.close()
+            raise
+
+    @classmethod
+    def local(
+        cls, servers: int = 2, *, copies: int = 2, functions: Sequence[str] = (), run_log: str | None = None
+    ) -> PS:
+        """Start a parameter server on this machine, which ends with this client; return the client.
+
+        Args:
+            servers: how many processes.
+            copies: how many replicas everything has, as far as there are servers.
+            functions: import paths of your own updates.
+            run_log: where the manager writes down what happens.
+
+        Raises:
+            OffbeatError: it does not start.
+        """
+        owned = LocalServers(servers, copies=copies, functions=functions, run_log=run_log)
+        try:
+            ps = cls(owned.cluster, host="127.0.0.1")
+        except BaseException:
+            owned.close()
+            raise
+        ps._owned = owned
+        return ps
+
+    @property
+    def servers(self) -> list[int]:
+        """The servers that hold something, by id."""
+        with self._changed:
+            return [] if self._view is None else list(self._view.ring.servers)
+
+    @property
+    def local_servers(self) -> LocalServers:
+        """The processes that `local` started.
+
+        Raises:
+            OffbeatError: this client did not start any.
+        """
+        if self._owned is None:
+            raise OffbeatError(
+                "expected a client that PS.local made, got one of a cluster that runs elsewhere"
+            )
+        return self._owned
+
+    def namespace(
+        self,
+        name: str,
+        keys: int,
+        *,
+        update: Update | Function | None = None,
+        width: int = 0,
+        dtype: Literal["float32", "float64"] = "float32",
+        block_keys: int | None = None,
+    ) -> Namespace:
+        """Open a namespace, or make it: keys 0 to `keys` - 1, all of them zero.
+
+        Args:
+            name: whoever opens it under this name gets the same one.
+            keys: how many keys it may have, up to 2**63 - 1; what takes memory is blocks to which something
+                was pushed, and in blocks of more than 2**20 keys those keys alone.
+            update: what becomes of what is pushed; by default it is added.
+            width: numbers in a row; 0 for one number a key.
+            dtype: of the numbers.
+            block_keys: neighbouring keys that are held together; by default a 64th of all.
+
+        Raises:
+            ValueError: an argument out of range.
+            OffbeatError: there is another namespace with this name.
+        """
+        if not 1 <= keys < 2**63:
+            raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
+        about = describe(update or Sum(), width=width, dtype=dtype)
+        space = Space(name, keys, block_keys or -(-keys // _BLOCKS), about)
+        with self._changed:
+            self._refused.pop(name, None)
+            is_new = self._space(name) != space
+        if is_new:
+            function = update.path if isinstance(update, Function) else ""
+            opened = SpaceOpened(now_s=0.0, node=self._node.name, function=function, **space._asdict())
+            self._node.tell(opened)
+        self._wait_for(
+            lambda: name in self._refused or self._space(name) == space,
+            f"the namespace {name}",
+        )
+        with self._changed:
+            if name in self._refused:
+                raise OffbeatError(f"the namespace {name} cannot be opened: {self._refused[name]}")
+        return Namespace(self, space, width=width, dtype=dtype)
+
+    @property
+    def tau(self) -> int | None:
+        """How many iterations later ones may overtake: 0 for one after the other, None for no bound.
+
+        It holds for iterations that begin after it was set.
+        """
+        return self._tau
+
+    @tau.setter
+    def tau(self, tau: int | None) -> None:
+        if tau is not None and tau < 0:
+            raise ValueError(f"expected a tau of at least 0, or None for no bound, got {tau}")
+        self._tau = tau
+        self._node.endpoint.call(self._scheduler.set_tau, tau)
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Let all requests that this thread makes in the `with` block be one iteration.
+
+        It may begin when all iterations up to `tau` + 1 before it are finished, and is finished when all its
+        requests are done.
+        """
+        iteration = _Iteration()
+        self._node.endpoint.call(self._issue_iteration, iteration)
+        self._current.iteration = iteration
+        try:
+            yield
+        finally:
+            self._current.iteration = None
+            self._node.endpoint.call(self._finish_one, iteration)
+
+    def remove_server(self, server: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Let a server leave, and wait until others have all that it holds.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds; it is the only server.
+        """
+        if self.servers == [server]:
+            raise OffbeatError(f"expected a server that others can stand in for, got {server}, the only one")
+        self._node.tell(ServerLeaves(now_s=0.0, node=self._node.name, server=server))
+        self._wait_for(lambda: server not in self.servers, f"server {server} to leave", timeout_s)
+
+    def wait_for_servers(self, count: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until so many servers hold something.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds.
+        """
+        self._wait_for(lambda: len(self.servers) >= count, f"{count} servers", timeout_s)
+
+    def close(self) -> None:
+        """Leave, and end the servers that `local` started; requests that are not done fail."""
+        self._node.close()
+        self._end("this client was closed")
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> PS:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        make: Callable[[], tuple[int, list[Send | Done]]],
+        what: str,
+        span: tuple[str, int, int],
+        after: Iterable[Future],
+    ) -> Future:
+        if self._failure is not None:
+            raise OffbeatError(f"{what} cannot be: {self._failure}")
+        future = Future(lambda: f"{what} is not done; {self._who_is_asked(*span)}")
+        iteration = getattr(self._current, "iteration", None)
+        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after)))
+        return future
+
+    def _space(self, name: str) -> Space | None:
+        return None if self._view is None else self._view.spaces.get(name)
+
+    def _who_is_asked(self, name: str, first: int, last: int) -> str:
+        view = self._view
+        if view is None or name not in view.spaces:
+            return "no server is known"
+        masters = {span.holders[:1] for span in view.ring.spans(view.spaces[name], first, last)}
+        named = ", ".join(f"server {master[0]}" for master in sorted(masters) if master)
+        return f"its keys are with {named}" if named else "there is no server any more"
+
+    def _wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = _START_S) -> None:
+        limit_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not condition():
+                if self._failure is not None:
+                    raise OffbeatError(f"waited for {what} of the parameter server: {self._failure}")
+                left_s = limit_s - time.monotonic()
+                if left_s <= 0:
+                    raise OffbeatError(f"waited {timeout_s:g} s for {what} of the parameter server in vain")
+                self._changed.wait(left_s)
+
+    # In the links' thread --------------------------------------------------------------------------------
+
+    def _admit(self, request: _Request) -> None:
+        iteration = request.iteration
+        if iteration is not None:
+            iteration.open_count += 1
+            request.future.followers.append(lambda: self._finish_one(iteration))
+        if self._failure is not None:
+            request.future.finish(None, OffbeatError(self._failure))
+        else:
+            self._advance(request)
+
+    def _advance(self, request: _Request) -> None:
+        """Send a request, once those before it are done and its iteration may run."""
+        future, iteration = request.future, request.iteration
+        self._waiting.discard(future)
+        if future.is_done:
+            return
+        for one in request.before:
+            if not one.is_done:
+                self._waiting.add(future)
+                one.followers.append(lambda: self._advance(request))
+                return
+            if one.error is not None:
+                future.finish(None, one.error)
+                return
+        if iteration is not None and not iteration.may_run:
+            self._waiting.add(future)
+            iteration.held.append(request)
+            return
+        number, said = request.make()
+        self._asked[number] = future
+        self._take_up(said)
+
+    def _take_up(self, said: Iterable[Send | Done]) -> None:
+        for one in said:
+            if isinstance(one, Done):
+                self._asked.pop(one.number).finish(_rows_of(one.parts) if one.parts else None)
+            else:
+                self._node.post.send(one.to, one.message)
+
+    def _see(self, view: View) -> None:
+        self._take_up(self._client.see(view))
+        with self._changed:
+            self._view = view
+            self._changed.notify_all()
+
+    def _hear(self, peer: str, message: Any) -> None:
+        self._take_up(self._client.hear(message))
+
+    def _refuse(self, refused: SpaceRefused) -> None:
+        with self._changed:
+            self._refused[refused.name] = refused.reason
+            self._changed.notify_all()
+
+    def _end(self, cause: str) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = cause
+            self._changed.notify_all()
+        error = OffbeatError(f"this client is out of the parameter server: {cause}")
+        waiting = [*self._asked.values(), *self._waiting]
+        self._asked.clear()
+        self._waiting.clear()
+        for future in waiting:
+            future.finish(None, error)
+
+    def _issue_iteration(self, iteration: _Iteration) -> None:
+        iteration.number, told = self._scheduler.issue([_CALLEE])
+        self._iterations[iteration.number] = iteration
+        self._run(told)
+
+    def _finish_one(self, iteration: _Iteration) -> None:
+        iteration.open_count -= 1
+        if not iteration.open_count and iteration.may_run:
+            self._finish_iteration(iteration)
+
+    def _finish_iteration(self, iteration: _Iteration) -> None:
+        self._run(self._graph.returned(iteration.number, _CALLEE))
+
+    def _run(self, told: list[Told]) -> None:
+        for one in told:
+            if isinstance(one, Run):
+                iteration = self._iterations.pop(one.number)
+                self._graph.started(one.number, _CALLEE)
+                iteration.may_run = True
+                held, iteration.held = iteration.held, []
+                for request in held:
+                    self._advance(request)
+                if not iteration.open_count:
+                    self._finish_iteration(iteration)
+
+
+class Namespace:
+    """Keys 0 to `keys` - 1 of a parameter server, with a row of numbers each; `PS.namespace` makes it.
+
+    Attributes:
+        name, keys: of the namespace.
+    """
+
+    def __init__(self, ps: PS, space: Space, *, width: int, dtype: str) -> None:
+        self.name, self.keys = space.name, space.keys
+        self._ps = ps
+        self._shape = (width,) if width else ()
+        self._dtype = np.dtype(dtype)
+
+    def push(
+        self,
+        values: ArrayLike,
+        *,
+        keys: ArrayLike | None = None,
+        first: int = 0,
+        after: Iterable[Future] = (),
+    ) -> Future:
+        """Send rows for some keys.
+
+        Args:
+            values: one row a key, (K,) or (K, width). They must not change until the push is done.
+            keys: (K,) whole numbers, ascending, each once; by default neighbours from `first` on.
+            first: see `keys`.
+            after: requests that have to be done before this one is sent.
+
+        Raises:
+            ValueError: rows or keys that the namespace has not got.
+            OffbeatError: this client is out of the parameter server.
+        """
+        rows = np.ascontiguousarray(values, dtype=self._dtype)
+        listed = None if keys is None else self._listed(keys)
+        if rows.shape[1:] != self._shape or rows.ndim != 1 + len(self._shape):
+            raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
+        if listed is not None and len(listed) != len(rows):
+            raise ValueError(f"expected a row for each key, got {len(listed)} keys and {len(rows)} rows")
+        if not len(rows):
+            return self._nothing(None)
+        begin, end = self._range(first, first + len(rows)) if listed is None else _ends(listed)
+        content = Entries(begin, rows, listed)
+        client, name = self._ps._client, self.name
+        return self._ps._request(
+            lambda: client.push(name, content, begin, end),
+            f"a push to {name}",
+            (name, begin, end),
+            after,
+        )
+
+    def pull(
+        self,
+        *,
+        keys: ArrayLike | None = None,
+        first: int = 0,
+        last: int | None = None,
+        after: Iterable[Future] = (),
+    ) -> Future:
+        """Fetch the rows of some keys; those that nobody has pushed are zero.
+
+        Args:
+            keys: (K,) whole numbers, ascending, each once; by default all from `first` to `last` - 1.
+            first, last: see `keys`; by default all keys.
+            after: requests that have to be done before this one is sent.
+
+        Returns:
+            A future of the rows, (K,) or (K, width).
+
+        Raises:
+            ValueError: keys that the namespace has not got.
+            OffbeatError: this client is out of the parameter server.
+        """
+        listed = None if keys is None else self._listed(keys)
+        if listed is not None and not len(listed):
+            return self._nothing(np.zeros((0, *self._shape), self._dtype))
+        begin, end = (
+            self._range(first, self.keys if last is None else last) if listed is None else _ends(listed)
+        )
+        client, name = self._ps._client, self.name
+        return self._ps._request(
+            lambda: client.pull(name, begin, end, listed),
+            f"a pull from {name}",
+            (name, begin, end),
+            after,
+        )
+
+    def _listed(self, keys: ArrayLike) -> Keys:
+        found = np.ascontiguousarray(keys)
+        if found.dtype.kind not in "iu" and len(found):
+            raise ValueError(f"expected whole numbers as keys, got {found.dtype}")
+        listed: Keys = found.astype(np.int64, copy=False)
+        if wrong := problem_of(Entries(0, listed, listed), 0, self.keys):
+            raise ValueError(f"{wrong}; sort them, and add up what is for the same key")
+        return listed
+
+    def _range(self, first: int, last: int) -> tuple[int, int]:
+        if not 0 <= first < last <= self.keys:
+            raise ValueError(f"expected keys from 0 to {self.keys - 1}, got {first} to {last - 1}")
+        return first, last
+
+    def _nothing(self, value: Rows | None) -> Future:
+        future = Future(lambda: "nothing")
+        future.finish(value)
+        return future
+
+
+def _own_host(cluster: Cluster) -> str:
+    """This host's address as the cluster's nodes reach it."""
+    hosts = [address.host for address in map(places.parse, cluster.manager) if address.host]
+    return own_address(hosts[0]) if hosts else "127.0.0.1"
+
+
+def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
+    return (
+        content.cut(first, last) if isinstance(content, Entries) else content[places_of(content, first, last)]
+    )
+
+
+def _rows_of(parts: tuple[tuple[int, int, Entries], ...]) -> Rows:
+    """The rows of a pull, ascending."""
+    if len(parts) == 1 and parts[0][2].values.flags.writeable:
+        return parts[0][2].values
+    return gathered([part for _, _, part in parts]).values
+
+
+def _ends(listed: Keys) -> tuple[int, int]:
+    return int(listed[0]), int(listed[-1]) + 1

@@ -1,0 +1,171 @@
+"""A server of a parameter server, as a process: a `ServerNode` with links, and a table a namespace.
+
+Run as `python -m offbeat.runtime.server`: it reads its configuration, one JSON object, from standard input,
+answers with one line when it is there, and serves until it is told to leave (SIGTERM, SIGINT) or is not part
+of the cluster any more.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.events import ServerFilled, ServerLeaves
+from offbeat.numerics.spaces import load, make_table
+from offbeat.numerics.tables import ArrayTable
+from offbeat.policies.parcels import Filled, View
+from offbeat.policies.placement import Space
+from offbeat.policies.server import MANAGER, Send, ServerNode
+from offbeat.runtime.node import Cluster, Node
+
+_LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
+
+
+class ServerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a server is told.
+
+    Attributes:
+        cluster: where the manager is.
+        host: the address to listen on and to be reached at.
+        server: its id, which no other has or had; drawn where it is None.
+        functions: import paths of the user's own updates.
+    """
+
+    cluster: Cluster
+    host: str
+    server: int | None = None
+    functions: tuple[str, ...] = ()
+
+
+class Tables:
+    """All values of one server."""
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        self._functions = functions
+        self._tables: dict[str, ArrayTable] = {}
+
+    def table(self, space: Space) -> ArrayTable:
+        """Return a namespace's table, made if need be."""
+        found = self._tables.get(space.name)
+        if found is None:
+            found = self._tables[space.name] = make_table(space, self._functions)
+        return found
+
+
+class Server:
+    """A server that runs in this process.
+
+    Args:
+        configuration: see `ServerConfiguration`.
+
+    Raises:
+        OffbeatError: a function cannot be imported.
+        OSError: it is impossible to listen there.
+    """
+
+    def __init__(self, configuration: ServerConfiguration) -> None:
+        functions = {path: load(path) for path in configuration.functions}
+        server = configuration.server
+        self.server = 1000 + secrets.randbelow(2**31) if server is None else server
+        self._core = ServerNode(self.server, Tables(functions))
+        self._changed = threading.Condition()
+        self._is_leaving = self._is_in = self._is_out = False
+        self._gone: str | None = None
+        self._node = Node(
+            f"server-{self.server}",
+            configuration.cluster,
+            host=configuration.host,
+            on_view=self._see,
+            on_message=self._hear,
+            on_gone=self._end,
+            functions=configuration.functions,
+        )
+
+    def serve(self) -> None:
+        """Run until it has left, or is not part of the cluster any more.
+
+        Raises:
+            OffbeatError: it was not asked to leave, and is out.
+        """
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_leaving or self._gone is not None)
+                if self._gone is None:
+                    leaves = ServerLeaves(now_s=0.0, node=self._node.name, server=self.server)
+                    self._node.tell(leaves)
+                    self._changed.wait_for(lambda: self._is_out or self._gone is not None, _LEAVE_S)
+                if self._gone is not None and not self._is_leaving:
+                    raise OffbeatError(f"server {self.server} is out of the cluster: {self._gone}")
+        finally:
+            self._node.close()
+
+    def leave(self) -> None:
+        """Leave as soon as others have all that is held here; any thread and a signal handler may call it."""
+        threading.Thread(target=self._leave, name="offbeat leaves", daemon=True).start()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._is_leaving = True
+            self._changed.notify_all()
+
+    # In the links' thread --------------------------------------------------------------------------------
+
+    def _see(self, view: View) -> None:
+        self._take_up(self._core.see(view))
+        is_in = self.server in view.ring.servers or (
+            view.target is not None and self.server in view.target.servers
+        )
+        with self._changed:
+            self._is_out = self._is_in and not is_in
+            self._is_in |= is_in
+            self._changed.notify_all()
+
+    def _hear(self, peer: str, message: Any) -> None:
+        self._take_up(self._core.hear(peer, message))
+
+    def _take_up(self, said: Sequence[Send]) -> None:
+        for to, message in said:
+            if to == MANAGER:
+                assert isinstance(message, Filled)
+                self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
+            else:
+                self._node.post.send(to, message)
+
+    def _end(self, cause: str) -> None:
+        with self._changed:
+            self._gone = cause
+            self._changed.notify_all()
+
+
+def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
+    """Read the configuration, answer with the server's id or an error, and serve."""
+    try:
+        server = Server(msgspec.json.decode(source.readline(), type=ServerConfiguration))
+    except (OffbeatError, ProtocolError, ValueError, OSError) as error:
+        json.dump({"error": str(error)}, answer)
+        answer.write("\n")
+        answer.flush()
+        return 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.leave())
+    json.dump({"server": server.server}, answer)
+    answer.write("\n")
+    answer.flush()
+    try:
+        server.serve()
+    except OffbeatError as error:
+        print(f"offbeat: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
