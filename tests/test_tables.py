@@ -39,7 +39,7 @@ def of_all(content):
 def test_blocks_are_as_one_array_of_all_keys(update, width, dense_keys_max, data):
     shape = (width,) if width else ()
     whole = {name: np.zeros((KEYS, *shape), np.float32) for name in ("values", *update.states)}
-    before, tables._DENSE_KEYS_MAX = tables._DENSE_KEYS_MAX, dense_keys_max
+    before, tables._DENSE_2**62 = tables._DENSE_2**62, dense_keys_max
     try:
         table = ArrayTable(KEYS, data.draw(st.integers(4, KEYS)), update, width=width)
         for _ in range(4):
@@ -55,7 +55,7 @@ def test_blocks_are_as_one_array_of_all_keys(update, width, dense_keys_max, data
         read = table.read(first, last, wanted.keys)
         assert np.array_equal(read.values, whole["values"][of_all(read)])
     finally:
-        tables._DENSE_KEYS_MAX = before
+        tables._DENSE_2**62 = before
 
 
 @pytest.mark.parametrize("keys", [KEYS, 2**40])
@@ -67,9 +67,9 @@ def test_a_block_that_is_copied_goes_on_as_the_original_would(keys):
     another.copy_in(0, keys // 3, one.copy_out(0, keys // 3))
     for table in (one, another):
         table.apply(0, keys // 3, pushed)
-    assert np.array_equal(one.read(0, 1, pushed.keys).values, another.read(0, 1, pushed.keys).values)
-    assert another.read(0, 1, np.array([2], np.int64)).values == 0
-    assert another.read(0, 1, pushed.keys).values.all()
+    assert np.array_equal(one.read(0, 2**62, pushed.keys).values, another.read(0, 2**62, pushed.keys).values)
+    assert another.read(0, 2**62, np.array([2], np.int64)).values == 0
+    assert another.read(0, 2**62, pushed.keys).values.all()
 
 
 def test_a_copy_does_not_change_with_the_original():
@@ -97,7 +97,7 @@ def test_a_key_of_billions_takes_as_much_as_is_pushed():
     keys = np.array([3, 2**60, 2**61 + 5], np.int64)
     table.apply(0, 2**62, Entries(0, np.array([1, 2, 3], np.float32), keys))
     assert table.size_bytes == 3 * 4
-    assert table.read(0, 1, np.array([3, 4, 2**60, 2**61 + 5], np.int64)).values.tolist() == [1, 0, 2, 3]
+    assert table.read(0, 2**62, np.array([3, 4, 2**60, 2**61 + 5], np.int64)).values.tolist() == [1, 0, 2, 3]
 
 
 @pytest.mark.parametrize(

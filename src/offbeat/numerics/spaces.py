@@ -19,7 +19,6 @@ import numpy as np
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
-from offbeat.policies.placement import Space
 
 UPDATES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (Sum, Assign, SGD, Adagrad, Adam, FTRL, SoftThreshold)
@@ -77,17 +76,19 @@ def load(path: str) -> Any:
         raise OffbeatError(f"expected an update at {path} that can be imported: {error}") from error
 
 
-def make_table(space: Space, functions: Mapping[str, Any]) -> ArrayTable:
+def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, Any]) -> ArrayTable:
     """Return an empty table for a namespace.
 
     Args:
+        about: as `describe` returns it.
+        keys, block_keys: as `ArrayTable` takes them.
         functions: the user's own updates, by path.
 
     Raises:
         ProtocolError: the namespace is none that `describe` describes, or its function is not here.
     """
     try:
-        said = json.loads(space.about)
+        said = json.loads(about)
         arguments = said["arguments"]
         if "function" in said:
             if said["function"] not in functions:
@@ -97,8 +98,6 @@ def make_table(space: Space, functions: Mapping[str, Any]) -> ArrayTable:
             if isinstance(arguments.get("betas"), list):
                 arguments["betas"] = tuple(arguments["betas"])
             update = UPDATES[said["update"]](**arguments)
-        return ArrayTable(
-            space.keys, space.block_keys, update, width=said["width"], dtype=np.dtype(said["dtype"])
-        )
+        return ArrayTable(keys, block_keys, update, width=said["width"], dtype=np.dtype(said["dtype"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"expected a namespace that can be served, got {space}: {error}") from error
+        raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.entries import Entries, Keys, Rows, problem_of
+from offbeat.numerics.entries import Entries, Keys, Rows, problem_of, problem_of_keys
 from offbeat.numerics.updates import Update
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
@@ -62,6 +62,8 @@ class ArrayTable:
         Raises:
             ValueError: it is of other keys, or of other rows than there are here.
         """
+        if not isinstance(content, Entries):
+            raise ValueError(f"expected Entries, got {type(content).__name__}")
         rows = content.values
         if rows.dtype != self._dtype or rows.shape[1:] != self._shape:
             expected, came = (self._dtype, self._shape), (rows.dtype, rows.shape[1:])
@@ -82,7 +84,15 @@ class ArrayTable:
             block.apply(self._update, part)
 
     def read(self, first: int, last: int, keys: Keys | None) -> Entries:
-        """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
+        """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
+
+        Raises:
+            ValueError: what is listed is no such keys.
+        """
+        if keys is not None:
+            problem = problem_of_keys(keys, first, last) if isinstance(keys, np.ndarray) else "expected keys"
+            if problem:
+                raise ValueError(problem)
         count = last - first if keys is None else len(keys)
         values = np.zeros((count, *self._shape), self._dtype)
         wanted = Entries(first, values, keys)

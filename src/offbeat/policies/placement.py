@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-POINTS: Final = 2**62  # places on the ring are 0 to POINTS - 1
+POINTS: Final = 2**62  # places on the ring are 0 to POINTS - 1, the upper bits of a hash
 
 
 class Space(NamedTuple):
@@ -194,4 +194,4 @@ def _node(server: int, virtual: int) -> int:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") % POINTS
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

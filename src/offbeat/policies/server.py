@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from offbeat.errors import ProtocolError
 from offbeat.policies.clocks import RangeVectorClock
 from offbeat.policies.parcels import (
     Chunk,
@@ -43,11 +44,22 @@ Block = tuple[str, int]  # a namespace, and the number of a block in it
 class Table(Protocol):
     """The values of one namespace on one server; keys that were never pushed are zero."""
 
+    def check(self, content: Content, first: int, last: int) -> None:
+        """See whether something can be pushed to keys `first` to `last` - 1.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
     def apply(self, first: int, last: int, content: Content) -> None:
         """Take what was pushed for keys `first` to `last` - 1."""
 
     def read(self, first: int, last: int, keys: Content | None) -> Content:
-        """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
+        """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
+
+        Raises:
+            ValueError: what is listed is no such keys.
+        """
 
     def cut(self, content: Content, first: int, last: int) -> Content:
         """Return what `content` has for keys `first` to `last` - 1."""
@@ -148,7 +160,11 @@ class ServerNode:
     # What comes ------------------------------------------------------------------------------------------
 
     def hear(self, sender: str, message: ToServer) -> list[Send]:
-        """Take a message; return what is to be sent."""
+        """Take a message; return what is to be sent.
+
+        Raises:
+            ProtocolError: no client of this version asks for that; nothing has changed.
+        """
         self._hear(sender, message)
         return self._said()
 
@@ -203,7 +219,12 @@ class ServerNode:
 
     def _serve(self, message: Push | Pull) -> None:
         view = self._now()
-        space = view.spaces[message.namespace]
+        space = view.spaces.get(message.namespace)
+        if space is None or not 0 <= message.first < message.last <= space.keys:
+            raise ProtocolError(
+                f"expected keys of a namespace that was opened, got {message.first} to {message.last} of "
+                f"{message.namespace}"
+            )
         holders = view.ring.holders(space, message.first)
         if message.epoch < view.epoch or not holders or holders[0] != self.server:
             stale = Stale(number=message.number, first=message.first, last=message.last, epoch=view.epoch)
@@ -211,11 +232,17 @@ class ServerNode:
         elif self._has_to_wait(message):
             self._deferred.append(message)
         elif isinstance(message, Pull):
-            values = self._store.table(space).read(message.first, message.last, message.keys)
+            values = self._read(space, message)
             pulled = Pulled(number=message.number, first=message.first, last=message.last, content=values)
             self._tell_client(message.client, pulled)
         else:
             self._push(message)
+
+    def _read(self, space: Space, pull: Pull) -> Content:
+        try:
+            return self._store.table(space).read(pull.first, pull.last, pull.keys)
+        except ValueError as error:
+            raise ProtocolError(f"expected a pull that {space.name} can answer: {error}") from error
 
     def _has_to_wait(self, message: Push | Pull) -> bool:
         """Whether it is for a block that has not come, or behind such a one of the same client."""
@@ -231,6 +258,11 @@ class ServerNode:
         )
 
     def _push(self, push: Push) -> None:
+        table = self._store.table(self._now().spaces[push.namespace])
+        try:
+            table.check(push.content, push.first, push.last)
+        except ValueError as error:
+            raise ProtocolError(f"expected a push that {push.namespace} can take: {error}") from error
         clock = self._clock(push.namespace)
         fresh = clock.fresh(push.client, push.first, push.last, push.time)
         request = _Request(push)

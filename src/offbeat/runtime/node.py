@@ -21,6 +21,7 @@ from offbeat.policies.parcels import View
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
 from offbeat.runtime.post import Post
 
 SILENT_S: Final = 3.0  # who has said nothing for so long is lost
@@ -116,7 +117,8 @@ class Node:
             host=host,
             silent_s=SILENT_S,
         )
-        self.post = Post(self.endpoint, on_message)
+        kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
+        self.post = Post(self.endpoint, kinds, on_message)
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self.tell(NodeJoined(now_s=0.0, node=name, addresses=self.endpoint.addresses, functions=functions))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, Final
+from collections.abc import Collection
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -19,19 +20,6 @@ from numpy.typing import NDArray
 from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.policies.parcels import (
-    Chunk,
-    ChunkTaken,
-    Copied,
-    Copy,
-    Fetch,
-    FillEnd,
-    Handed,
-    Pull,
-    Pulled,
-    Push,
-    Pushed,
-    Resent,
-    Stale,
     ToClient,
     ToServer,
 )
@@ -39,22 +27,9 @@ from offbeat.policies.parcels import (
 INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
 _ARRAY_BYTES_MAX: Final = 2**31
 
-_KINDS: Final[tuple[type, ...]] = (
-    Push,
-    Pushed,
-    Pull,
-    Pulled,
-    Copy,
-    Copied,
-    Stale,
-    Handed,
-    Resent,
-    Fetch,
-    Chunk,
-    ChunkTaken,
-    FillEnd,
-)
-_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
+TO_CLIENT: Final[tuple[type, ...]] = get_args(ToClient)
+_CODES: Final = {kind: code for code, kind in enumerate((*TO_SERVER, *TO_CLIENT))}
 _DTYPES: Final = tuple(
     np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
 )
@@ -114,12 +89,20 @@ class Packer:
 
 
 class Unpacker:
-    """Makes messages of bytes."""
+    """Makes messages of bytes.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: of the messages that may come.
+    """
+
+    def __init__(self, kinds: Collection[type]) -> None:
         self._beside: list[Array] = []
         self._codes = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-        self._decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind, ext_hook=self._extend) for kind in _KINDS]
+        self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
+            code: msgspec.msgpack.Decoder(kind, ext_hook=self._extend)
+            for kind, code in _CODES.items()
+            if kind in kinds
+        }
 
     def unpack(self, data: bytes | memoryview) -> tuple[Any, list[Array]]:
         """Return a message, and the arrays in it that are still to be filled, in order.
@@ -130,9 +113,10 @@ class Unpacker:
         self._beside = []
         try:
             code, rest = self._codes.decode(data)
-            if not 0 <= code < len(_KINDS):
-                raise ProtocolError(f"expected a kind of message from 0 to {len(_KINDS) - 1}, got {code}")
-            return self._decoders[code].decode(rest), self._beside
+            decoder = self._decoders.get(code)
+            if decoder is None:
+                raise ProtocolError(f"expected one of the kinds {sorted(self._decoders)}, got {code}")
+            return decoder.decode(rest), self._beside
         except _MALFORMED as error:
             raise ProtocolError(f"expected a message of a parameter server: {error}") from None
 

@@ -10,7 +10,7 @@ Everything here runs in the links' thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final
@@ -77,12 +77,15 @@ class Post:
 
     Args:
         endpoint: the node's links.
+        kinds: of the messages that may come.
         on_message: (node, message), in the order in which that node sent them; may raise ProtocolError.
     """
 
-    def __init__(self, endpoint: Endpoint, on_message: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, kinds: Collection[type], on_message: Callable[[str, Any], None]
+    ) -> None:
         self._endpoint, self._on_message = endpoint, on_message
-        self._packer, self._unpacker = Packer(), Unpacker()
+        self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Letter)
         self._known: dict[str, _Correspondent] = {}

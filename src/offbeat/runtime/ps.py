@@ -222,6 +222,11 @@ class PS:
 
     @tau.setter
     def tau(self, tau: int | None) -> None:
+        """Bound the delay of iterations that begin later.
+
+        Raises:
+            ValueError: it is negative.
+        """
         if tau is not None and tau < 0:
             raise ValueError(f"expected a tau of at least 0, or None for no bound, got {tau}")
         self._tau = tau

@@ -21,7 +21,7 @@ from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable
-from offbeat.policies.parcels import Filled, View
+from offbeat.policies.parcels import Filled, Pull, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode
 from offbeat.runtime.node import Cluster, Node
@@ -56,7 +56,9 @@ class Tables:
         """Return a namespace's table, made if need be."""
         found = self._tables.get(space.name)
         if found is None:
-            found = self._tables[space.name] = make_table(space, self._functions)
+            found = self._tables[space.name] = make_table(
+                space.about, space.keys, space.block_keys, self._functions
+            )
         return found
 
 
@@ -129,6 +131,10 @@ class Server:
             self._changed.notify_all()
 
     def _hear(self, peer: str, message: Any) -> None:
+        is_of_client = isinstance(message, Push | Pull)
+        speaker = f"client-{message.client}" if is_of_client else "server-"
+        if peer != speaker if is_of_client else not peer.startswith(speaker):
+            raise ProtocolError(f"{peer} may not send a {type(message).__name__} of {speaker}")
         self._take_up(self._core.hear(peer, message))
 
     def _take_up(self, said: Sequence[Send]) -> None:

@@ -40,6 +40,9 @@ class Counts:
     def __init__(self) -> None:
         self.values: Counter[int] = Counter()
 
+    def check(self, content: dict[int, int], first: int, last: int) -> None:
+        """See `Table.check`."""
+
     def apply(self, first: int, last: int, content: Content) -> None:
         """See `Table.apply`."""
         self.values.update(content)
