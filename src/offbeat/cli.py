@@ -280,6 +280,64 @@ def run(
 
 
 @app.command()
+def serve(
+    cluster: Annotated[Path, typer.Argument(help="The cluster file.", metavar="FILE", show_default=False)],
+    new: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SERVERS",
+            help="Make a new cluster that begins with so many servers, write its file, and be the first one.",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="This host's address as others reach it; by default that which leads to the manager, or "
+            "127.0.0.1 for a new cluster."
+        ),
+    ] = None,
+    copies: Annotated[
+        int, typer.Option(min=0, help="Of a new cluster: replicas, as far as there are servers.")
+    ] = 2,
+    function: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="Offer an update of your own; every server needs the same. May be given more than once.",
+        ),
+    ] = None,
+) -> None:
+    """Be a server of a parameter server, until Ctrl-C: then others take over all that it holds.
+
+    On the first host: offbeat serve --new 2 ps.json --host 10.0.0.1. Copy ps.json, which lets anybody in who
+    has it, to the others: offbeat serve ps.json. Programs use it as offbeat.PS("ps.json").
+    """
+    from offbeat.runtime.node import Cluster
+    from offbeat.runtime.server import Server, ServerConfiguration
+    from offbeat.runtime.server import serve as serve_until_told
+
+    if new is not None:
+        from offbeat.runtime.cluster import start_cluster
+
+        if new < 1:
+            raise ValueError(f"expected at least 1 server to begin with, got {new}")
+        found = start_cluster(new, host=host or "127.0.0.1", copies=copies)
+        found.write(cluster)
+    else:
+        try:
+            found = Cluster.read(cluster)
+        except OSError as error:
+            raise OffbeatError(f"cannot read {cluster}: {error.strerror or error}") from error
+    configuration = ServerConfiguration(
+        cluster=found, host=host or found.own_host(), functions=tuple(function or ())
+    )
+    server = Server(configuration)
+    serve_until_told(
+        server, lambda: print(f"server {server.server} of {cluster}", file=sys.stderr, flush=True)
+    )
+
+
+@app.command()
 def replay(
     run: Annotated[
         Path, typer.Argument(help="A run's folder, or its log.", metavar="RUN", show_default=False)

@@ -5,7 +5,7 @@ process, however that ends, reaches exactly as far as the network namespace, and
 permissions would keep other users from connecting; but the handshake does that, as it does for TCP.
 
 This module never sends or receives a byte and never blocks, but for looking up the name of a host in
-`resolve`, `listen` and `listen_tcp`.
+`resolve`, `listen`, `listen_tcp` and `own_address`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import secrets
 import socket
 import sys
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import quote, unquote, urlsplit
 
+from offbeat.errors import OffbeatError
+
 BACKLOG = 512
 HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
+
+_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
 
 SocketAddress = str | tuple[str, int]
 
@@ -145,3 +150,36 @@ def listen_unix() -> tuple[socket.socket, str]:
     sock.bind(f"\0{name}")
     sock.listen(BACKLOG)
     return sock, f"unix:///{name}?host={quote(this_host())}"
+
+
+def own_address(master_addr: str) -> str:
+    """Return the address at which the other hosts reach this one.
+
+    It is that of the interface that leads to the master (MASTER_ADDR, or a cluster's manager). On the master
+    itself, many systems' /etc/hosts say that its own name is 127.0.1.1, where nobody else finds it: then, that
+    of the default route.
+    """
+    try:
+        address = _source(master_addr)
+    except OSError as error:
+        raise OffbeatError(f"{master_addr!r} (MASTER_ADDR, or the manager) leads nowhere: {error}") from error
+    if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
+        with suppress(OSError):
+            return _source(_SOMEWHERE)
+    return address
+
+
+def _source(target: str) -> str:
+    """The address from which this host would speak to another; connecting a UDP socket sends nothing."""
+    family, _, _, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _is_address(text: str) -> bool:
+    with suppress(ValueError):
+        ip_address(text)
+        return True
+    return False

@@ -18,6 +18,7 @@ from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import Event, NodeJoined, NodeLeft, Refuse, ServerMissed, SpaceRefused, Stop, Viewed
 from offbeat.policies.manager import view_of
 from offbeat.policies.parcels import View
+from offbeat.runtime import addresses as places
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
@@ -58,6 +59,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             raise OffbeatError(
                 f"expected a cluster file in {path}, as `offbeat serve --new {path}` writes it: {error}"
             ) from None
+
+    def own_host(self) -> str:
+        """Return this host's address as the cluster's nodes reach it."""
+        hosts = [address.host for address in map(places.parse, self.manager) if address.host]
+        return places.own_address(hosts[0]) if hosts else "127.0.0.1"
 
     def write(self, path: str | Path) -> None:
         """Write a cluster file, which nobody else on this host may read."""

@@ -34,11 +34,9 @@ from offbeat.policies.parcels import View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import Send
 from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
-from offbeat.runtime import addresses as places
 from offbeat.runtime.cluster import LocalServers
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.node import Cluster, Node
-from offbeat.runtime.rendezvous import own_address
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
@@ -112,7 +110,7 @@ class PS:
         self._node = Node(
             f"client-{number}",
             self.cluster,
-            host=host or _own_host(self.cluster),
+            host=host or self.cluster.own_host(),
             on_view=self._see,
             on_message=self._hear,
             on_gone=self._end,
@@ -519,12 +517,6 @@ class Namespace:
         future = Future(lambda: "nothing")
         future.finish(value)
         return future
-
-
-def _own_host(cluster: Cluster) -> str:
-    """This host's address as the cluster's nodes reach it."""
-    hosts = [address.host for address in map(places.parse, cluster.manager) if address.host]
-    return own_address(hosts[0]) if hosts else "127.0.0.1"
 
 
 def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:

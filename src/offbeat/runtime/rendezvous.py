@@ -14,7 +14,6 @@ import queue
 import secrets
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -31,12 +29,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.addresses import own_address
 from offbeat.runtime.coordinator import Configuration
 from offbeat.runtime.environment import Environment
 
 _COORDINATOR_START_S = 20.0
 _KEY = "meeting"
-_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
 _COUNT = "workers"
 _RUNNING = "offbeat/running"  # where the job meets that has started last; no prefix, for newcomers know none
 _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
@@ -341,35 +339,3 @@ def _in_time(function: Callable[[], _T], limit_s: float) -> _T:
     if error is not None:
         raise error
     return cast(_T, result)
-
-
-def own_address(master_addr: str) -> str:
-    """The address at which the other hosts reach this one.
-
-    It is that of the interface that leads to the master. On the master itself, many systems' /etc/hosts say
-    that its own name is 127.0.1.1, where nobody else finds it: then, that of the default route.
-    """
-    try:
-        address = _source(master_addr)
-    except OSError as error:
-        raise OffbeatError(f"MASTER_ADDR {master_addr!r} leads nowhere from this host: {error}") from error
-    if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
-        with suppress(OSError):
-            return _source(_SOMEWHERE)
-    return address
-
-
-def _source(target: str) -> str:
-    """The address from which this host would speak to another; connecting a UDP socket sends nothing."""
-    family, _, _, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def _is_address(text: str) -> bool:
-    with suppress(ValueError):
-        ip_address(text)
-        return True
-    return False

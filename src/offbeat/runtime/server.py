@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -151,6 +151,21 @@ class Server:
             self._changed.notify_all()
 
 
+def serve(server: Server, is_there: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT tells it to leave.
+
+    Args:
+        is_there: called once, when signals are heard.
+
+    Raises:
+        OffbeatError: it is out of the cluster though nobody told it to leave.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.leave())
+    is_there()
+    server.serve()
+
+
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     """Read the configuration, answer with the server's id or an error, and serve."""
     try:
@@ -160,13 +175,14 @@ def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
         answer.write("\n")
         answer.flush()
         return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.leave())
-    json.dump({"server": server.server}, answer)
-    answer.write("\n")
-    answer.flush()
+
+    def say() -> None:
+        json.dump({"server": server.server}, answer)
+        answer.write("\n")
+        answer.flush()
+
     try:
-        server.serve()
+        serve(server, say)
     except OffbeatError as error:
         print(f"offbeat: {error}", file=sys.stderr)
         return 1
