@@ -39,7 +39,7 @@ def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, l
 
 def test_the_largest_keys_are_told_apart():
     """As floats they would all be 2**63."""
-    content = Entries(0, np.arange(3.0), np.arange(LAST_MAX - 3, LAST_MAX))
+    content = Entries(0, np.arange(3.0), np.arange(LAST_MAX - 3, LAST_MAX, dtype=np.int64))
     assert content.cut(LAST_MAX - 2, LAST_MAX).values.tolist() == [1, 2]
     assert content.cut(0, LAST_MAX - 1).values.tolist() == [0, 1]
     assert len(content.cut(LAST_MAX, LAST_MAX)) == 0
