@@ -143,6 +143,14 @@ def test_one_contiguous_tensor_is_not_copied(kind):
     assert numbers_of(tensors["a"]) == [0] * 6
 
 
+def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_there():
+    offsets = Offsets([("a", (2,)), ("none", (0, 3)), ("b", (2,))])
+    assert offsets.range_of("none") == (2, 2)
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    offsets.scatter(Entries(1, np.ones(2, np.float32)), tensors)
+    assert offsets.gather(tensors).tolist() == [0, 1, 1, 0]
+
+
 def test_a_model_and_its_gradients_have_the_same_table():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     parameters = dict(model.named_parameters())
