@@ -50,6 +50,10 @@ class SparseRows:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def row_numbers(self) -> NDArray[np.int64]:
+        """The number of the row of each value, int64 (Z,)."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
+
     def part(self, first: int, stop: int) -> SparseRows:
         """Rows `first` to `stop` - 1, a worker's share; keys and values are not copied.
 
@@ -122,7 +126,7 @@ class SignedColumns:
             first = wrong[0]
             raise ValueError(f"expected labels -1 and +1, got {rows.labels[first]:g} in row {first}")
         keys, counts = np.unique(rows.keys, return_counts=True)
-        row_of_Z = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
+        row_of_Z = rows.row_numbers()
         order = np.argsort(rows.keys, kind="stable")
         return cls(
             keys=keys,
