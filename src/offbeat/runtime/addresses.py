@@ -155,9 +155,9 @@ def listen_unix() -> tuple[socket.socket, str]:
 def own_address(master_addr: str) -> str:
     """Return the address at which the other hosts reach this one.
 
-    It is that of the interface that leads to the master (MASTER_ADDR, or a cluster's manager). On the master
-    itself, many systems' /etc/hosts say that its own name is 127.0.1.1, where nobody else finds it: then, that
-    of the default route.
+    It is that of the interface that leads to the master (MASTER_ADDR, or the manager). On the master itself,
+    many systems' /etc/hosts say that its own name is 127.0.1.1, where nobody else finds it: then, that of the
+    default route.
     """
     try:
         address = _source(master_addr)
