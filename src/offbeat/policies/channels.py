@@ -15,7 +15,7 @@ from offbeat.errors import ProtocolError
 _EARLY_MAX = 4096  # packets that are kept for those before them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: it is made for every message
 class Packet:
     """One message, and how many of the other side's have come.
 

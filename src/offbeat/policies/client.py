@@ -65,8 +65,7 @@ class Client:
         """Push what `content` has for keys `first` to `last` - 1; return the request's number."""
         time = self._times[namespace] = self._times.get(namespace, 0) + 1
         clock = self._clocks.setdefault(namespace, RangeVectorClock())
-        after = tuple(clock.pieces(self.client, first, last))
-        clock.set(self.client, first, last, time)
+        after = tuple(clock.advance(self.client, first, last, time))
         return self._ask(namespace, content, first, last, time, after)
 
     def pull(

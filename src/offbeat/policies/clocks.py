@@ -56,6 +56,8 @@ class RangeVectorClock:
         starts, times = self._clients.get(client, ([0], [0]))
         begin = bisect_right(starts, first) - 1
         end = bisect_left(starts, last)
+        if end == begin + 1:
+            return [Piece(first, last, times[begin])]
         bounds = [first, *starts[begin + 1 : end], last]
         return [Piece(a, b, time) for (a, b), time in zip(pairwise(bounds), times[begin:end], strict=True)]
 
@@ -67,6 +69,28 @@ class RangeVectorClock:
             for piece in self.pieces(client, 0, KEYS)
             if piece.time
         ]
+
+    def advance(self, client: int, first: int, last: int, time: int) -> list[Piece]:
+        """Give keys `first` to `last` - 1 this time; return the times that they had, as `pieces` does.
+
+        Raises:
+            ValueError: no such range of keys, or the time of one of them is later already.
+        """
+        found = self._clients.get(client)
+        if found is not None:
+            starts, times = found
+            place = bisect_right(starts, first) - 1
+            if place < len(starts) - 1 and starts[place] == first and starts[place + 1] == last:
+                before = times[place]
+                is_apart = times[place + 1] != time and (not place or times[place - 1] != time)
+                if before <= time and is_apart:
+                    times[place] = (
+                        time  # the usual case: a client that pushes the same ranges again and again
+                    )
+                    return [Piece(first, last, before)]
+        pieces = self.pieces(client, first, last)
+        self.set(client, first, last, time)
+        return pieces
 
     def set(self, client: int, first: int, last: int, time: int) -> None:
         """Give keys `first` to `last` - 1 this time.
@@ -89,8 +113,11 @@ class RangeVectorClock:
         Raises:
             ValueError: no such range of keys.
         """
+        pieces = self.pieces(client, first, last)
+        if len(pieces) == 1:
+            return [(first, last)] if pieces[0].time < time else []
         found: list[tuple[int, int]] = []
-        for piece in self.pieces(client, first, last):
+        for piece in pieces:
             if piece.time < time:
                 if found and found[-1][1] == piece.first:
                     found[-1] = (found[-1][0], piece.last)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection
-from typing import Any, Final, get_args
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from offbeat.policies.parcels import (
 
 INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
 _ARRAY_BYTES_MAX: Final = 2**31
+_LOT_BYTES: Final = 256 * 1024
 
 TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
 TO_CLIENT: Final[tuple[type, ...]] = get_args(ToClient)
@@ -42,6 +43,13 @@ _MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, s
 Array = NDArray[Any]
 
 
+class Packed(NamedTuple):
+    """Messages as bytes, and the arrays whose bytes are to follow, in order."""
+
+    messages: msgspec.Raw
+    beside: list[Array]
+
+
 class Packer:
     """Makes bytes of messages."""
 
@@ -49,15 +57,27 @@ class Packer:
         self._beside: list[Array] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._extend)
 
-    def pack(self, message: ToServer | ToClient) -> tuple[bytes, list[Array]]:
-        """Return a message as bytes, and the arrays whose bytes are to follow, in order.
+    def pack(self, messages: Iterable[ToServer | ToClient]) -> Iterator[Packed]:
+        """Yield messages, together with those that follow as long as that is not too much.
+
+        One with arrays beside it is the last one of its lot, so that nobody waits for more than its own.
 
         Raises:
             TypeError: an array of a kind that is not sent.
         """
-        self._beside = []
-        data = self._encoder.encode((_CODES[type(message)], message))
-        return data, self._beside
+        lot: list[msgspec.Raw] = []
+        size = 0
+        for message in messages:
+            beside: list[Array] = []
+            self._beside = beside
+            data = self._encoder.encode((_CODES[type(message)], message))
+            lot.append(msgspec.Raw(data))
+            size += len(data)
+            if beside or size > _LOT_BYTES:
+                yield Packed(msgspec.Raw(self._encoder.encode(lot)), beside)
+                lot, size = [], 0
+        if lot:
+            yield Packed(msgspec.Raw(self._encoder.encode(lot)), [])
 
     def _extend(self, thing: Any) -> Ext:
         if isinstance(thing, Entries):
@@ -97,28 +117,27 @@ class Unpacker:
 
     def __init__(self, kinds: Collection[type]) -> None:
         self._beside: list[Array] = []
-        self._codes = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+        self._lots = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
             code: msgspec.msgpack.Decoder(kind, ext_hook=self._extend)
             for kind, code in _CODES.items()
             if kind in kinds
         }
 
-    def unpack(self, data: bytes | memoryview) -> tuple[Any, list[Array]]:
-        """Return a message, and the arrays in it that are still to be filled, in order.
+    def unpack(self, data: msgspec.Raw | memoryview) -> tuple[list[Any], list[Array]]:
+        """Return messages, and the arrays in them that are still to be filled, in order.
 
         Raises:
-            ProtocolError: these are the bytes of no message.
+            ProtocolError: these are not the bytes of messages that may come.
         """
         self._beside = []
+        decoders = self._decoders
         try:
-            code, rest = self._codes.decode(data)
-            decoder = self._decoders.get(code)
-            if decoder is None:
-                raise ProtocolError(f"expected one of the kinds {sorted(self._decoders)}, got {code}")
-            return decoder.decode(rest), self._beside
+            return [decoders[code].decode(rest) for code, rest in self._lots.decode(data)], self._beside
+        except KeyError as error:
+            raise ProtocolError(f"expected messages of the kinds {sorted(decoders)}, got {error}") from None
         except _MALFORMED as error:
-            raise ProtocolError(f"expected a message of a parameter server: {error}") from None
+            raise ProtocolError(f"expected messages of a parameter server: {error}") from None
 
     def _extend(self, code: int, data: memoryview) -> Any:
         if code == _ARRAY:

@@ -21,11 +21,12 @@ from offbeat.errors import ProtocolError
 from offbeat.policies.channels import Channel, Packet
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.links import Endpoint
-from offbeat.runtime.parcelling import Array, Packer, Unpacker
+from offbeat.runtime.parcelling import Array, Packed, Packer, Unpacker
 
 _LETTER_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a letter
-_BODY_BYTES_MAX: Final = 2**31
-_UNTOLD_MAX: Final = 64  # messages that came, after which the sender is told in a letter of its own
+_LONG_BYTES_MAX: Final = 2**31
+_NONE: Final = msgspec.Raw(msgspec.msgpack.encode([]))
+_UNTOLD_MAX: Final = 64  # letters that came, after which the sender is told in a letter of its own
 _UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
 _NEVER_S: Final = float("inf")  # links lose nothing but with a connection
 
@@ -35,11 +36,11 @@ class _Letter(msgspec.Struct, array_like=True):
 
     Attributes:
         connection: counts the connections between the two that broke, as far as the sender knows.
-        received: how many messages of the receiver's have come.
-        number: of the first message among the sender's.
+        received: how many letters of the receiver's have come.
+        number: of this letter among the sender's; -1 where there are no messages in it.
         tag: of the first array that travels beside; the others follow.
-        long_bytes: the length of the only message, where it travels beside itself; 0 where it does not.
-        bodies: the messages.
+        long_bytes: the length of the messages, where these travel beside, too, as the first; else 0.
+        messages: as `Packer` packs them.
     """
 
     connection: int
@@ -47,15 +48,15 @@ class _Letter(msgspec.Struct, array_like=True):
     number: int
     tag: int
     long_bytes: int
-    bodies: list[memoryview]
+    messages: msgspec.Raw
 
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """A message, of which something may be missing."""
+    """A letter, of which something may be missing."""
 
     number: int
-    message: Any
+    messages: list[Any]
     missing_bytes: int = 0
 
 
@@ -108,24 +109,25 @@ class Post:
         try:
             letter = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            raise ProtocolError(f"expected messages of a parameter server: {error}") from None
+            raise ProtocolError(f"expected a letter of a parameter server's node: {error}") from None
         one = self._of(peer)
         one.channel.hear(Packet(number=-1, received=letter.received), monotonic())
         if letter.connection > one.connection:
             one.connection = letter.connection
             one.coming.clear()
             self._write(peer, one, one.channel.again(monotonic()))
-        tag = letter.tag
+        if letter.number < 0:
+            return
         if letter.long_bytes:
-            self._expect_body(peer, one, letter.number, letter.long_bytes, tag)
-        for number, body in enumerate(letter.bodies, letter.number):
-            message, beside = self._unpacker.unpack(body)
-            coming = _Coming(number, message)
-            one.coming.append(coming)
-            if beside:
-                self._expect_arrays(peer, one, coming, beside, tag)
-                tag += len(beside)
-        self._hand_on(peer, one)
+            self._expect_messages(peer, one, letter)
+            return
+        messages, beside = self._unpacker.unpack(letter.messages)
+        coming = _Coming(letter.number, messages)
+        one.coming.append(coming)
+        if beside:
+            self._expect_arrays(peer, one, coming, beside, letter.tag)
+        else:
+            self._hand_on(peer, one)
 
     def lost(self, peer: str) -> None:
         """A connection broke; what was under way on it will come again."""
@@ -160,58 +162,47 @@ class Post:
         peers, self._to_write = self._to_write, []
         for peer in peers:
             one = self._known.get(peer)
-            if one is None:
-                continue
-            messages, one.outgoing = one.outgoing, []
-            if messages or one.untold:
-                self._write(peer, one, one.channel.send(messages, monotonic()))
+            if one is not None and (one.outgoing or one.untold):
+                messages, one.outgoing = one.outgoing, []
+                self._write(peer, one, one.channel.send(self._packer.pack(messages), monotonic()))
 
     def _write(self, peer: str, one: _Correspondent, packets: list[Packet]) -> None:
-        """Send packets with consecutive numbers; without any, only what has come."""
+        """Send letters; without any, only word of what has come."""
         one.untold = one.untold_bytes = 0
-        letter = _Letter(one.connection, one.received, packets[0].number if packets else 0, 0, 0, [])
-        beside: list[Array | bytes] = []
-        size = 0
+        if not packets:
+            letter = _Letter(one.connection, one.received, -1, 0, 0, _NONE)
+            self._endpoint.send(peer, self._encoder.encode(letter))
         for packet in packets:
-            data, arrays = self._packer.pack(packet.message)
-            if letter.long_bytes or (size and size + len(data) > _LETTER_BYTES):
-                self._write_letter(peer, letter, beside)
-                letter = _Letter(one.connection, one.received, packet.number, 0, 0, [])
-                beside, size = [], 0
-            size += len(data)
-            if len(data) > _LETTER_BYTES:
-                letter.long_bytes = len(data)
-                beside.append(data)
-            else:
-                letter.bodies.append(memoryview(data))
-            beside += arrays
-        self._write_letter(peer, letter, beside)
-
-    def _write_letter(self, peer: str, letter: _Letter, beside: list[Array | bytes]) -> None:
-        letter.tag = self._tag
-        self._tag += len(beside)
-        self._endpoint.send(peer, self._encoder.encode(letter))
-        for tag, array in enumerate(beside, letter.tag):
-            self._endpoint.put(peer, tag, memoryview(array))  # type: ignore[arg-type]
+            packed: Packed = packet.message
+            beside: list[Array | bytes] = list(packed.beside)
+            letter = _Letter(one.connection, one.received, packet.number, self._tag, 0, packed.messages)
+            long_bytes = len(memoryview(packed.messages))
+            if long_bytes > _LETTER_BYTES:
+                letter.long_bytes, letter.messages = long_bytes, _NONE
+                beside.insert(0, bytes(packed.messages))
+            self._tag += len(beside)
+            self._endpoint.send(peer, self._encoder.encode(letter))
+            for tag, array in enumerate(beside, letter.tag):
+                self._endpoint.put(peer, tag, memoryview(array))  # type: ignore[arg-type]
 
     # In --------------------------------------------------------------------------------------------------
 
-    def _expect_body(self, peer: str, one: _Correspondent, number: int, size: int, tag: int) -> None:
-        """Wait for a message that is too long for a letter; it is the only one in its own."""
-        if size > _BODY_BYTES_MAX:
-            raise ProtocolError(f"expected a message of at most {_BODY_BYTES_MAX} bytes, got {size}")
-        coming = _Coming(number, None, size)
-        body = bytearray(size)
+    def _expect_messages(self, peer: str, one: _Correspondent, letter: _Letter) -> None:
+        """Wait for messages that are too long for a letter."""
+        if not 0 < letter.long_bytes <= _LONG_BYTES_MAX:
+            raise ProtocolError(f"expected messages of 1 to {_LONG_BYTES_MAX} bytes, got {letter.long_bytes}")
+        coming = _Coming(letter.number, [], letter.long_bytes)
+        messages = bytearray(letter.long_bytes)
 
         def came(_: int, length: int) -> None:
             coming.missing_bytes -= length
             if not coming.missing_bytes:
-                coming.message, beside = self._unpacker.unpack(memoryview(body))
-                self._expect_arrays(peer, one, coming, beside, tag + 1)
+                coming.messages, beside = self._unpacker.unpack(memoryview(messages))
+                self._expect_arrays(peer, one, coming, beside, letter.tag + 1)
                 self._hand_on(peer, one)
 
         one.coming.append(coming)
-        self._endpoint.expect(peer, tag, memoryview(body), came)
+        self._endpoint.expect(peer, letter.tag, memoryview(messages), came)
 
     def _expect_arrays(
         self, peer: str, one: _Correspondent, coming: _Coming, beside: list[Array], tag: int
@@ -231,11 +222,12 @@ class Post:
         """Hand on what has come, in order."""
         while one.coming and not one.coming[0].missing_bytes and self._known.get(peer) is one:
             coming = one.coming.popleft()
-            packet = Packet(number=coming.number, received=0, message=coming.message)
+            packet = Packet(number=coming.number, received=0, message=coming.messages)
             due, answers = one.channel.hear(packet, monotonic())
             one.received = answers[0].received
             one.untold += 1
-            for message in due:
-                self._on_message(peer, message)
+            for messages in due:
+                for message in messages:
+                    self._on_message(peer, message)
         if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
             self._write_soon(peer)
