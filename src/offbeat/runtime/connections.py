@@ -16,11 +16,12 @@ from offbeat.runtime.outbox import Key, Outbox
 from offbeat.runtime.shared import ANCILLARY_BYTES, HAS_SHARED, Borrowed
 
 TCP_FRAME_BYTES = 64 * 1024
-UNIX_FRAME_BYTES = 512 * 1024
+LOCAL_FRAME_BYTES = 512 * 1024
 UNIX_BUFFER_BYTES = 1024 * 1024
 # What the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF) limits
 # what is in flight too: 64 KB brought 640 of 956 Mbit/s on a line busy both ways, where ACKs queue too.
 TCP_UNSENT_BYTES = 128 * 1024
+LOCAL_UNSENT_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +67,18 @@ class Peer:
     parked: list[Link] = field(default_factory=list)  # proved who they are and wait for WELCOME
     gone: bool = False  # lost, or left in order: what is sent to it is dropped
     turn: Key | None = None  # under which the send scheduler knows it
+
+
+def tune(link: Link, outbox: Outbox) -> None:
+    """Set how much goes out at once: on one host memory is the limit, and what is urgent is soon through."""
+    assert link.sock is not None
+    if link.sock.family == socket.AF_UNIX:
+        outbox.frame_bytes = LOCAL_FRAME_BYTES
+    elif link.sock.getpeername()[0] == link.sock.getsockname()[0]:
+        outbox.frame_bytes = LOCAL_FRAME_BYTES
+        link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOCAL_UNSENT_BYTES)
+    else:
+        outbox.frame_bytes = TCP_FRAME_BYTES
 
 
 def share(link: Link) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime import addresses as places
-from offbeat.runtime.connections import TCP_FRAME_BYTES, UNIX_FRAME_BYTES, Link, Peer, receive, share
+from offbeat.runtime.connections import Link, Peer, receive, share, tune
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind, place_of
 from offbeat.runtime.handshake import check_name
 from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, OnShared, Ranges
@@ -518,8 +518,7 @@ class Endpoint:
         peer.link = link
         peer.gone = False
         link.reader.establish(peer.inbox.destination)
-        unix = link.sock.family == socket.AF_UNIX
-        peer.outbox.frame_bytes = UNIX_FRAME_BYTES if unix else TCP_FRAME_BYTES
+        tune(link, peer.outbox)
         share(link)
         for item in peer.outbox.items():
             self._lend(peer, link, item)
