@@ -255,6 +255,20 @@ def accuracy(
     )
 
 
+@bench.command()
+def failover(
+    kills: Annotated[int, typer.Option(min=1, help="How many servers are killed in all.")] = 20,
+    workers: Annotated[int, typer.Option(min=1, help="How many processes push.")] = 4,
+    mb: Annotated[int, typer.Option(min=1, help="What the servers hold besides, in MB.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
+    json: Json = None,
+) -> None:
+    """Servers are killed while workers push: how soon others serve, and whether each push counts once."""
+    from offbeat.bench.failover import run
+
+    _report(json, lambda command: run(command=command, kills=kills, workers=workers, size_mb=mb, seed=seed))
+
+
 def _compute(text: str) -> Compute:
     match text:
         case "timed" | "real":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +153,12 @@ class PS:
             return [] if self._view is None else list(self._view.ring.servers)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all servers have all that they are to hold, and none is being taken in or let go."""
+        with self._changed:
+            return self._view is not None and not self._view.filling and self._view.target is None
+
+    @property
     def local_servers(self) -> LocalServers:
         """The processes that `local` started.
 
@@ -264,6 +270,15 @@ class PS:
             OffbeatError: that took longer than `timeout_s` seconds.
         """
         self._wait_for(lambda: len(self.servers) >= count, f"{count} servers", timeout_s)
+
+    def wait_until_settled(self, servers: Collection[int], timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until just these servers hold something, and all of them have all that they are to hold.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds.
+        """
+        wanted = sorted(servers)
+        self._wait_for(lambda: self.servers == wanted and self.is_settled, f"servers {wanted}", timeout_s)
 
     def close(self) -> None:
         """Leave, and end the servers that `local` started; requests that are not done fail."""
