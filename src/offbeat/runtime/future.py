@@ -20,11 +20,11 @@ class Future:
         followers: called in the links' thread when it is done.
     """
 
-    __slots__ = ("_lock", "_value", "_what", "error", "followers", "is_done")
+    __slots__ = ("_lock", "_value", "_what", "_who", "error", "followers", "is_done")
 
-    def __init__(self, what: Callable[[], str]) -> None:
+    def __init__(self, what: str, who: Callable[[], str]) -> None:
         self.is_done = False
-        self._what = what
+        self._what, self._who = what, who
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
@@ -40,7 +40,7 @@ class Future:
         """
         if not self.is_done:
             if not self._lock.acquire(timeout=timeout_s):
-                raise OffbeatError(f"{self._what()} after {timeout_s:g} s")
+                raise OffbeatError(f"{self._what} is not done after {timeout_s:g} s: {self._who()}")
             self._lock.release()
         if self.error is not None:
             raise self.error

@@ -306,7 +306,7 @@ class PS:
     ) -> Future:
         if self._failure is not None:
             raise OffbeatError(f"{what} cannot be: {self._failure}")
-        future = Future(lambda: f"{what} is not done; {self._who_is_asked(*span)}")
+        future = Future(what, lambda: self._who_is_asked(*span))
         iteration = getattr(self._current, "iteration", None)
         self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after)))
         return future
@@ -529,7 +529,7 @@ class Namespace:
         return first, last
 
     def _nothing(self, value: Rows | None) -> Future:
-        future = Future(lambda: "nothing")
+        future = Future("nothing", lambda: "nobody is asked")
         future.finish(value)
         return future
 

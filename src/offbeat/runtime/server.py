@@ -79,7 +79,7 @@ class Server:
         self.server = 1000 + secrets.randbelow(2**31) if server is None else server
         self._core = ServerNode(self.server, Tables(functions))
         self._changed = threading.Condition()
-        self._is_leaving = self._is_in = self._is_out = False
+        self._is_leaving = self._is_in = self._is_out = self._is_last = False
         self._gone: str | None = None
         self._node = Node(
             f"server-{self.server}",
@@ -103,14 +103,19 @@ class Server:
                 if self._gone is None:
                     leaves = ServerLeaves(now_s=0.0, node=self._node.name, server=self.server)
                     self._node.tell(leaves)
-                    self._changed.wait_for(lambda: self._is_out or self._gone is not None, _LEAVE_S)
+                    self._changed.wait_for(
+                        lambda: self._is_out or self._is_last or self._gone is not None, _LEAVE_S
+                    )
                 if self._gone is not None and not self._is_leaving:
                     raise OffbeatError(f"server {self.server} is out of the cluster: {self._gone}")
         finally:
             self._node.close()
 
     def leave(self) -> None:
-        """Leave as soon as others have all that is held here; any thread and a signal handler may call it."""
+        """Leave as soon as others, if there are any, have all that is held here.
+
+        Any thread and a signal handler may call it.
+        """
         threading.Thread(target=self._leave, name="offbeat leaves", daemon=True).start()
 
     def _leave(self) -> None:
@@ -128,6 +133,7 @@ class Server:
         with self._changed:
             self._is_out = self._is_in and not is_in
             self._is_in |= is_in
+            self._is_last = view.ring.servers == (self.server,) and view.target is None
             self._changed.notify_all()
 
     def _hear(self, peer: str, message: Any) -> None:

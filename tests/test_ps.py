@@ -1,0 +1,295 @@
+"""Promises of a parameter server to the programs that use it, with real servers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.numerics.spaces import Function
+from offbeat.numerics.updates import SGD, Adagrad
+from runlogs import wait_until
+
+OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+MINE = "updates_of_mine:Clipped"
+
+
+@pytest.fixture(scope="module")
+def ps():
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before])])
+    try:
+        with offbeat.PS.local(servers=2, functions=[MINE]) as ps:
+            yield ps
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def name(request):
+    return request.node.name
+
+
+# What is pushed can be pulled ---------------------------------------------------------------------------
+
+
+def test_what_is_pushed_is_added_and_what_never_was_is_zero(ps, name):
+    w = ps.namespace(name, keys=1000)
+    w.push([1.0, 2.0], keys=[3, 500])
+    w.push(np.full(4, 10.0), first=2)
+    w.push(torch.ones(1000)).result()
+    expected = np.ones(1000, np.float32)
+    expected[[3, 500]] += [1, 2]
+    expected[2:6] += 10
+    assert np.array_equal(w.pull().result(), expected)
+    assert np.array_equal(w.pull(first=2, last=7).result(), expected[2:7])
+    assert w.pull(keys=[3, 4, 999]).result().tolist() == [12, 11, 1]
+    assert w.pull().result().dtype == np.float32
+
+
+def test_rows_have_as_many_numbers_as_the_namespace_says(ps, name):
+    w = ps.namespace(name, keys=50, width=3, dtype="float64")
+    w.push([[1, 2, 3], [4, 5, 6]], keys=[7, 49]).result()
+    assert w.pull(keys=[7, 8, 49]).result().tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 6]]
+    assert w.pull().result().shape == (50, 3)
+    assert w.pull(keys=[]).result().shape == (0, 3)
+    assert w.push(np.zeros((0, 3)), keys=[]).result() is None
+
+
+def test_arrays_larger_than_a_letter_come_whole(ps, name):
+    rng = np.random.default_rng(0)
+    w = ps.namespace(name, keys=3_000_000, block_keys=100_000)
+    values = rng.standard_normal(3_000_000, np.float32)
+    w.push(values)
+    keys = np.flatnonzero(rng.random(3_000_000) < 0.2)
+    w.push(values[keys], keys=keys).result()
+    values[keys] *= 2
+    assert np.array_equal(w.pull().result(), values)
+    assert np.array_equal(w.pull(keys=keys).result(), values[keys])
+
+
+def test_a_key_of_quintillions_takes_as_much_as_is_pushed(ps, name):
+    w = ps.namespace(name, keys=2**63 - 1)
+    w.push([1.0, 2.0], keys=[5, 2**63 - 2]).result()
+    assert w.pull(keys=[5, 6, 2**63 - 2]).result().tolist() == [1, 0, 2]
+
+
+def test_servers_make_steps_of_what_is_pushed(ps, name):
+    w = ps.namespace(name, keys=10, update=SGD(lr=0.5, momentum=0.9, nesterov=True), dtype="float64")
+    g = ps.namespace(f"{name} of Adagrad", keys=10, update=Adagrad(lr=0.5), dtype="float64")
+    here = torch.zeros(10, dtype=torch.float64, requires_grad=True)
+    there = torch.zeros(10, dtype=torch.float64, requires_grad=True)
+    sgd = torch.optim.SGD([here], lr=0.5, momentum=0.9, nesterov=True)
+    adagrad = torch.optim.Adagrad([there], lr=0.5)
+    for step in range(3):
+        gradient = torch.arange(10, dtype=torch.float64) - step
+        w.push(gradient), g.push(gradient)
+        here.grad, there.grad = gradient.clone(), gradient.clone()
+        sgd.step(), adagrad.step()
+    assert np.allclose(w.pull().result(), here.detach(), rtol=1e-12)
+    assert np.allclose(g.pull().result(), there.detach(), rtol=1e-9)
+
+
+def test_a_function_of_the_users_own_is_known_by_the_path_that_servers_were_started_with(ps, name):
+    w = ps.namespace(name, keys=4, update=Function(MINE, {"limit": 2.5}))
+    for _ in range(3):
+        w.push([1.0, -1.0, 0.5, 0.0])
+    assert w.pull().result().tolist() == [2.5, -2.5, 1.5, 0.0]
+    with pytest.raises(OffbeatError, match="started without the function updates_of_mine:Other"):
+        ps.namespace(f"{name}, another", keys=4, update=Function("updates_of_mine:Other"))
+
+
+def test_clients_share_a_namespace_and_each_push_counts_once(ps, name):
+    def push(cluster, times):
+        with offbeat.PS(cluster) as own:
+            w = own.namespace(name, keys=100)
+            for future in [w.push(np.ones(100)) for _ in range(times)]:
+                future.result()
+
+    threads = [threading.Thread(target=push, args=(ps.cluster, times)) for times in (10, 20, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ps.namespace(name, keys=100).pull().result().tolist() == [60.0] * 100
+
+
+# What waits for what ------------------------------------------------------------------------------------
+
+
+def test_what_comes_after_something_waits_for_it_and_fails_with_it(ps, name):
+    w = ps.namespace(name, keys=10)
+    pushes = [w.push(np.ones(10), first=0) for _ in range(5)]
+    assert w.pull(after=pushes).result().tolist() == [5.0] * 10
+    late = offbeat.PS(ps.cluster)
+    own = late.namespace(name, keys=10)
+    late.tau = 0
+    _, finish = begun_in_another_thread(late, own)
+    with late.iteration():
+        held = own.pull()
+    after = own.pull(after=[held])
+    late.close()
+    finish()
+    for one in (held, after):
+        with pytest.raises(OffbeatError, match="this client was closed"):
+            one.result()
+
+
+def begun_in_another_thread(ps, namespace):
+    """An iteration that has made a request and goes on; returns its request, and how to end it."""
+    made, end, ended = threading.Event(), threading.Event(), threading.Event()
+    requests = []
+
+    def work():
+        with ps.iteration():
+            requests.append(namespace.push(np.ones(namespace.keys)))
+            made.set()
+            end.wait(60)
+        ended.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert made.wait(60)
+
+    def finish():
+        end.set()
+        assert ended.wait(60)
+
+    return requests[0], finish
+
+
+@pytest.mark.parametrize(("tau", "is_held"), [(0, True), (1, False), (None, False)])
+def test_an_iteration_waits_for_those_more_than_tau_before_it(ps, name, tau, is_held):
+    w = ps.namespace(name, keys=10)
+    ps.tau = tau
+    first, finish = begun_in_another_thread(ps, w)
+    first.result()
+    with ps.iteration():
+        second = w.pull()
+    if not is_held:
+        second.result()
+    w.pull().result()  # a request of no iteration goes out at once, behind all that was asked for before
+    assert second.is_done == (not is_held)
+    finish()
+    assert second.result().tolist() == [1.0] * 10
+    ps.tau = None
+
+
+def test_tau_may_change_while_iterations_run(ps, name):
+    w = ps.namespace(name, keys=10)
+    ps.tau = 1
+    first, finish_first = begun_in_another_thread(ps, w)
+    second, finish_second = begun_in_another_thread(ps, w)
+    first.result(), second.result()
+    ps.tau = 0
+    with ps.iteration():
+        third = w.pull()
+    finish_first()
+    w.pull().result()
+    assert not third.is_done
+    finish_second()
+    assert third.result().tolist() == [2.0] * 10
+    with pytest.raises(ValueError, match="at least 0"):
+        ps.tau = -1
+    ps.tau = None
+
+
+# What cannot be -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "text"),
+    [
+        ([1, 2], {"keys": [5, 4]}, "ascending"),
+        ([1, 2], {"keys": [4, 4]}, "each once"),
+        ([1, 2], {"keys": [4]}, "got 1 keys and 2 rows"),
+        ([1, 2], {"keys": [4, 100]}, "got 4 to 100"),
+        ([1, 2], {"keys": [-1, 4]}, "got -1 to 4"),
+        ([1, 2], {"keys": [0.5, 4]}, "whole numbers"),
+        ([1, 2], {"first": 99}, "got 99 to 100"),
+        ([[1, 2]], {}, r"rows of shape \(\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(ps, values, options, text):
+    w = ps.namespace("what does not fit", keys=100)
+    with pytest.raises(ValueError, match=text):
+        w.push(values, **options)
+
+
+def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
+    ps.namespace(name, keys=10)
+    ps.namespace(name, keys=10).push(np.ones(10)).result()
+    with pytest.raises(OffbeatError, match=f"{name} cannot be opened: expected the namespace .* as it is"):
+        ps.namespace(name, keys=11)
+    with pytest.raises(ValueError, match="2\\*\\*63"):
+        ps.namespace(name, keys=2**63)
+    with pytest.raises(ValueError, match="one of the updates"):
+        ps.namespace(name, keys=10, update=object())
+
+
+def test_a_wait_ends_and_names_the_server():
+    with offbeat.PS.local(servers=1) as ps:
+        w = ps.namespace("w", keys=10)
+        ps.local_servers.processes[0].send_signal(signal.SIGSTOP)
+        pushed = w.push(np.ones(10))
+        with pytest.raises(OffbeatError, match=r"a push to w is not done after 0\.2 s: .* with server 0"):
+            pushed.result(timeout_s=0.2)
+
+
+def test_who_is_closed_says_so_and_leaves_no_process():
+    ps = offbeat.PS.local(servers=2)
+    w = ps.namespace("w", keys=10)
+    processes = list(ps.local_servers.processes.values())
+    ps.close()
+    assert all(process.poll() is not None for process in processes)
+    with pytest.raises(OffbeatError, match="this client was closed"):
+        w.push(np.ones(10))
+    ps.close()
+
+
+# A cluster of its own -----------------------------------------------------------------------------------
+
+
+def serve(*arguments):
+    return subprocess.Popen([*OFFBEAT, "serve", *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+
+
+def test_servers_come_and_leave_with_a_cluster_file(tmp_path):
+    path = tmp_path / "ps.json"
+    first = serve("--new", 1, path)
+    try:
+        assert first.stderr.readline().startswith("server ")
+        assert path.stat().st_mode & 0o777 == 0o600
+        with offbeat.PS(path) as ps:
+            w = ps.namespace("w", keys=1000)
+            w.push(np.arange(1000)).result()
+            second = serve(path)
+            ps.wait_for_servers(2)
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(60) == 0
+            wait_until(lambda: len(ps.servers) == 1, "the first server has left")
+            w.push(np.ones(1000)).result()
+            assert np.array_equal(w.pull().result(), np.arange(1000) + 1)
+        second.send_signal(signal.SIGINT)
+        assert second.wait(90) == 0
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_what_is_no_cluster_file_is_told(tmp_path):
+    path = tmp_path / "ps.json"
+    path.write_text("{}")
+    with pytest.raises(OffbeatError, match="expected a cluster file"):
+        offbeat.PS(path)
+    with pytest.raises(FileNotFoundError):
+        offbeat.PS(tmp_path / "none")
