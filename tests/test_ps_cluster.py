@@ -2,7 +2,6 @@
 
 import random
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -97,7 +96,7 @@ def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed)
     chance = random.Random(f"cluster {seed}")
     alive, fresh, unhealed = [0, 1, 2, 3], 4, 0
     for _ in range(6):
-        time.sleep(chance.random() * 0.1)  # so that what happens next does so in the midst of something
+        progress(ps, chance.randrange(5))
         what = chance.choice(["kill", "come", "leave", "hang"])
         if what in ("kill", "hang") and (unhealed == 2 or len(alive) <= 2):
             ps.wait_until_settled(alive)
