@@ -293,3 +293,66 @@ def test_what_is_no_cluster_file_is_told(tmp_path):
         offbeat.PS(path)
     with pytest.raises(FileNotFoundError):
         offbeat.PS(tmp_path / "none")
+
+
+# Dense tensors ------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_trained_on_servers_by_the_names_of_its_parameters(ps, name):
+    torch.manual_seed(0)
+    there, here = torch.nn.Linear(7, 3), torch.nn.Linear(7, 3)
+    here.load_state_dict(there.state_dict())
+    theirs = ps.tensors(name, there.named_parameters(), update=SGD(lr=0.1, momentum=0.9))
+    start = {
+        key: -10 * value.detach() for key, value in there.named_parameters()
+    }  # a first step to where it is
+    theirs.push(start).result()
+    optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(5, 7)
+    parameters = dict(there.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()
+    theirs.pull(parameters).result()
+    assert all(torch.allclose(parameters[key], value) for key, value in here.named_parameters())
+    for value in here.parameters():  # the first step has left its momentum
+        optimizer.state[value]["momentum_buffer"] = -10 * value.detach().clone()
+    for _ in range(3):
+        there.zero_grad(), here.zero_grad()
+        there(x).square().sum().backward(), here(x).square().sum().backward()
+        theirs.push({key: value.grad for key, value in parameters.items()})
+        optimizer.step()
+        theirs.pull(parameters).result()
+    assert all(torch.allclose(parameters[key], value, atol=1e-5) for key, value in here.named_parameters())
+
+
+def test_some_tensors_travel_without_the_others(ps, name):
+    shapes = {"a": (2, 3), "b": (4,), "c": (0,), "d": (5,)}
+    ones = {key: torch.ones(shape) for key, shape in shapes.items()}
+    theirs = ps.tensors(name, ones.items())
+    theirs.push({"a": ones["a"], "d": ones["d"]}).result()
+    found = {key: torch.full(shape, 7.0) for key, shape in shapes.items()}
+    theirs.pull({key: found[key] for key in ("b", "d")}).result()
+    assert found["a"].tolist() == [[7.0] * 3] * 2
+    assert found["b"].tolist() == [0.0] * 4
+    assert found["d"].tolist() == [1.0] * 5
+    with pytest.raises(ValueError, match="expected one of the names a, b, c, d, got 'e'"):
+        theirs.push({"e": torch.ones(2)})
+    with pytest.raises(ValueError, match="shape"):
+        theirs.pull({"b": torch.ones(5)})
+    with pytest.raises(ValueError, match="at least one tensor"):
+        theirs.push({"c": ones["c"]})
+    with pytest.raises(OffbeatError, match="cannot be opened"):
+        ps.tensors(name, [("a", torch.ones(3, 2)), ("b", torch.ones(4)), ("d", torch.ones(5))])
+
+
+def test_what_follows_requests_is_told_when_all_are_done(ps, name):
+    w = ps.namespace(name, keys=10)
+    pushes = [w.push(np.ones(10)) for _ in range(3)]
+    assert ps.when_done(pushes, lambda: sum(one.is_done for one in pushes)).result() == 3
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        ps.when_done(pushes, fail).result()

@@ -44,8 +44,15 @@ class Function:
             raise ValueError(f"expected an import path as module:name, got {self.path!r}")
 
 
-def describe(update: Update | Function, *, width: int, dtype: str) -> str:
+def describe(
+    update: Update | Function, *, width: int, dtype: str, tensors: Mapping[str, Any] | None = None
+) -> str:
     """Return as text what a namespace is to be.
+
+    Args:
+        update: what becomes of what is pushed.
+        width, dtype: as `ArrayTable` takes them.
+        tensors: whose numbers the values are, as `Offsets.state_dict` gives it; None where they are nobody's.
 
     Raises:
         ValueError: an update that servers do not know.
@@ -59,7 +66,8 @@ def describe(update: Update | Function, *, width: int, dtype: str) -> str:
             f"expected one of the updates {', '.join(UPDATES)}, or Function(import path), "
             f"got {type(update).__name__}"
         )
-    return json.dumps({**said, "width": width, "dtype": dtype}, sort_keys=True)
+    said |= {"width": width, "dtype": dtype} | ({} if tensors is None else {"tensors": tensors})
+    return json.dumps(said, sort_keys=True)
 
 
 def load(path: str) -> Any:

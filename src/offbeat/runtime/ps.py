@@ -28,6 +28,7 @@ from offbeat.errors import OffbeatError
 from offbeat.events import ServerLeaves, SpaceOpened, SpaceRefused
 from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of
 from offbeat.numerics.spaces import Function, describe
+from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.numerics.updates import Sum, Update
 from offbeat.policies.client import Client, Done
 from offbeat.policies.parcels import View
@@ -35,6 +36,7 @@ from offbeat.policies.placement import Space
 from offbeat.policies.server import Send
 from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.cluster import LocalServers
+from offbeat.runtime.dense import Tensors
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.node import Cluster, Node
 
@@ -63,14 +65,16 @@ class _Request:
     """A request that was not sent yet.
 
     Attributes:
-        make: makes it, in the client.
+        make: makes it, in the client; None where there is nothing to send.
+        finish: what the future comes to, where there is nothing to send.
         before: what has to be done before.
     """
 
-    make: Callable[[], tuple[int, list[Send | Done]]]
+    make: Callable[[], tuple[int, list[Send | Done]]] | None
     future: Future
     iteration: _Iteration | None
     before: list[Future]
+    finish: Callable[[], Any] = lambda: None
 
 
 class PS:
@@ -199,22 +203,27 @@ class PS:
         if not 1 <= keys < 2**63:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
         about = describe(update or Sum(), width=width, dtype=dtype)
-        space = Space(name, keys, block_keys or -(-keys // _BLOCKS), about)
-        with self._changed:
-            self._refused.pop(name, None)
-            is_new = self._space(name) != space
-        if is_new:
-            function = update.path if isinstance(update, Function) else ""
-            opened = SpaceOpened(now_s=0.0, node=self._node.name, function=function, **space._asdict())
-            self._node.tell(opened)
-        self._wait_for(
-            lambda: name in self._refused or self._space(name) == space,
-            f"the namespace {name}",
-        )
-        with self._changed:
-            if name in self._refused:
-                raise OffbeatError(f"the namespace {name} cannot be opened: {self._refused[name]}")
+        space = self._open(name, keys, block_keys, about, update)
         return Namespace(self, space, width=width, dtype=dtype)
+
+    def tensors(
+        self, name: str, named: Iterable[tuple[str, Tensor]], *, update: Update | Function | None = None
+    ) -> Tensors:
+        """Open a namespace for dense tensors, or make it: a key for each number, all of them zero.
+
+        Args:
+            name: whoever opens it under this name gets the same one.
+            named: names and tensors, as of `model.named_parameters()`; their shapes and type count.
+            update: what becomes of what is pushed; by default it is added.
+
+        Raises:
+            ValueError: tensors of different types, or of one that servers do not keep.
+            OffbeatError: there is another namespace with this name.
+        """
+        offsets = Offsets.of(named)
+        about = describe(update or Sum(), width=0, dtype=offsets.dtype, tensors=offsets.state_dict())
+        space = self._open(name, offsets.keys, None, about, update)
+        return Tensors(self, Namespace(self, space, width=0, dtype=offsets.dtype), offsets)
 
     @property
     def tau(self) -> int | None:
@@ -295,6 +304,26 @@ class PS:
     ) -> None:
         self.close()
 
+    def _open(
+        self, name: str, keys: int, block_keys: int | None, about: str, update: Update | Function | None
+    ) -> Space:
+        space = Space(name, keys, block_keys or -(-keys // _BLOCKS), about)
+        with self._changed:
+            self._refused.pop(name, None)
+            is_new = self._space(name) != space
+        if is_new:
+            function = update.path if isinstance(update, Function) else ""
+            opened = SpaceOpened(now_s=0.0, node=self._node.name, function=function, **space._asdict())
+            self._node.tell(opened)
+        self._wait_for(
+            lambda: name in self._refused or self._space(name) == space,
+            f"the namespace {name}",
+        )
+        with self._changed:
+            if name in self._refused:
+                raise OffbeatError(f"the namespace {name} cannot be opened: {self._refused[name]}")
+        return space
+
     # Requests --------------------------------------------------------------------------------------------
 
     def _request(
@@ -309,6 +338,18 @@ class PS:
         future = Future(what, lambda: self._who_is_asked(*span))
         iteration = getattr(self._current, "iteration", None)
         self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after)))
+        return future
+
+    def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
+        """Return a future of what a function returns that is called when all these requests are done.
+
+        Args:
+            requests: if one of them fails, so does the future, and the function is not called.
+            function: must not wait for anything, for it is called in the thread that all requests go through.
+        """
+        before = list(requests)
+        future = Future("what follows other requests", lambda: f"{len(before)} requests come before it")
+        self._node.endpoint.call(self._admit, _Request(None, future, None, before, function))
         return future
 
     def _space(self, name: str) -> Space | None:
@@ -362,6 +403,12 @@ class PS:
         if iteration is not None and not iteration.may_run:
             self._waiting.add(future)
             iteration.held.append(request)
+            return
+        if request.make is None:
+            try:
+                future.finish(request.finish())
+            except Exception as error:
+                future.finish(None, error)
             return
         number, said = request.make()
         self._asked[number] = future
