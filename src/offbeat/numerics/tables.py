@@ -140,7 +140,11 @@ class ArrayTable:
         else:
             return
         size = self._block_keys
-        for number in range(first // size, (last - 1) // size + 1):
+        number = first // size
+        if last <= (number + 1) * size:
+            yield number, content
+            return
+        for number in range(number, (last - 1) // size + 1):
             yield number, content.cut(max(first, number * size), min(last, (number + 1) * size))
 
 
@@ -163,12 +167,13 @@ class _Block:
         if self._keys is not None:
             self._make_room(content.listed())
         places = self._places(content)
-        rows = {name: array[places] for name, array in self.arrays.items()}
-        states = {name: part for name, part in rows.items() if name != "values"}
-        update.apply(rows["values"], states, content.values)
+        values = self.arrays["values"][places]
+        states = {name: self.arrays[name][places] for name in update.states}
+        update.apply(values, states, content.values)
         if not isinstance(places, slice):  # these were copies
-            for name, array in self.arrays.items():
-                array[places] = rows[name]
+            self.arrays["values"][places] = values
+            for name, rows in states.items():
+                self.arrays[name][places] = rows
 
     def read_into(self, wanted: Entries) -> None:
         """Write the values of these keys into their rows."""

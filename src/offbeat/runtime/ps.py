@@ -31,7 +31,7 @@ from offbeat.numerics.spaces import Function, describe
 from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.numerics.updates import Sum, Update
 from offbeat.policies.client import Client, Done
-from offbeat.policies.parcels import View
+from offbeat.policies.parcels import Pulled, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import Send
 from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
@@ -68,12 +68,14 @@ class _Request:
         make: makes it, in the client; None where there is nothing to send.
         finish: what the future comes to, where there is nothing to send.
         before: what has to be done before.
+        keys: that a pull lists.
     """
 
     make: Callable[[], tuple[int, list[Send | Done]]] | None
     future: Future
     iteration: _Iteration | None
     before: list[Future]
+    keys: Keys | None
     finish: Callable[[], Any] = lambda: None
 
 
@@ -104,7 +106,7 @@ class PS:
         self._view: View | None = None
         self._refused: dict[str, str] = {}
         self._failure: str | None = None
-        self._asked: dict[int, Future] = {}
+        self._asked: dict[int, tuple[Future, Keys | None]] = {}  # with the keys that a pull has listed
         self._waiting: set[Future] = set()  # for others, or for their iteration
         self._graph = TaskGraph()
         self._tau: int | None = None
@@ -332,12 +334,13 @@ class PS:
         what: str,
         span: tuple[str, int, int],
         after: Iterable[Future],
+        keys: Keys | None = None,
     ) -> Future:
         if self._failure is not None:
             raise OffbeatError(f"{what} cannot be: {self._failure}")
         future = Future(what, lambda: self._who_is_asked(*span))
         iteration = getattr(self._current, "iteration", None)
-        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after)))
+        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), keys))
         return future
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
@@ -349,7 +352,7 @@ class PS:
         """
         before = list(requests)
         future = Future("what follows other requests", lambda: f"{len(before)} requests come before it")
-        self._node.endpoint.call(self._admit, _Request(None, future, None, before, function))
+        self._node.endpoint.call(self._admit, _Request(None, future, None, before, None, function))
         return future
 
     def _space(self, name: str) -> Space | None:
@@ -411,13 +414,14 @@ class PS:
                 future.finish(None, error)
             return
         number, said = request.make()
-        self._asked[number] = future
+        self._asked[number] = future, request.keys
         self._take_up(said)
 
     def _take_up(self, said: Iterable[Send | Done]) -> None:
         for one in said:
             if isinstance(one, Done):
-                self._asked.pop(one.number).finish(_rows_of(one.parts) if one.parts else None)
+                future, _ = self._asked.pop(one.number)
+                future.finish(_rows_of(one.parts) if one.parts else None)
             else:
                 self._node.post.send(one.to, one.message)
 
@@ -428,6 +432,11 @@ class PS:
             self._changed.notify_all()
 
     def _hear(self, peer: str, message: Any) -> None:
+        if isinstance(message, Pulled):
+            _, keys = self._asked.get(message.number, (None, None))
+            if keys is not None:  # it comes without them
+                keys = keys[places_of(keys, message.first, message.last)]
+                message.content = Entries(message.first, message.content.values, keys)
         self._take_up(self._client.hear(message))
 
     def _refuse(self, refused: SpaceRefused) -> None:
@@ -442,7 +451,7 @@ class PS:
             self._failure = cause
             self._changed.notify_all()
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
-        waiting = [*self._asked.values(), *self._waiting]
+        waiting = [*(future for future, _ in self._asked.values()), *self._waiting]
         self._asked.clear()
         self._waiting.clear()
         for future in waiting:
@@ -559,6 +568,7 @@ class Namespace:
             f"a pull from {name}",
             (name, begin, end),
             after,
+            listed,
         )
 
     def _listed(self, keys: ArrayLike) -> Keys:

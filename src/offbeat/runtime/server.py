@@ -19,9 +19,10 @@ import msgspec
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
+from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable
-from offbeat.policies.parcels import Filled, Pull, Push, View
+from offbeat.policies.parcels import Filled, Pull, Pulled, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode
 from offbeat.runtime.node import Cluster, Node
@@ -149,6 +150,10 @@ class Server:
                 assert isinstance(message, Filled)
                 self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
             else:
+                if isinstance(message, Pulled) and message.content.keys is not None:
+                    message.content = Entries(
+                        message.first, message.content.values
+                    )  # the client has the keys
                 self._node.post.send(to, message)
 
     def _end(self, cause: str) -> None:
