@@ -140,11 +140,11 @@ class ArrayTable:
         else:
             return
         size = self._block_keys
-        number = first // size
-        if last <= (number + 1) * size:
-            yield number, content
+        begin, end = first // size, (last - 1) // size
+        if begin == end:
+            yield begin, content
             return
-        for number in range(number, (last - 1) // size + 1):
+        for number in range(begin, end + 1):
             yield number, content.cut(max(first, number * size), min(last, (number + 1) * size))
 
 
