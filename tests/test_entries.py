@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.entries import LAST_MAX, Entries, gathered, problem_of
+from offbeat.numerics.entries import LAST_MAX, Entries, gathered, problem_of, summed
 
 # Neighbours at both ends of what a key can be, where floats would take one for another.
 KEYS = st.one_of(st.integers(0, 30), st.integers(LAST_MAX - 30, LAST_MAX - 1))
@@ -23,6 +23,16 @@ def entries(draw):
         return Entries(first, np.arange(count, dtype=np.float32))
     keys = np.array(sorted(draw(st.sets(KEYS, max_size=20))), np.int64)
     return Entries(0, np.arange(len(keys), dtype=np.float32), keys)
+
+
+@st.composite
+def entries_within(draw, count):
+    """Values of all keys below `count`, or of some."""
+    numbers = np.random.default_rng(draw(st.integers(0, 99)))
+    if draw(st.booleans()):
+        return Entries(0, numbers.integers(100, size=count).astype(np.float32))
+    keys = np.array(sorted(draw(st.sets(st.integers(0, count - 1)))), np.int64)
+    return Entries(0, numbers.integers(100, size=len(keys)).astype(np.float32), keys)
 
 
 def as_dict(content):
@@ -96,3 +106,19 @@ def test_a_row_for_each_key_within_the_range_is_no_problem(content):
 )
 def test_a_problem_is_told_by_what_was_expected_and_what_came(content, problem):
     assert problem_of(content, 0, 10) == problem
+
+
+@given(st.lists(entries_within(40), min_size=1, max_size=4), st.integers(0, 39), st.integers(1, 40))
+def test_a_sum_has_what_its_parts_have_by_key(parts, first, count):
+    last = min(40, first + count)
+    total = summed(parts, first, last)
+    cuts = [as_dict(part.cut(first, last)) for part in parts]
+    expected = {key: sum(one.get(key, 0) for one in cuts) for one in cuts for key in one}
+    if any(part.keys is None for part in parts):
+        expected = dict.fromkeys(range(first, last), 0) | expected
+    assert as_dict(total) == expected
+
+
+def test_a_sum_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one part"):
+        summed([], 0, 1)

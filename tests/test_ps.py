@@ -356,3 +356,43 @@ def test_what_follows_requests_is_told_when_all_are_done(ps, name):
 
     with pytest.raises(ValueError, match="no"):
         ps.when_done(pushes, fail).result()
+
+
+# Sums of what all push ----------------------------------------------------------------------------------
+
+
+def take_turns(cluster, name, rank, clients, times, results):
+    with offbeat.PS(cluster) as ps:
+        w = ps.namespace(name, keys=100, update=SGD(lr=1.0), aggregate="mean", dtype="float64")
+        w.take_part(clients)
+        seen = []
+        for time in range(times):
+            w.push(np.full(100, float(rank + 10 * time))).result()
+            seen.append(w.pull(keys=[0]).result()[0])
+        w.withdraw()
+        results[rank] = seen
+
+
+def test_what_all_clients_push_at_one_time_is_one_step_of_the_mean(ps, name):
+    clients, times, results = 3, 4, {}
+    threads = [
+        threading.Thread(target=take_turns, args=(ps.cluster, name, rank, clients, times, results))
+        for rank in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    steps = -np.cumsum([1 + 10 * time for time in range(times)])  # the mean of ranks 0, 1 and 2 is 1
+    for seen in results.values():
+        assert all(value in steps for value in seen)
+        assert seen[-1] == steps[-1]
+    assert len(results) == clients
+    late = ps.namespace(name, keys=100, update=SGD(lr=1.0), aggregate="mean", dtype="float64")
+    late.push(np.ones(100)).result()  # nobody else takes part any more
+    assert late.pull().result().tolist() == [steps[-1] - 1] * 100
+    late.withdraw()
+    with pytest.raises(OffbeatError, match="has withdrawn"):
+        late.push(np.ones(100)).result()
+    with pytest.raises(OffbeatError, match="expected a namespace that aggregates"):
+        ps.namespace(f"{name}, but not so", keys=10).take_part()

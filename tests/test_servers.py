@@ -97,6 +97,13 @@ def test_a_push_is_acknowledged_after_the_last_replica_has_it():
     assert [job.values(server, 5) for server in job.chain(5)] == [1, 1, 1]
 
 
+def test_a_push_without_replicas_is_acknowledged_once():
+    job = Job(1, copies=0)
+    job.push({5: 1}, 5, 6)
+    job.deliver("client-0", "server-0")
+    assert [type(send.message) for _, send in job.under_way] == [Pushed]
+
+
 def test_a_push_that_is_sent_again_is_acknowledged_and_not_applied_again():
     job = Job(2)
     job.push({5: 1}, 5, 6)

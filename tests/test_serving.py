@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from offbeat.policies.aggregation import Aggregation
+from offbeat.policies.client import Client
 from offbeat.policies.parcels import Copy, Push
 from offbeat.policies.server import ServerNode
 from offbeat.simulator.serving import Serving, ViolationError, trial_of
@@ -12,9 +16,9 @@ SEEDS = 150
 SEEDS_MAX = 400  # until what is broken is found
 
 
-def run_all(seeds, make_node=ServerNode):
+def run_all(seeds, make_node=ServerNode, make_client=Client):
     for seed in seeds:
-        Serving(trial_of(seed), make_node).run()
+        Serving(trial_of(seed), make_node, make_client).run()
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 30))
@@ -30,15 +34,25 @@ def test_a_trial_is_repeated_by_its_seed():
     assert one._pushed == another._pushed
 
 
-def test_trials_see_deaths_joins_and_fills():
-    """Not only calm ones: what the trials prove, they prove of these."""
-    views = []
-    for seed in range(40):
-        trial = Serving(trial_of(seed))
+@pytest.fixture(scope="module")
+def some_trials():
+    """What the trials prove, they prove of what happens in them."""
+    trials = [Serving(trial_of(seed)) for seed in range(40)]
+    for trial in trials:
         trial.run()
-        views += trial.views
+    return trials
+
+
+def test_trials_see_deaths_joins_and_fills(some_trials):
+    views = [view for trial in some_trials for view in trial.views]
     assert sum(bool(view.filling) for view in views) > 10
     assert sum(view.target is not None for view in views) > 10
+
+
+def test_trials_see_sums_newcomers_and_lost_participants(some_trials):
+    assert sum(len(clients) > 1 for trial in some_trials for clients in trial._sums.values()) > 1000
+    assert sum(bool(view.paused) for trial in some_trials for view in trial.views) > 10
+    assert sum(len(trial._doomed_clients) for trial in some_trials if trial.trial.aggregates) > 10
 
 
 class CountsTwice(ServerNode):
@@ -93,6 +107,67 @@ class KeepsToItself(ServerNode):
         self._carried = []
 
 
+class BeginsSumsAtOnce(ServerNode):
+    """Does not wait, as a new master, for what holders have of earlier views."""
+
+    def _end_handing(self):
+        super()._end_handing()
+        self._unheard.clear()
+
+
+class WaitsForTheLost(ServerNode):
+    """Takes nobody out who has ever taken part."""
+
+    def __init__(self, server, store):
+        super().__init__(server, store)
+        self._ever = {}
+
+    def _follow(self, view):
+        for namespace, begins in view.participants.items():
+            self._ever.setdefault(namespace, {}).update(begins)
+        everybody = {namespace: dict(begins) for namespace, begins in self._ever.items()}
+        super()._follow(replace(view, participants=everybody))
+
+
+class SumsWhatCameTwice(ServerNode):
+    """Keeps what waits over a change of views, after which it comes again."""
+
+    class Keeps(Aggregation):
+        def follow(self, begins):
+            cells, self._cells = self._cells, {}
+            super().follow(begins)
+            self._cells = cells
+            return []
+
+    def __init__(self, server, store):
+        super().__init__(server, store)
+        self._aggregation = self.Keeps()
+
+    def _sum(self, namespace, one):
+        table = self._store.table(self._now().spaces[namespace])
+        contents = [request.push.content for came in one.requests for request in came]
+        return replace(super()._sum(namespace, one), content=table.sum(contents, one.first, one.last))
+
+
+class SumsWhatThereIs(ServerNode):
+    """Waits for nobody."""
+
+    class Hasty(Aggregation):
+        def _is_complete(self, namespace, cell, time):
+            return True
+
+    def __init__(self, server, store):
+        super().__init__(server, store)
+        self._aggregation = self.Hasty()
+
+
+class DoesNotPause(Client):
+    """Goes on to further times while a newcomer is told when to begin."""
+
+    def _stamp(self, asked, view):
+        return super()._stamp(asked, replace(view, paused={}))
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -102,8 +177,17 @@ class KeepsToItself(ServerNode):
         ForgetsWhatIsUnderWay,
         TakesOldCopies,
         KeepsToItself,
+        BeginsSumsAtOnce,
+        WaitsForTheLost,
+        SumsWhatCameTwice,
+        SumsWhatThereIs,
     ],
 )
 def test_a_protocol_that_is_broken_on_purpose_is_found(broken):
     with pytest.raises(ViolationError, match=r"again: offbeat simulate ps --seeds 1 --seed \d+$"):
         run_all(range(SEEDS_MAX), broken)
+
+
+def test_a_client_that_does_not_pause_is_found():
+    with pytest.raises(ViolationError, match="again: offbeat simulate ps"):
+        run_all(range(SEEDS_MAX), make_client=DoesNotPause)

@@ -294,6 +294,7 @@ class SpaceOpened(NodeEvent):
     Attributes:
         about: what its values are and what becomes of what is pushed, as servers understand it.
         function: the import path of the user's own update that every server needs; empty where none is.
+        aggregates: what all who take part push at one time is summed first.
     """
 
     name: str
@@ -301,6 +302,35 @@ class SpaceOpened(NodeEvent):
     block_keys: int
     about: str
     function: str
+    aggregates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientEnlists(NodeEvent):
+    """A client wants to take part in a namespace that aggregates."""
+
+    namespace: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPaused(NodeEvent):
+    """A client sends nothing to a namespace after some time until a view says that a pause is over.
+
+    Attributes:
+        pause: the number of the view that paused the namespace.
+        time: of the client's last push.
+    """
+
+    namespace: str
+    pause: int
+    time: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientWithdraws(NodeEvent):
+    """A client pushes no more to a namespace that aggregates; all that it has pushed there is done."""
+
+    namespace: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +383,9 @@ Event: TypeAlias = (
     | NodeLeft
     | NodeLost
     | SpaceOpened
+    | ClientEnlists
+    | ClientPaused
+    | ClientWithdraws
     | ServerLeaves
     | ServerFilled
     | ServerMissed
@@ -585,6 +618,24 @@ class Namespace:
     keys: int
     block_keys: int
     about: str
+    aggregates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participant:
+    """A client whose pushes to a namespace are summed with the others', from time `begins` on."""
+
+    namespace: str
+    client: int
+    begins: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """Nobody pushes to a namespace until somebody new begins; `view` is the number of the view that said so."""
+
+    namespace: str
+    view: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -625,6 +676,8 @@ class Viewed:
     target: tuple[int, ...]
     filling: tuple[Filling, ...]
     namespaces: tuple[Namespace, ...]
+    participants: tuple[Participant, ...]
+    paused: tuple[Pause, ...]
     servers: tuple[Server, ...]
     reason: str
 

@@ -5,6 +5,7 @@ Nothing here knows what the values mean, where they are kept or how they travel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -60,6 +61,32 @@ def gathered(parts: list[Entries]) -> Entries:
     values = np.concatenate([one.values for one in parts])
     listed = [one.keys for one in parts if one.keys is not None]
     return Entries(parts[0].first, values, np.concatenate(listed) if listed else None)
+
+
+def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
+    """Return the values of keys `first` to `last` - 1, added up by key in the order of the parts.
+
+    Where all parts list their keys, those that any of them lists; otherwise all.
+
+    Raises:
+        ValueError: no parts.
+    """
+    if not parts:
+        raise ValueError("expected at least one part")
+    parts = [one.cut(first, last) for one in parts]
+    shape, dtype = parts[0].values.shape[1:], parts[0].values.dtype
+    listed = [one.keys for one in parts if one.keys is not None]
+    if len(listed) < len(parts):
+        total = np.zeros((last - first, *shape), dtype)
+        for one in parts:
+            begin = one.first - first
+            total[slice(begin, begin + len(one)) if one.keys is None else one.keys - first] += one.values
+        return Entries(first, total)
+    keys = np.unique(np.concatenate(listed))
+    total = np.zeros((len(keys), *shape), dtype)
+    for one, own in zip(parts, listed, strict=True):
+        total[np.searchsorted(keys, own)] += one.values
+    return Entries(first, total, keys)
 
 
 def places_of(keys: Keys, first: int, last: int) -> slice:

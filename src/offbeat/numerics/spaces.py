@@ -45,13 +45,18 @@ class Function:
 
 
 def describe(
-    update: Update | Function, *, width: int, dtype: str, tensors: Mapping[str, Any] | None = None
+    update: Update | Function,
+    *,
+    width: int,
+    dtype: str,
+    means: bool = False,
+    tensors: Mapping[str, Any] | None = None,
 ) -> str:
     """Return as text what a namespace is to be.
 
     Args:
         update: what becomes of what is pushed.
-        width, dtype: as `ArrayTable` takes them.
+        width, dtype, means: as `ArrayTable` takes them.
         tensors: whose numbers the values are, as `Offsets.state_dict` gives it; None where they are nobody's.
 
     Raises:
@@ -66,7 +71,9 @@ def describe(
             f"expected one of the updates {', '.join(UPDATES)}, or Function(import path), "
             f"got {type(update).__name__}"
         )
-    said |= {"width": width, "dtype": dtype} | ({} if tensors is None else {"tensors": tensors})
+    said |= {"width": width, "dtype": dtype, "means": means} | (
+        {} if tensors is None else {"tensors": tensors}
+    )
     return json.dumps(said, sort_keys=True)
 
 
@@ -106,6 +113,13 @@ def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, A
             if isinstance(arguments.get("betas"), list):
                 arguments["betas"] = tuple(arguments["betas"])
             update = UPDATES[said["update"]](**arguments)
-        return ArrayTable(keys, block_keys, update, width=said["width"], dtype=np.dtype(said["dtype"]))
+        return ArrayTable(
+            keys,
+            block_keys,
+            update,
+            width=said["width"],
+            dtype=np.dtype(said["dtype"]),
+            means=said["means"],
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error

@@ -5,13 +5,13 @@ Nothing here knows which blocks a server is to have, or how they come to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.entries import Entries, Keys, Rows, problem_of, problem_of_keys
+from offbeat.numerics.entries import Entries, Keys, Rows, problem_of, problem_of_keys, summed
 from offbeat.numerics.updates import Update
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
@@ -32,13 +32,21 @@ class ArrayTable:
         update: what becomes of what is pushed.
         width: numbers in a row; 0 for a number a key, not a row of one.
         dtype: float32 or float64.
+        means: what is pushed together counts as its mean, not its sum.
 
     Raises:
         ValueError: an argument out of range.
     """
 
     def __init__(
-        self, keys: int, block_keys: int, update: Update, *, width: int = 0, dtype: DTypeLike = np.float32
+        self,
+        keys: int,
+        block_keys: int,
+        update: Update,
+        *,
+        width: int = 0,
+        dtype: DTypeLike = np.float32,
+        means: bool = False,
     ) -> None:
         if not 0 < block_keys <= keys:
             raise ValueError(f"expected blocks of 1 to {keys} keys, got {block_keys}")
@@ -49,6 +57,7 @@ class ArrayTable:
         self._keys, self._block_keys, self._update = keys, block_keys, update
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
+        self._means = means
         self._blocks: dict[int, _Block] = {}
 
     @property
@@ -105,6 +114,16 @@ class ArrayTable:
     def cut(self, content: Entries, first: int, last: int) -> Entries:
         """Return what `content` has for keys `first` to `last` - 1."""
         return content.cut(first, last)
+
+    def sum(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
+        """Return what `contents` have for keys `first` to `last` - 1, added up by key in their order.
+
+        Their mean, where the namespace has means.
+        """
+        total = summed(contents, first, last)
+        if self._means:
+            total.values /= len(contents)
+        return total
 
     def copy_out(self, first: int, last: int) -> Contents | None:
         """Return all that is kept of the block of keys `first` to `last` - 1; None where that is nothing."""

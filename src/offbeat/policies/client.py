@@ -9,9 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from offbeat.errors import ProtocolError
 from offbeat.policies.clocks import Piece, RangeVectorClock
-from offbeat.policies.parcels import Content, Pull, Pulled, Push, Pushed, Stale, ToClient, View
-from offbeat.policies.server import Send
+from offbeat.policies.parcels import (
+    Content,
+    Enlist,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Reached,
+    Stale,
+    ToClient,
+    View,
+    Withdraw,
+)
+from offbeat.policies.server import MANAGER, Send
 
 
 class Done(NamedTuple):
@@ -31,13 +44,14 @@ class _Asked:
 
     Attributes:
         missing: ranges of keys that have not been answered, ascending.
-        time, after: of a push; None of a pull.
+        time, after: of a push that has been sent; None of a pull.
     """
 
     number: int
     namespace: str
     content: Content
     missing: list[tuple[int, int]]
+    is_push: bool
     time: int | None = None
     after: tuple[Piece, ...] = ()
     parts: list[tuple[int, int, Content]] = field(default_factory=list)
@@ -45,6 +59,11 @@ class _Asked:
 
 class Client:
     """One client: its pushes of a range are applied in the order in which it makes them, each once.
+
+    In a namespace that aggregates, what all participants push at a time is one operation, and none of it is
+    done before all of it is. Every participant pushes the same ranges at the same times, or leaves them out
+    and pushes there later; a push is done when all have pushed. What is pushed before this client takes part,
+    or while another is about to begin, is sent afterwards.
 
     Args:
         client: its id, which no other has or had.
@@ -59,32 +78,59 @@ class Client:
         self._times: dict[str, int] = {}
         self._clocks: dict[str, RangeVectorClock] = {}
         self._view: View | None = None
+        self._enlisted: set[str] = set()
+        self._withdrawn: set[str] = set()
         self._out: list[Send | Done] = []
 
     def push(self, namespace: str, content: Content, first: int, last: int) -> tuple[int, list[Send | Done]]:
-        """Push what `content` has for keys `first` to `last` - 1; return the request's number."""
-        time = self._times[namespace] = self._times.get(namespace, 0) + 1
-        clock = self._clocks.setdefault(namespace, RangeVectorClock())
-        after = tuple(clock.advance(self.client, first, last, time))
-        return self._ask(namespace, content, first, last, time, after)
+        """Push what `content` has for keys `first` to `last` - 1; return the request's number.
+
+        Raises:
+            ProtocolError: this client has withdrawn from the namespace.
+        """
+        self._check_stays(namespace)
+        return self._ask(namespace, content, first, last, is_push=True)
 
     def pull(
         self, namespace: str, first: int, last: int, keys: Content | None = None
     ) -> tuple[int, list[Send | Done]]:
         """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
-        return self._ask(namespace, keys, first, last, None, ())
+        return self._ask(namespace, keys, first, last, is_push=False)
+
+    def enlist(self, namespace: str) -> list[Send | Done]:
+        """Take part in a namespace that aggregates, from a time on that a view says.
+
+        Clients that begin together enlist before the first of them pushes; the first push does it at last.
+        Who comes later, where ranges differ from time to time, sees from `begins` which one is its first.
+
+        Raises:
+            ProtocolError: this client has withdrawn from the namespace.
+        """
+        self._check_stays(namespace)
+        self._enlist(namespace)
+        return self._said()
+
+    def withdraw(self, namespace: str) -> list[Send | Done]:
+        """Take no part any more in a namespace that aggregates: others wait for whoever does.
+
+        Raises:
+            ProtocolError: a push to it is not done.
+        """
+        if any(asked.is_push and asked.namespace == namespace for asked in self._asked.values()):
+            raise ProtocolError(f"expected all pushes to {namespace} to be done before withdrawing from it")
+        self._withdrawn.add(namespace)
+        self._out.append(Send(MANAGER, Withdraw(client=self.client, namespace=namespace)))
+        return self._said()
+
+    def begins(self, namespace: str) -> int | None:
+        """Return the time of this client's first push in a namespace that aggregates, None while unknown."""
+        return None if self._view is None else self._view.participants.get(namespace, {}).get(self.client)
 
     def _ask(
-        self,
-        namespace: str,
-        content: Content,
-        first: int,
-        last: int,
-        time: int | None,
-        after: tuple[Piece, ...],
+        self, namespace: str, content: Content, first: int, last: int, *, is_push: bool
     ) -> tuple[int, list[Send | Done]]:
         self._number += 1
-        asked = _Asked(self._number, namespace, content, [(first, last)], time, after)
+        asked = _Asked(self._number, namespace, content, [(first, last)], is_push)
         self._asked[self._number] = asked
         self._send(asked)
         return self._number, self._said()
@@ -108,9 +154,28 @@ class Client:
         """Go by a new view; in a new epoch, send again what has not been answered, in order."""
         if self._view is None or view.epoch > self._view.epoch:
             self._view = view
+            for namespace, pause in view.paused.items():
+                if self.client in view.participants[namespace]:
+                    self._pause(namespace, pause)
             for asked in self._asked.values():
                 self._send(asked)
         return self._said()
+
+    def _enlist(self, namespace: str) -> None:
+        if namespace not in self._enlisted:
+            self._enlisted.add(namespace)
+            self._out.append(Send(MANAGER, Enlist(client=self.client, namespace=namespace)))
+
+    def _check_stays(self, namespace: str) -> None:
+        if namespace in self._withdrawn:
+            raise ProtocolError(
+                f"expected nothing more for {namespace}, from which this client has withdrawn"
+            )
+
+    def _pause(self, namespace: str, pause: int) -> None:
+        time = self._times.get(namespace, 0)
+        reached = Reached(client=self.client, namespace=namespace, pause=pause, time=time)
+        self._out.append(Send(MANAGER, reached))
 
     def _answered(self, asked: _Asked, first: int, last: int) -> None:
         asked.missing = [
@@ -127,12 +192,30 @@ class Client:
         view = self._view
         if view is None or asked.namespace not in view.spaces:
             return
+        if asked.is_push and asked.time is None and not self._stamp(asked, view):
+            return
         for begin, end in asked.missing:
             for span in view.ring.spans(view.spaces[asked.namespace], begin, end):
                 if not span.holders:  # nobody is left; it is sent to whoever comes
                     continue
                 part = self._part(asked, view.epoch, span.first, span.last)
                 self._out.append(Send(f"server-{span.holders[0]}", part))
+
+    def _stamp(self, asked: _Asked, view: View) -> bool:
+        """Give a push its time, if it may have one now."""
+        namespace, begins = asked.namespace, 1
+        if view.spaces[namespace].aggregates:
+            if self.client not in view.participants.get(namespace, {}):
+                self._enlist(namespace)
+                return False
+            if namespace in view.paused:
+                return False
+            begins = view.participants[namespace][self.client]
+        time = self._times[namespace] = max(self._times.get(namespace, 0) + 1, begins)
+        ((first, last),) = asked.missing
+        clock = self._clocks.setdefault(namespace, RangeVectorClock())
+        asked.time, asked.after = time, tuple(clock.advance(self.client, first, last, time))
+        return True
 
     def _part(self, asked: _Asked, epoch: int, first: int, last: int) -> Push | Pull:
         content = None if asked.content is None else self._cut(asked.content, first, last)

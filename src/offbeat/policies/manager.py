@@ -10,12 +10,17 @@ from typing import Any
 from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
+    ClientEnlists,
+    ClientPaused,
+    ClientWithdraws,
     Event,
     Filling,
     Namespace,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    Participant,
+    Pause,
     Refuse,
     Server,
     ServerFilled,
@@ -25,7 +30,7 @@ from offbeat.events import (
     SpaceRefused,
     Viewed,
 )
-from offbeat.policies.parcels import Arc, Filled, View
+from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
 from offbeat.policies.placement import Ring, Space
 from offbeat.policies.servers import ServerGroup
 
@@ -62,6 +67,17 @@ class Manager:
                 return self._part(event)
             case SpaceOpened():
                 return self._open(event)
+            case ClientEnlists():
+                return self._enlist(event)
+            case ClientPaused():
+                reached = Reached(
+                    client=_number(event.node), namespace=event.namespace, pause=event.pause, time=event.time
+                )
+                return self._say(self._group.reached(reached), f"all clients have paused {event.namespace}")
+            case ClientWithdraws():
+                withdraw = Withdraw(client=_number(event.node), namespace=event.namespace)
+                why = f"{event.node} takes no more part in {event.namespace}"
+                return self._say(self._group.withdrawn(withdraw), why)
             case ServerLeaves():
                 return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
             case ServerFilled():
@@ -104,11 +120,11 @@ class Manager:
         return self._say(view, f"server {server} has come")
 
     def _part(self, event: NodeLeft | NodeLost) -> list[Action]:
+        how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
         if not event.node.startswith(_SERVER):
-            return []
+            return self._say(self._group.client_gone(_number(event.node)), f"{event.node} {how}")
         server = _number(event.node)
         self._forget(server)
-        how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
         return self._say(self._group.lost(server), f"server {server} {how}")
 
     def _miss(self, event: ServerMissed) -> list[Action]:
@@ -121,7 +137,7 @@ class Manager:
         return [Refuse(peer=f"{_SERVER}{event.server}", reason=reason), *self._say(view, reason)]
 
     def _open(self, event: SpaceOpened) -> list[Action]:
-        space = Space(event.name, event.keys, event.block_keys, event.about)
+        space = Space(event.name, event.keys, event.block_keys, event.about, event.aggregates)
         lacking = [server for server, found in self._functions.items() if event.function not in found]
         if event.function and lacking:
             reason = f"server {lacking[0]} was started without the function {event.function}"
@@ -133,6 +149,14 @@ class Manager:
         if event.function:
             self._needed.add(event.function)
         return self._say(view, f"the namespace {event.name} was opened")
+
+    def _enlist(self, event: ClientEnlists) -> list[Action]:
+        enlist = Enlist(client=_number(event.node), namespace=event.namespace)
+        try:
+            view = self._group.enlisted(enlist)
+        except ProtocolError as error:
+            return [SpaceRefused(node=event.node, name=event.namespace, reason=str(error))]
+        return self._say(view, f"{event.node} takes part in {event.namespace}")
 
     def _forget(self, server: int) -> None:
         self._addresses.pop(server, None)
@@ -155,6 +179,14 @@ class Manager:
                 for arc in arcs
             ),
             namespaces=tuple(Namespace(**space._asdict()) for space in view.spaces.values()),
+            participants=tuple(
+                Participant(namespace=namespace, client=client, begins=begins)
+                for namespace, clients in view.participants.items()
+                for client, begins in clients.items()
+            ),
+            paused=tuple(
+                Pause(namespace=namespace, view=number) for namespace, number in view.paused.items()
+            ),
             servers=tuple(
                 Server(server=server, addresses=found) for server, found in sorted(self._addresses.items())
             ),
@@ -169,6 +201,10 @@ def view_of(viewed: Viewed) -> View:
     for one in viewed.filling:
         filling[one.server] = (*filling.get(one.server, ()), Arc(first=one.first, last=one.last))
 
+    participants: dict[str, dict[int, int]] = {}
+    for who in viewed.participants:
+        participants.setdefault(who.namespace, {})[who.client] = who.begins
+
     def ring_of(servers: tuple[int, ...]) -> Ring:
         return Ring(servers, virtual_nodes=viewed.virtual_nodes, copies=viewed.copies)
 
@@ -177,11 +213,13 @@ def view_of(viewed: Viewed) -> View:
         epoch=viewed.epoch,
         ring=ring_of(viewed.ring),
         spaces={
-            space.name: Space(space.name, space.keys, space.block_keys, space.about)
+            space.name: Space(space.name, space.keys, space.block_keys, space.about, space.aggregates)
             for space in viewed.namespaces
         },
         filling=filling,
         target=ring_of(viewed.target) if viewed.target else None,
+        participants=participants,
+        paused={pause.namespace: pause.view for pause in viewed.paused},
     )
 
 

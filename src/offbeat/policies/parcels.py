@@ -32,12 +32,15 @@ class View:
 
     Attributes:
         number: grows with every view.
-        epoch: the number of the view in which some master changed last, or a namespace came; what clients go
-            by.
+        epoch: the number of the view in which some master changed last, or a namespace came, or who takes
+            part in one; what clients go by.
         ring: who is responsible.
         spaces: the namespaces, by name.
         filling: servers of the ring that have not got all that they are responsible for, and where.
         target: the ring that is being prepared, None where none is; who gains in it is being filled.
+        participants: of each namespace that aggregates, whose pushes are summed, and the first time of each.
+        paused: the namespaces in which no participant begins another time, as one is to come; and the numbers
+            of the views that paused them.
     """
 
     number: int
@@ -46,6 +49,8 @@ class View:
     spaces: dict[str, Space]
     filling: dict[int, tuple[Arc, ...]] = field(default_factory=dict)
     target: Ring | None = None
+    participants: dict[str, dict[int, int]] = field(default_factory=dict)
+    paused: dict[str, int] = field(default_factory=dict)
 
 
 # Between clients and servers
@@ -193,6 +198,13 @@ class Resent:
 
 
 @dataclass(kw_only=True, slots=True)
+class HandEnd:
+    """The sender has handed to the receiver all that it had for it in this view; it may have been nothing."""
+
+    view: int
+
+
+@dataclass(kw_only=True, slots=True)
 class Fetch:
     """Who is being filled wants the blocks that it gains in this view and has not got.
 
@@ -248,5 +260,37 @@ class Filled:
     view: int
 
 
-ToServer: TypeAlias = Push | Pull | Copy | Copied | Handed | Resent | Fetch | Chunk | ChunkTaken | FillEnd
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enlist:
+    """A client wants to take part in a namespace that aggregates."""
+
+    client: int
+    namespace: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Withdraw:
+    """A client pushes no more to a namespace that aggregates; all that it has pushed there is done."""
+
+    client: int
+    namespace: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """A participant has sent nothing after this time, and sends nothing after it in this pause.
+
+    Attributes:
+        pause: the number of the view that paused the namespace.
+    """
+
+    client: int
+    namespace: str
+    pause: int
+    time: int
+
+
+ToServer: TypeAlias = (
+    Push | Pull | Copy | Copied | Handed | Resent | HandEnd | Fetch | Chunk | ChunkTaken | FillEnd
+)
 ToClient: TypeAlias = Pushed | Pulled | Stale

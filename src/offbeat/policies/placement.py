@@ -21,12 +21,14 @@ class Space(NamedTuple):
 
     Attributes:
         about: what a value is and what a push does to it, as the servers' stores understand it.
+        aggregates: whether what all clients push at one time is summed, and is one operation.
     """
 
     name: str
     keys: int
     block_keys: int
     about: Any = None
+    aggregates: bool = False
 
     def blocks(self, first: int, last: int) -> range:
         """Return the numbers of the blocks that have any of keys `first` to `last` - 1."""

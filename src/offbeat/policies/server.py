@@ -6,11 +6,12 @@ docs/decisions/0008-how-servers-replicate.md for why it is as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from offbeat.errors import ProtocolError
+from offbeat.policies.aggregation import Aggregation, Request, Sum
 from offbeat.policies.clocks import RangeVectorClock
 from offbeat.policies.parcels import (
     Chunk,
@@ -22,6 +23,7 @@ from offbeat.policies.parcels import (
     Filled,
     FillEnd,
     Handed,
+    HandEnd,
     Mark,
     Operation,
     Pull,
@@ -64,6 +66,9 @@ class Table(Protocol):
     def cut(self, content: Content, first: int, last: int) -> Content:
         """Return what `content` has for keys `first` to `last` - 1."""
 
+    def sum(self, contents: Sequence[Content], first: int, last: int) -> Content:
+        """Return what `contents` have for keys `first` to `last` - 1, added up by key in their order."""
+
     def copy_out(self, first: int, last: int) -> Content:
         """Return all that is kept of keys `first` to `last` - 1, as it is now."""
 
@@ -89,14 +94,6 @@ class Send(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """A part of a client's push that waits for operations to reach all holders."""
-
-    push: Push
-    waits_for: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _Kept:
     """An operation that is not known to have reached all holders behind this one.
 
@@ -107,7 +104,7 @@ class _Kept:
 
     operation: Operation
     came_from: int | None
-    requests: list[_Request] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +151,8 @@ class ServerNode:
         self._have: set[Block] = set()  # of what it gains
         self._buffered: dict[Block, list[Operation]] = {}  # on blocks that have not come
         self._deferred: list[Push | Pull] = []  # for blocks that have not come, of which this is the master
+        self._aggregation = Aggregation()
+        self._unheard: set[int] = set()  # holders that may have, of earlier views, what this master may not
         self._chains: dict[int, tuple[int, ...]] = {}  # by point, as far as it was asked for
         self._out: list[Send] = []
 
@@ -205,6 +204,8 @@ class ServerNode:
                 self._take_over(_server(sender), message)
             case Resent():
                 self._pass_resent(message)
+            case HandEnd():
+                self._handed_all(_server(sender))
             case Fetch():
                 self._fill(_server(sender), message)
             case Chunk():
@@ -236,7 +237,17 @@ class ServerNode:
             pulled = Pulled(number=message.number, first=message.first, last=message.last, content=values)
             self._tell_client(message.client, pulled)
         else:
-            self._push(message)
+            self._check(space, message)
+            if space.aggregates:
+                self._push_to_sum(message)
+            else:
+                self._push(message)
+
+    def _check(self, space: Space, push: Push) -> None:
+        try:
+            self._store.table(space).check(push.content, push.first, push.last)
+        except ValueError as error:
+            raise ProtocolError(f"expected a push that {space.name} can take: {error}") from error
 
     def _read(self, space: Space, pull: Pull) -> Content:
         try:
@@ -245,7 +256,13 @@ class ServerNode:
             raise ProtocolError(f"expected a pull that {space.name} can answer: {error}") from error
 
     def _has_to_wait(self, message: Push | Pull) -> bool:
-        """Whether it is for a block that has not come, or behind such a one of the same client."""
+        """Whether it is for a block that has not come, or behind such a one of the same client.
+
+        No sum is begun before all holders have said what they have of earlier views: a client may be lost
+        whose push is in a sum that one of them has applied.
+        """
+        if self._unheard and isinstance(message, Push) and self._now().spaces[message.namespace].aggregates:
+            return True
         if not self._awaited:  # everything has come
             return False
         blocks = self._blocks_of(message.namespace, message.first, message.last)
@@ -258,14 +275,9 @@ class ServerNode:
         )
 
     def _push(self, push: Push) -> None:
-        table = self._store.table(self._now().spaces[push.namespace])
-        try:
-            table.check(push.content, push.first, push.last)
-        except ValueError as error:
-            raise ProtocolError(f"expected a push that {push.namespace} can take: {error}") from error
         clock = self._clock(push.namespace)
         fresh = clock.fresh(push.client, push.first, push.last, push.time)
-        request = _Request(push)
+        request = Request(push, waits_for=1)  # for all of it to have been begun
         mark = Mark(client=push.client, time=push.time, after=push.after)
         whole = Operation(
             namespace=push.namespace,
@@ -274,17 +286,46 @@ class ServerNode:
             marks=(mark,),
             content=push.content,
         )
-        if fresh != [(push.first, push.last)]:  # some of it came before, and may still be on its way
-            for kept in self._kept.values():
-                if _is_of(kept.operation, push):
-                    kept.requests.append(request)
-                    request.waits_for += 1
+        if fresh != [(push.first, push.last)]:
+            self._wait_for_kept(request)
         for first, last in fresh:
             self._begin(self._part(whole, first, last), [request])
-        if not request.waits_for:
-            self._acknowledge(request)
+        self._end_waiting([request])
 
-    def _begin(self, operation: Operation, requests: list[_Request]) -> None:
+    def _push_to_sum(self, push: Push) -> None:
+        """Let a push wait for those of the other participants, and begin the sums that it completes."""
+        fresh = self._clock(push.namespace).fresh(push.client, push.first, push.last, push.time)
+        request = Request(push, waits_for=1)  # for all of it to have been begun
+        if fresh != [(push.first, push.last)]:
+            self._wait_for_kept(request)
+        for first, last in fresh:
+            request.waits_for += last - first  # each of these keys, for the sum that it is to be in
+            for one in self._aggregation.add(request, first, last):
+                requests = [request for of_client in one.requests for request in of_client]
+                self._begin(self._sum(push.namespace, one), requests)
+                self._end_waiting(requests, one.last - one.first)
+        self._end_waiting([request])
+
+    def _wait_for_kept(self, request: Request) -> None:
+        """Some of a push came before, and may still be on its way."""
+        for kept in self._kept.values():
+            if _is_of(kept.operation, request.push):
+                kept.requests.append(request)
+                request.waits_for += 1
+
+    def _sum(self, namespace: str, one: Sum) -> Operation:
+        table = self._store.table(self._now().spaces[namespace])
+        pushes = [of_client[0].push for of_client in one.requests]
+        contents = [table.cut(push.content, one.first, one.last) for push in pushes]
+        return Operation(
+            namespace=namespace,
+            first=one.first,
+            last=one.last,
+            marks=tuple(Mark(client=push.client, time=push.time, after=push.after) for push in pushes),
+            content=table.sum(contents, one.first, one.last),
+        )
+
+    def _begin(self, operation: Operation, requests: list[Request]) -> None:
         """Apply an operation as its master, and send it down its chains."""
         self._apply(operation)
         for request in requests:
@@ -292,7 +333,7 @@ class ServerNode:
         self._send_down(operation, requests)
         self._end_waiting(requests)
 
-    def _send_down(self, operation: Operation, requests: list[_Request]) -> None:
+    def _send_down(self, operation: Operation, requests: list[Request]) -> None:
         for part, chain in self._by_chain(operation):
             for request in requests:
                 request.waits_for += 1
@@ -314,7 +355,7 @@ class ServerNode:
         )
         self._tell(route[0], copy)
 
-    def _acknowledge(self, request: _Request) -> None:
+    def _acknowledge(self, request: Request) -> None:
         push = request.push
         self._tell_client(push.client, Pushed(number=push.number, first=push.first, last=push.last))
 
@@ -338,17 +379,16 @@ class ServerNode:
         else:
             self._tell(kept.came_from, Copied(view=self._now().number, master=key[0], serial=key[1]))
 
-    def _end_waiting(self, requests: Iterable[_Request]) -> None:
+    def _end_waiting(self, requests: Iterable[Request], count: int = 1) -> None:
         for request in requests:
-            request.waits_for -= 1
+            request.waits_for -= count
             if not request.waits_for:
                 self._acknowledge(request)
 
     def _take_over(self, holder: int, handed: Handed) -> None:
         """Send what a holder has, and this new master may not, down the chain like a push."""
         for operation in handed.operations:
-            one, clock = operation.marks[0], self._clock(operation.namespace)
-            for first, last in clock.fresh(one.client, operation.first, operation.last, one.time):
+            for first, last in self._fresh(operation):
                 self._begin(self._part(operation, first, last), [])
         self._pass_resent(Resent(view=handed.view, chain=handed.chain, of=holder))
 
@@ -360,6 +400,11 @@ class ServerNode:
         place = resent.chain.index(self.server)
         if place + 1 < len(resent.chain):
             self._tell(resent.chain[place + 1], resent)
+
+    def _handed_all(self, holder: int) -> None:
+        self._unheard.discard(holder)
+        if not self._unheard:
+            self._serve_deferred()
 
     # Applying --------------------------------------------------------------------------------------------
 
@@ -382,12 +427,19 @@ class ServerNode:
     def _apply_now(self, operation: Operation) -> None:
         clock = self._clock(operation.namespace)
         table = self._store.table(self._now().spaces[operation.namespace])
-        one = operation.marks[0]  # all marks of an operation are set together
         self.gaps += self._misses(clock, operation)
-        for first, last in clock.fresh(one.client, operation.first, operation.last, one.time):
+        for first, last in self._fresh(operation):
             table.apply(first, last, table.cut(operation.content, first, last))
             for mark in operation.marks:
                 clock.set(mark.client, first, last, mark.time)
+
+    def _fresh(self, operation: Operation) -> list[tuple[int, int]]:
+        """Return where none of an operation's pushes has been applied; they all have been, or none."""
+        clock, one = self._clock(operation.namespace), operation.marks[0]
+        parts = clock.fresh(one.client, operation.first, operation.last, one.time)
+        for mark in operation.marks[1:]:
+            parts = [part for at in parts for part in clock.fresh(mark.client, *at, mark.time)]
+        return parts
 
     def _misses(self, clock: RangeVectorClock, operation: Operation) -> bool:
         """Whether a push before one of the operation's has not been applied here."""
@@ -410,6 +462,7 @@ class ServerNode:
         before, self.view = self.view, view
         self._chains.clear()
         self._fills.clear()
+        self._deferred = [*self._aggregation.follow(view.participants), *self._deferred]
         self._forget_what_is_others()
         self._fetch()
         kept, self._kept, self._serial = self._kept, {}, 0
@@ -422,12 +475,13 @@ class ServerNode:
             self._send_again(one.operation, requests)
             self._end_waiting(requests)  # for the whole, which has become its parts
         self._hand_to_masters()
+        self._end_handing()
         self._serve_deferred()
         for number in sorted(number for number in self._early if number <= view.number):
             for sender, message in self._early.pop(number):
                 self._hear(sender, message)
 
-    def _send_again(self, operation: Operation, requests: list[_Request]) -> None:
+    def _send_again(self, operation: Operation, requests: list[Request]) -> None:
         """Send an operation of an earlier view down its chains, or see to it that its master does."""
         for part, chain in self._by_chain(operation):
             if self.server not in chain:
@@ -445,6 +499,20 @@ class ServerNode:
         for chain, operations in by_chain.items():
             handed = Handed(view=self._now().number, chain=chain, operations=tuple(operations))
             self._tell(chain[0], handed)
+
+    def _end_handing(self) -> None:
+        """Tell the masters of this server's chains that they have all; see who has to tell this one so."""
+        self._unheard.clear()
+        if not any(space.aggregates for space in self._now().spaces.values()):
+            return
+        masters: set[int] = set()
+        for master, *others in {self._chain_at(point) for point in self._points()} - {()}:
+            if master == self.server:
+                self._unheard.update(others)
+            elif self.server in others:
+                masters.add(master)
+        for master in sorted(masters):
+            self._tell(master, HandEnd(view=self._now().number))
 
     def _forget_what_is_others(self) -> None:
         for namespace, block in list(self._own_blocks()):

@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.parcels import Arc, Filled, View
+from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
+from offbeat.policies.participants import Participants
 from offbeat.policies.placement import POINTS, Ring, Space
 
 
@@ -49,6 +50,7 @@ class ServerGroup:
         self._gone: set[int] = set()
         self._leaving: set[int] = set()
         self._filled: set[int] = set()  # in the view in force
+        self._participants = Participants()
 
     def opened(self, space: Space) -> View | None:
         """Somebody wants a namespace; return the next view, if it is new.
@@ -64,10 +66,34 @@ class ServerGroup:
         if known is not None:
             return None
         self._spaces[space.name] = space
-        view = self.view
-        if view is None:
-            return None
-        return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
+        return self._say_anew()
+
+    def enlisted(self, enlist: Enlist) -> View | None:
+        """A client wants to take part in a namespace that aggregates; return the next view, if there is one.
+
+        Raises:
+            ProtocolError: there is no such namespace, or it does not aggregate.
+        """
+        space = self._spaces.get(enlist.namespace)
+        if space is None or not space.aggregates:
+            raise ProtocolError(f"expected a namespace that aggregates, got {space or enlist.namespace}")
+        number = None if self.view is None else self.view.number + 1
+        is_new = self._participants.enlist(enlist.client, enlist.namespace, number)
+        return self._say_anew() if is_new else None
+
+    def reached(self, said: Reached) -> View | None:
+        """A participant has paused; return the next view, if all have."""
+        is_over = self._participants.reach(said.client, said.namespace, said.pause, said.time)
+        return self._say_anew() if is_over else None
+
+    def withdrawn(self, withdraw: Withdraw) -> View | None:
+        """A client pushes no more to a namespace; return the next view, if there is one."""
+        is_new = self._participants.withdraw(withdraw.client, withdraw.namespace)
+        return self._say_anew() if is_new else None
+
+    def client_gone(self, client: int) -> View | None:
+        """A client is lost, or has left; return the next view, if there is one."""
+        return self._say_anew() if self._participants.lose(client) else None
 
     def joined(self, server: int) -> View | None:
         """A server is there; return the next view, if there is one.
@@ -141,12 +167,14 @@ class ServerGroup:
             "gone": sorted(self._gone),
             "leaving": sorted(self._leaving),
             "filled": sorted(self._filled),
+            "participants": self._participants.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of a group with the same arguments."""
         view = state["view"]
         self._spaces = {space[0]: Space(*space) for space in state["spaces"]}
+        self._participants.load_state_dict(state["participants"])
         self.view = None
         if view is not None:
             self.view = View(
@@ -159,12 +187,24 @@ class ServerGroup:
                     for one, arcs in view["filling"]
                 },
                 target=None if view["target"] is None else self._ring_of(view["target"]),
+                **self._who_takes_part(),
             )
         self.lost_arcs = state["lost_arcs"]
         self._alive, self._gone = set(state["alive"]), set(state["gone"])
         self._leaving, self._filled = set(state["leaving"]), set(state["filled"])
 
     # Within ----------------------------------------------------------------------------------------------
+
+    def _say_anew(self) -> View | None:
+        """Say to clients, too, what has changed but servers."""
+        view = self.view
+        if view is None:
+            return None
+        return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
+
+    def _who_takes_part(self) -> dict[str, Any]:
+        begins = {namespace: dict(times) for namespace, times in self._participants.begins.items()}
+        return {"participants": begins, "paused": dict(self._participants.paused)}
 
     def _say(
         self,
@@ -182,6 +222,7 @@ class ServerGroup:
             spaces=dict(self._spaces),
             filling=filling or {},
             target=target,
+            **self._who_takes_part(),
         )
         self._filled.clear()
         return self.view

@@ -24,16 +24,24 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from offbeat.errors import OffbeatError
-from offbeat.events import ServerLeaves, SpaceOpened, SpaceRefused
+from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.events import (
+    ClientEnlists,
+    ClientPaused,
+    ClientWithdraws,
+    NodeEvent,
+    ServerLeaves,
+    SpaceOpened,
+    SpaceRefused,
+)
 from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of
 from offbeat.numerics.spaces import Function, describe
 from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.numerics.updates import Sum, Update
 from offbeat.policies.client import Client, Done
-from offbeat.policies.parcels import Pulled, View
+from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
 from offbeat.policies.placement import Space
-from offbeat.policies.server import Send
+from offbeat.policies.server import MANAGER, Send
 from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.cluster import LocalServers
 from offbeat.runtime.dense import Tensors
@@ -183,6 +191,7 @@ class PS:
         keys: int,
         *,
         update: Update | Function | None = None,
+        aggregate: Literal["sum", "mean"] | None = None,
         width: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
         block_keys: int | None = None,
@@ -194,6 +203,9 @@ class PS:
             keys: how many keys it may have, up to 2**63 - 1; what takes memory is blocks to which something
                 was pushed, and in blocks of more than 2**20 keys those keys alone.
             update: what becomes of what is pushed; by default it is added.
+            aggregate: what all who take part push at one time (their first pushes, their second ones, ...) is
+                one push, of the sum or the mean; all of them push the same ranges. By default each push counts
+                by itself.
             width: numbers in a row; 0 for one number a key.
             dtype: of the numbers.
             block_keys: neighbouring keys that are held together; by default a 64th of all.
@@ -204,12 +216,17 @@ class PS:
         """
         if not 1 <= keys < 2**63:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
-        about = describe(update or Sum(), width=width, dtype=dtype)
-        space = self._open(name, keys, block_keys, about, update)
+        about = describe(update or Sum(), width=width, dtype=dtype, means=aggregate == "mean")
+        space = self._open(name, keys, block_keys, about, update, aggregate is not None)
         return Namespace(self, space, width=width, dtype=dtype)
 
     def tensors(
-        self, name: str, named: Iterable[tuple[str, Tensor]], *, update: Update | Function | None = None
+        self,
+        name: str,
+        named: Iterable[tuple[str, Tensor]],
+        *,
+        update: Update | Function | None = None,
+        aggregate: Literal["sum", "mean"] | None = None,
     ) -> Tensors:
         """Open a namespace for dense tensors, or make it: a key for each number, all of them zero.
 
@@ -217,14 +234,21 @@ class PS:
             name: whoever opens it under this name gets the same one.
             named: names and tensors, as of `model.named_parameters()`; their shapes and type count.
             update: what becomes of what is pushed; by default it is added.
+            aggregate: as for `namespace`.
 
         Raises:
             ValueError: tensors of different types, or of one that servers do not keep.
             OffbeatError: there is another namespace with this name.
         """
         offsets = Offsets.of(named)
-        about = describe(update or Sum(), width=0, dtype=offsets.dtype, tensors=offsets.state_dict())
-        space = self._open(name, offsets.keys, None, about, update)
+        about = describe(
+            update or Sum(),
+            width=0,
+            dtype=offsets.dtype,
+            means=aggregate == "mean",
+            tensors=offsets.state_dict(),
+        )
+        space = self._open(name, offsets.keys, None, about, update, aggregate is not None)
         return Tensors(self, Namespace(self, space, width=0, dtype=offsets.dtype), offsets)
 
     @property
@@ -307,9 +331,15 @@ class PS:
         self.close()
 
     def _open(
-        self, name: str, keys: int, block_keys: int | None, about: str, update: Update | Function | None
+        self,
+        name: str,
+        keys: int,
+        block_keys: int | None,
+        about: str,
+        update: Update | Function | None,
+        aggregates: bool,
     ) -> Space:
-        space = Space(name, keys, block_keys or -(-keys // _BLOCKS), about)
+        space = Space(name, keys, block_keys or -(-keys // _BLOCKS), about, aggregates)
         with self._changed:
             self._refused.pop(name, None)
             is_new = self._space(name) != space
@@ -325,6 +355,23 @@ class PS:
             if name in self._refused:
                 raise OffbeatError(f"the namespace {name} cannot be opened: {self._refused[name]}")
         return space
+
+    def _take_part(self, name: str, clients: int, timeout_s: float) -> None:
+        self.when_done([], lambda: self._take_up(self._client.enlist(name))).result(timeout_s)
+        self._wait_for(
+            lambda: name in self._refused or len(self._participants(name)) >= clients,
+            f"{clients} clients to take part in {name}",
+            timeout_s,
+        )
+        with self._changed:
+            if name in self._refused:
+                raise OffbeatError(f"nobody takes part in {name}: {self._refused[name]}")
+
+    def _withdraw(self, name: str, timeout_s: float) -> None:
+        self.when_done([], lambda: self._take_up(self._client.withdraw(name))).result(timeout_s)
+
+    def _participants(self, name: str) -> dict[int, int]:
+        return {} if self._view is None else self._view.participants.get(name, {})
 
     # Requests --------------------------------------------------------------------------------------------
 
@@ -413,7 +460,11 @@ class PS:
             except Exception as error:
                 future.finish(None, error)
             return
-        number, said = request.make()
+        try:
+            number, said = request.make()
+        except ProtocolError as error:  # it has withdrawn
+            future.finish(None, error)
+            return
         self._asked[number] = future, request.keys
         self._take_up(said)
 
@@ -422,8 +473,24 @@ class PS:
             if isinstance(one, Done):
                 future, _ = self._asked.pop(one.number)
                 future.finish(_rows_of(one.parts) if one.parts else None)
+            elif one.to == MANAGER:
+                self._node.tell(self._told(one.message))
             else:
                 self._node.post.send(one.to, one.message)
+
+    def _told(self, message: object) -> NodeEvent:
+        """What this client has to say to the manager."""
+        node = self._node.name
+        match message:
+            case Enlist():
+                return ClientEnlists(now_s=0.0, node=node, namespace=message.namespace)
+            case Reached():
+                return ClientPaused(
+                    now_s=0.0, node=node, namespace=message.namespace, pause=message.pause, time=message.time
+                )
+            case Withdraw():
+                return ClientWithdraws(now_s=0.0, node=node, namespace=message.namespace)
+        raise AssertionError(f"a client says no {type(message).__name__} to the manager")
 
     def _see(self, view: View) -> None:
         self._take_up(self._client.see(view))
@@ -570,6 +637,28 @@ class Namespace:
             after,
             listed,
         )
+
+    def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> None:
+        """Take part in a namespace that aggregates, and wait until so many clients do.
+
+        Who pushes without having said so takes part from then on. Clients that are to begin together call
+        this before any of them pushes.
+
+        Raises:
+            OffbeatError: it does not aggregate, this client has withdrawn, or so many did not come within
+                `timeout_s` seconds.
+        """
+        self._ps._take_part(self.name, clients, timeout_s)
+
+    def withdraw(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Push no more to a namespace that aggregates, so that nobody waits for this client.
+
+        It cannot come back.
+
+        Raises:
+            OffbeatError: pushes to it are not done.
+        """
+        self._ps._withdraw(self.name, timeout_s)
 
     def _listed(self, keys: ArrayLike) -> Keys:
         found = np.ascontiguousarray(keys)

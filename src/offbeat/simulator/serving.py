@@ -1,7 +1,8 @@
 """A parameter server that is not there: clients that count, servers that come, leave and die, and a network.
 
-Every push adds 1 to some keys. At the end each key must be, on its master and on every replica, what was
-pushed to it: no push lost that was acknowledged, none applied twice. The policies decide; nothing here does.
+Every push adds 1 to some keys, in a digit of its client's own. At the end each key must be, on its master and
+on every replica, what was pushed to it: no push lost that was acknowledged, none applied twice. Where pushes
+are summed, none is acknowledged without those of all others. The policies decide; nothing here does.
 """
 
 from __future__ import annotations
@@ -9,13 +10,24 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.policies.channels import Channel, Packet
 from offbeat.policies.client import Client, Done
-from offbeat.policies.parcels import Content, Filled, Pulled, Pushed, View
+from offbeat.policies.parcels import (
+    Content,
+    Copy,
+    Enlist,
+    Filled,
+    Pulled,
+    Push,
+    Pushed,
+    Reached,
+    View,
+    Withdraw,
+)
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode, Store
 from offbeat.policies.servers import ServerGroup
@@ -27,11 +39,15 @@ _FAULTS = (
     *("die", "die", "be called dead", "come", "leave"),
     *("cut", "restart", "client comes", "client dies", "namespace comes"),
 )
+_CHANGES_OF_MASTERS = ("come", "leave") * 3  # further ones, where pushes are summed
 _QUIET_S = 60.0  # virtual; whatever still waits then waits for ever
 _RESEND_S, _RESEND_MAX_S = 0.02, 0.1
+_DIGIT_BITS = 16  # of one client's pushes in a value
 
 Place = tuple[str, int]  # a namespace, and a key or block in it
+Counted = tuple[str, int, int]  # a namespace, a key in it, and whose pushes are counted
 MakeNode = Callable[[int, Store], ServerNode]
+MakeClient = Callable[[int, Callable[[Content, int, int], Content]], Client]
 
 
 class Counts:
@@ -54,6 +70,13 @@ class Counts:
     def cut(self, content: Content, first: int, last: int) -> Content:
         """See `Table.cut`."""
         return cut(content, first, last)
+
+    def sum(self, contents: Sequence[Content], first: int, last: int) -> Content:
+        """See `Table.sum`."""
+        total: Counter[int] = Counter()
+        for content in contents:
+            total.update(cut(content, first, last))
+        return total
 
     def copy_out(self, first: int, last: int) -> Content:
         """See `Table.copy_out`."""
@@ -100,6 +123,7 @@ class Trial:
         virtual_nodes: of each server on the ring.
         faults: how often something goes wrong, or a server comes or leaves.
         lost, doubled: share of the packets.
+        aggregates: whether there are namespaces that aggregate, and clients that die when masters change.
     """
 
     seed: int
@@ -113,13 +137,14 @@ class Trial:
     faults: int = 3
     lost: float = 0.0
     doubled: float = 0.0
+    aggregates: bool = False
 
 
 def trial_of(seed: int) -> Trial:
     """Return the trial of a seed, with as much of everything as it draws."""
     chance = random.Random(f"trial {seed}")
     is_lossy = chance.random() < 0.5
-    return Trial(
+    trial = Trial(
         seed=seed,
         servers=chance.randint(1, 6),
         clients=chance.randint(1, 4),
@@ -130,6 +155,13 @@ def trial_of(seed: int) -> Trial:
         faults=chance.randint(0, 6),
         lost=chance.choice([0.02, 0.2]) if is_lossy else 0.0,
         doubled=chance.choice([0.0, 0.2]) if is_lossy else 0.0,
+        aggregates=chance.random() < 0.6,
+    )
+    if not trial.aggregates:
+        return trial
+    # What goes wrong with sums takes several clients, and pushes for as long as there are faults.
+    return replace(
+        trial, clients=max(2, trial.clients), pushes=40, faults=trial.faults and max(3, trial.faults)
     )
 
 
@@ -138,40 +170,56 @@ class Serving:
 
     Args:
         trial: what is tried.
-        make_node: makes a server.
+        make_node, make_client: make a server, and a client.
 
     Attributes:
         views: all that the manager said.
         requests: how many the clients made.
     """
 
-    def __init__(self, trial: Trial, make_node: MakeNode = ServerNode) -> None:
+    def __init__(
+        self, trial: Trial, make_node: MakeNode = ServerNode, make_client: MakeClient = Client
+    ) -> None:
         self.trial = trial
         self.views: list[View] = []
         self.requests = 0
-        self._make_node = make_node
+        self._make_node, self._make_client = make_node, make_client
         self._engine = Engine()
         self._chance = random.Random(f"serving {trial.seed}")
-        self._spaces = [Space("space 0", trial.keys, trial.block_keys)]
+        self._spaces = [
+            Space(f"space {number}", trial.keys, trial.block_keys, aggregates=bool(number))
+            for number in range(1 + trial.aggregates)
+        ]
         self._group = self._make_group()
-        self._group.opened(self._spaces[0])
+        self._opened = {space.name for space in self._spaces}
+        for space in self._spaces:
+            self._group.opened(space)
         self._nodes: dict[int, ServerNode] = {}
         self._stores: dict[int, Tables] = {}
-        self._clients = {number: Client(number, cut) for number in range(trial.clients)}
+        self._clients = {number: make_client(number, cut) for number in range(trial.clients)}
         self._left_to_push = dict.fromkeys(self._clients, trial.pushes)
         self._channels: dict[tuple[str, str], Channel] = {}  # whose end, and to whom
         self._cut_until_s: dict[frozenset[str], float] = {}
         self._dead: set[str] = set()
         self._doomed: set[int] = set()  # servers that are dead or will be called so
+        self._doomed_clients: set[int] = set()  # likewise
+        self._through: set[tuple[str, int]] = set()  # namespaces, and clients that have withdrawn from them
         self._leaving: set[int] = set()
         self._forgotten: set[str] = set()  # dead, or called dead, or gone: nobody speaks with them
         # Requests that are not done: what was pushed, or what had been acknowledged when the pull was made.
-        self._pushing: dict[tuple[int, int], Counter[Place]] = {}
-        self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Place]]] = {}
+        self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
+        self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
         self._asked_of: dict[tuple[int, int], str] = {}  # the namespace of each request
-        self._pushed: Counter[Place] = Counter()
-        self._acknowledged = {client: Counter[Place]() for client in self._clients}
+        self._pushed: Counter[Counted] = Counter()
+        # What each client knows to be everywhere; of sums, that is what all had pushed.
+        self._acknowledged = {client: Counter[Counted]() for client in self._clients}
         self._masters: dict[tuple[int, Place], int] = {}  # who served, by epoch and block
+        # Of namespaces that aggregate: how often each client has pushed, what and when it has, and whose
+        # pushes were in the sum of a key, by view and time.
+        self._rounds: Counter[tuple[str, int]] = Counter()
+        self._times: dict[tuple[int, int], int] = {}  # of requests
+        self._at: dict[tuple[str, int], dict[int, Counter[Counted]]] = {}
+        self._sums: dict[tuple[int, str, int, int], tuple[int, ...]] = {}
 
     def run(self) -> None:
         """Runs the trial to its end.
@@ -203,9 +251,7 @@ class Serving:
     def _go_wrong(self, _: None) -> None:
         chance, now_s = self._chance, self._engine.now_s
         alive = [server for server in self._nodes if server not in self._doomed]
-        kind = chance.choice(
-            ["die", "die", "be called dead", "come", "leave", "cut", "restart", "client dies"]
-        )
+        kind = chance.choice(_FAULTS + _CHANGES_OF_MASTERS if self.trial.aggregates else _FAULTS)
         if kind == "come":
             self._start_server(len(self._nodes))
         elif kind == "leave" and len(alive) > len(self._leaving) + 1:
@@ -213,30 +259,51 @@ class Serving:
             self._tell("client-0", MANAGER, [("leaves", server) for server in self._leaving])
         elif kind == "cut":
             names = [f"server-{server}" for server in alive] + [f"client-{one}" for one in self._clients]
-            ends = frozenset(chance.sample([*names, MANAGER], 2))
-            self._cut_until_s[ends] = now_s + chance.random() * 0.1
+            self._cut([*names, MANAGER])
         elif kind == "restart":
             state = json.loads(json.dumps(self._group.state_dict()))
             self._group = self._make_group()
             self._group.load_state_dict(state)
         elif kind == "namespace comes":
             name, keys = f"space {len(self._spaces)}", self.trial.keys
-            self._spaces.append(Space(name, keys, chance.randint(1, keys)))
+            aggregates = self.trial.aggregates and chance.random() < 0.5
+            self._spaces.append(Space(name, keys, chance.randint(1, keys), aggregates=aggregates))
             self._tell("client-0", MANAGER, [("opened", self._spaces[-1])])
         elif kind == "client comes":
             client = len(self._clients)
-            self._clients[client] = Client(client, cut)
+            self._clients[client] = self._make_client(client, cut)
             self._left_to_push[client], self._acknowledged[client] = self.trial.pushes, Counter()
             self._tell(f"client-{client}", MANAGER, [("hello", client)])
             self._work(client)
-        elif kind == "client dies" and len(self._clients) > 1:
-            self._forget(f"client-{chance.randrange(1, len(self._clients))}")
+        elif kind == "client dies":
+            self._doom_a_client(0.03)
         elif kind in ("die", "be called dead") and self._may_lose_one(alive):
             server = chance.choice(alive)
             self._doomed.add(server)
             if kind == "die":
                 self._dead.add(f"server-{server}")
             self._engine.at(now_s + 0.001 + chance.random() * 0.03, self._lose, server)
+
+    def _cut(self, names: Sequence[str]) -> None:
+        """Two of these do not reach each other for a while."""
+        if len(names) > 1:
+            ends = frozenset(self._chance.sample(names, 2))
+            self._cut_until_s[ends] = self._engine.now_s + self._chance.random() * 0.1
+
+    def _doom_a_client(self, within_s: float) -> None:
+        """One of them dies, or is called dead."""
+        alive = [client for client in self._clients if client and client not in self._doomed_clients]
+        if not alive:
+            return
+        chance, client = self._chance, self._chance.choice(alive)
+        self._doomed_clients.add(client)
+        if chance.random() < 0.5:
+            self._dead.add(f"client-{client}")
+        self._engine.at(self._engine.now_s + chance.random() * within_s, self._lose_client, client)
+
+    def _lose_client(self, client: int) -> None:
+        self._forget(f"client-{client}")
+        self._say(self._group.client_gone(client))
 
     def _may_lose_one(self, alive: list[int]) -> bool:
         """Whether no more servers are gone, and not replaced, than nothing may be lost with."""
@@ -260,26 +327,59 @@ class Serving:
     def _work(self, client: int) -> None:
         """Makes a request, and another a little later."""
         name = f"client-{client}"
-        if not self._left_to_push[client] or name in self._forgotten:
+        if name in self._forgotten or name in self._dead:
             return
-        chance, keys = self._chance, self.trial.keys
-        first = chance.randrange(keys)
-        last = chance.randrange(first, keys) + 1
-        one, name_of_space = self._clients[client], chance.choice(self._spaces).name
+        if not self._left_to_push[client]:
+            self._withdraw_when_done(client)
+            return
+        chance = self._chance
+        space = chance.choice([space for space in self._spaces if space.name in self._opened])
+        self._engine.at(self._engine.now_s + chance.random() * 0.01, self._work, client)
+        one = self._clients[client]
+        is_pull = chance.random() < 0.3
+        found = self._some_keys(chance) if is_pull or not space.aggregates else self._keys_of(client, space)
+        if found is None:
+            self._take_up(name, one.enlist(space.name))
+            return
+        first, last = found
         self.requests += 1
-        if chance.random() < 0.3:
-            number, said = one.pull(name_of_space, first, last)
+        if is_pull:
+            number, said = one.pull(space.name, first, last)
             known = Counter(self._acknowledged[client])
-            self._pulling[client, number] = (name_of_space, first, last, known)
+            self._pulling[client, number] = (space.name, first, last, known)
         else:
             self._left_to_push[client] -= 1
-            content = {key: 1 for key in range(first, last) if chance.random() < 0.5}
-            number, said = one.push(name_of_space, content, first, last)
-            self._pushing[client, number] = Counter((name_of_space, key) for key in content)
+            self._rounds[space.name, client] += 1
+            content = {key: 1 << _DIGIT_BITS * client for key in range(first, last) if chance.random() < 0.5}
+            number, said = one.push(space.name, content, first, last)
+            self._pushing[client, number] = Counter((space.name, key, client) for key in content)
             self._pushed.update(self._pushing[client, number])
-        self._asked_of[client, number] = name_of_space
+        self._asked_of[client, number] = space.name
         self._take_up(name, said)
-        self._engine.at(self._engine.now_s + chance.random() * 0.01, self._work, client)
+
+    def _some_keys(self, chance: random.Random) -> tuple[int, int]:
+        first = chance.randrange(self.trial.keys)
+        return first, chance.randrange(first, self.trial.keys) + 1
+
+    def _keys_of(self, client: int, space: Space) -> tuple[int, int] | None:
+        """What a client is to push next where all push the same; None while it does not know its time."""
+        if random.Random(f"{self.trial.seed} {space.name}").random() < 0.5:
+            return 0, space.keys
+        begins = self._clients[client].begins(space.name)
+        if begins is None:
+            return None
+        time = begins + self._rounds[space.name, client]
+        return self._some_keys(random.Random(f"{self.trial.seed} {space.name} {time}"))
+
+    def _withdraw_when_done(self, client: int) -> None:
+        """Others wait for a client's pushes, until it says that there will be none."""
+        if self._left_to_push[client]:
+            return
+        pushing = {self._asked_of[request] for request in self._pushing if request[0] == client}
+        for space in self._spaces:
+            if space.aggregates and space.name not in pushing and (space.name, client) not in self._through:
+                self._through.add((space.name, client))
+                self._take_up(f"client-{client}", self._clients[client].withdraw(space.name))
 
     # The nodes -------------------------------------------------------------------------------------------
 
@@ -298,10 +398,17 @@ class Serving:
     def _manage(self, message: Any) -> None:
         if isinstance(message, Filled):
             self._say(self._group.filled(message))
+        elif isinstance(message, Enlist):
+            self._say(self._group.enlisted(message))
+        elif isinstance(message, Reached):
+            self._say(self._group.reached(message))
+        elif isinstance(message, Withdraw):
+            self._say(self._group.withdrawn(message))
         elif message[0] == "joined":
             if f"server-{message[1]}" not in self._forgotten:
                 self._say(self._group.joined(message[1]))
         elif message[0] == "opened":
+            self._opened.add(message[1].name)
             self._say(self._group.opened(message[1]))
         elif message[0] == "hello":
             if self._group.view is not None:
@@ -312,9 +419,14 @@ class Serving:
     def _say(self, view: View | None) -> None:
         if view is None:
             return
+        before = self.views[-1] if self.views else view
         self.views.append(view)
         for name in [f"server-{one}" for one in self._nodes] + [f"client-{one}" for one in self._clients]:
             self._tell(MANAGER, name, [view])
+        servers = view.ring.servers
+        if self.trial.aggregates and servers != before.ring.servers and self._chance.random() < 0.5:
+            self._doom_a_client(0.006)
+            self._cut([f"server-{server}" for server in servers])
 
     def _take_up(self, name: str, said: Iterable[Send | Done]) -> None:
         """Sends what a node says, and takes note of a client's requests that are done."""
@@ -323,26 +435,44 @@ class Serving:
             if isinstance(one, Done):
                 self._done(_number(name), one)
             else:
+                if isinstance(one.message, Push):
+                    self._note_time(one.message)
                 by_receiver.setdefault(one.to, []).append(one.message)
         for to, messages in by_receiver.items():
             self._tell(name, to, messages)
+
+    def _note_time(self, push: Push) -> None:
+        request = push.client, push.number
+        self._times[request] = push.time
+        if request in self._pushing:
+            self._at.setdefault((push.namespace, push.time), {})[push.client] = self._pushing[request]
 
     def _done(self, client: int, done: Done) -> None:
         content = self._pushing.pop((client, done.number), None)
         if content is not None:
             self._acknowledged[client].update(content)
+            self._know_the_sum(client, done.number)
+            self._withdraw_when_done(client)
             return
         name, first, last, known = self._pulling.pop((client, done.number))
         values: dict[int, int] = {}
         for _, _, part in done.parts:
             values |= part
         for key in range(first, last):
-            place = name, key
-            if not known[place] <= values.get(key, 0) <= self._pushed[place]:
-                self._violated(
-                    f"client {client} pulled {values.get(key, 0)} for {place}; it had {known[place]} of its "
-                    f"pushes acknowledged, and all had pushed {self._pushed[place]}"
-                )
+            self._check_value((name, key), values.get(key, 0), known, f"what client {client} pulled")
+
+    def _know_the_sum(self, client: int, number: int) -> None:
+        """Where pushes are summed, who has one acknowledged knows that those of all others are everywhere."""
+        view, name, time = self._group.view, self._asked_of[client, number], self._times[client, number]
+        if view is None or not view.spaces[name].aggregates:
+            return
+        came = self._at[name, time]
+        for other, begins in view.participants.get(name, {}).items():
+            if other == client or begins > time or f"client-{other}" in self._dead:
+                continue
+            if other not in came:
+                self._violated(f"client {client} was acknowledged time {time} of {name} without {other}")
+            self._acknowledged[client].update(came[other])
 
     # The network -----------------------------------------------------------------------------------------
 
@@ -398,6 +528,8 @@ class Serving:
         view = node.view
         for one in said:
             answer = one.message
+            if isinstance(answer, Copy) and answer.master == node.server:
+                self._check_sum(answer, node)
             if view is None or not isinstance(answer, Pushed | Pulled):
                 continue
             space = view.spaces[self._asked_of[_number(one.to), answer.number]]
@@ -409,6 +541,29 @@ class Serving:
                     self._violated(f"block {place} is served by {both} in epoch {view.epoch}")
         if node.gaps:
             self._violated(f"server {node.server} has missed a push")
+
+    def _check_sum(self, copy: Copy, node: ServerNode) -> None:
+        """See that what is pushed at one time is one operation, and goes down a chain as one."""
+        operation, view = copy.operation, node.view
+        begins = {} if view is None else view.participants.get(operation.namespace, {})
+        clients = tuple(mark.client for mark in operation.marks)
+        if begins.keys().isdisjoint(clients):
+            return
+        for key in range(operation.first, operation.last):
+            at = copy.view, operation.namespace, operation.marks[0].time, key
+            is_repeated = at in self._sums and not self.trial.faults
+            if is_repeated or self._sums.setdefault(at, clients) != clients:
+                self._violated(f"key {key} has sums of {self._sums[at]} and {clients} at time {at[2]}")
+
+    def _check_value(self, place: Place, value: int, known: Counter[Counted], what: str) -> None:
+        for client in self._clients:
+            counted = (*place, client)
+            count = value >> _DIGIT_BITS * client & (1 << _DIGIT_BITS) - 1
+            if not known[counted] <= count <= self._pushed[counted]:
+                self._violated(
+                    f"{what} of {place} has {count} pushes of client {client}, which had "
+                    f"{known[counted]} of {self._pushed[counted]} acknowledged"
+                )
 
     def _check_the_end(self) -> None:
         view = self._group.view
@@ -423,19 +578,19 @@ class Serving:
                     self._violated(f"request {number} of client {client} is not done")
         if view.filling or view.target is not None:
             self._violated(f"the change to view {view.number} has not ended")
+        if view.paused:
+            self._violated(f"the pauses of {list(view.paused)} have not ended")
+        known: Counter[Counted] = Counter()
+        for one in self._acknowledged.values():
+            known |= one
         for space in view.spaces.values():
             for key in range(space.keys):
-                self._check_key(space, key, view)
+                self._check_key(space, key, view, known)
 
-    def _check_key(self, space: Space, key: int, view: View) -> None:
+    def _check_key(self, space: Space, key: int, view: View, known: Counter[Counted]) -> None:
         place, holders = (space.name, key), view.ring.holders(space, key)
-        least = sum(known[place] for known in self._acknowledged.values())
         master = self._stores[holders[0]].table(space).values[key]
-        if not least <= master <= self._pushed[place]:
-            self._violated(
-                f"{place} was pushed {self._pushed[place]} times, {least} of them acknowledged, and its "
-                f"master has {master}"
-            )
+        self._check_value(place, master, known, "the master")
         own = self._nodes[holders[0]].times_of(*place)
         for holder in holders[1:]:
             value = self._stores[holder].table(space).values[key]

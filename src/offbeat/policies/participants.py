@@ -1,0 +1,106 @@
+"""Whose pushes are summed: who takes part in the namespaces that aggregate, and from which time on.
+
+Nothing here knows which servers there are or how a death is noticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Participants:
+    """Fixes who takes part in a time before anybody pushes at it; afterwards only the dead are taken out.
+
+    A client begins at time 1 where nobody else takes part, or no servers are there yet. Otherwise the
+    namespace is paused: every participant says the latest time that it has sent, and sends none after it
+    until a view says that the pause is over; in that view the newcomer begins with the time after the latest.
+    Clients that are to begin together enlist before the first of them pushes. Who has withdrawn does not come
+    back.
+    """
+
+    def __init__(self) -> None:
+        self.begins: dict[str, dict[int, int]] = {}
+        self.paused: dict[str, int] = {}
+        self._newcomers: dict[str, list[int]] = {}
+        self._reached: dict[str, dict[int, int]] = {}  # in this pause
+        self._gone: set[int] = set()
+
+    def enlist(self, client: int, namespace: str, view: int | None) -> bool:
+        """A client wants to take part; return whether a view has to say something.
+
+        Args:
+            view: the number of the view that would say so, None where there is none yet.
+        """
+        begins = self.begins.setdefault(namespace, {})
+        newcomers = self._newcomers.setdefault(namespace, [])
+        if client in self._gone or client in begins or client in newcomers:
+            return False
+        if view is None or not begins:
+            begins[client] = 1
+            return True
+        newcomers.append(client)
+        if namespace in self.paused:
+            return False
+        self.paused[namespace], self._reached[namespace] = view, {}
+        return True
+
+    def reach(self, client: int, namespace: str, pause: int, time: int) -> bool:
+        """A participant sends nothing after `time` in this pause; return whether all have said so."""
+        if self.paused.get(namespace) != pause or client not in self.begins[namespace]:
+            return False
+        self._reached[namespace][client] = time
+        return self._end_pause(namespace)
+
+    def withdraw(self, client: int, namespace: str) -> bool:
+        """A client takes part no more; return whether a view has to say something."""
+        if namespace not in self.begins:
+            return False
+        took_part = self.begins[namespace].pop(client, None) is not None
+        self._reached.get(namespace, {}).pop(client, None)
+        if client in self._newcomers[namespace]:
+            self._newcomers[namespace].remove(client)
+        return self._end_pause(namespace) or took_part
+
+    def lose(self, client: int) -> bool:
+        """A client is gone, and comes never again; return whether a view has to say something."""
+        self._gone.add(client)
+        changed = [self.withdraw(client, namespace) for namespace in self.begins]
+        return any(changed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as plain data."""
+        return {
+            "begins": _listed(self.begins),
+            "paused": list(self.paused.items()),
+            "newcomers": [[namespace, list(found)] for namespace, found in self._newcomers.items()],
+            "reached": _listed(self._reached),
+            "gone": sorted(self._gone),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.begins, self._reached = _by_client(state["begins"]), _by_client(state["reached"])
+        self.paused = dict(state["paused"])
+        self._newcomers = {namespace: list(found) for namespace, found in state["newcomers"]}
+        self._gone = set(state["gone"])
+
+    def _end_pause(self, namespace: str) -> bool:
+        """Let the newcomers begin once all participants have said how far they are, or nobody is to begin."""
+        if namespace not in self.paused:
+            return False
+        begins, newcomers = self.begins[namespace], self._newcomers[namespace]
+        reached = self._reached[namespace]
+        if newcomers and not begins.keys() <= reached.keys():
+            return False
+        begins.update(dict.fromkeys(newcomers, 1 + max(reached.values(), default=0)))
+        newcomers.clear()
+        del self.paused[namespace], self._reached[namespace]
+        return True
+
+
+def _listed(times: dict[str, dict[int, int]]) -> list[list[Any]]:
+    return [[namespace, [list(one) for one in found.items()]] for namespace, found in times.items()]
+
+
+def _by_client(listed: list[list[Any]]) -> dict[str, dict[int, int]]:
+    return {namespace: dict(found) for namespace, found in listed}

@@ -1,0 +1,432 @@
+"""Servers of a namespace that aggregates, message by message; what many seeds show is in test_serving.py."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from offbeat.errors import ProtocolError
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.tables import ArrayTable
+from offbeat.numerics.updates import Adam
+from offbeat.policies.client import Client, Done
+from offbeat.policies.parcels import (
+    Copied,
+    Copy,
+    Enlist,
+    Handed,
+    HandEnd,
+    Mark,
+    Operation,
+    Push,
+    Pushed,
+    Reached,
+    View,
+    Withdraw,
+)
+from offbeat.policies.placement import Ring, Space
+from offbeat.policies.server import MANAGER, ServerNode
+from offbeat.policies.servers import ServerGroup
+from offbeat.simulator.serving import Tables, cut
+
+SPACE = Space("w", 100, 10, aggregates=True)
+
+
+class Job:
+    """Servers, clients and their manager; messages wait until the test delivers them."""
+
+    def __init__(self, servers: int, clients: int, *, copies: int = 2, is_enlisted: bool = True) -> None:
+        self.group = ServerGroup(servers, copies=copies, virtual_nodes=2)
+        self.group.opened(SPACE)
+        self.nodes = {server: ServerNode(server, Tables()) for server in range(servers)}
+        self.clients = {client: Client(client, cut) for client in range(clients)}
+        self.under_way: list[tuple[str, str, object]] = []
+        self.sent: list[object] = []
+        self.done: list[tuple[int, int]] = []
+        if is_enlisted:
+            for client in self.clients:
+                self.take(f"client-{client}", self.clients[client].enlist("w"))
+            self.settle()
+        for server in range(servers):
+            self.say(self.group.joined(server))
+        self.settle()
+
+    def say(self, view):
+        if view is not None:
+            for server, node in self.nodes.items():
+                self.take(f"server-{server}", node.see(view))
+            for client, one in self.clients.items():
+                self.take(f"client-{client}", one.see(view))
+
+    def take(self, sender, said):
+        for one in said:
+            if isinstance(one, Done):
+                self.done.append((int(sender[7:]), one.number))
+            else:
+                self.sent.append(one.message)
+                self.under_way.append((sender, one.to, one.message))
+
+    def settle(self, *, but=()):
+        """Delivers everything, except what goes to or comes from some."""
+        kept = []
+        while self.under_way:
+            sender, to, message = self.under_way.pop(0)
+            if to in but or sender in but:
+                kept.append((sender, to, message))
+            else:
+                self.hear(sender, to, message)
+        self.under_way = kept
+
+    def deliver(self, kind):
+        """Delivers the first message of a kind."""
+        place = next(place for place, one in enumerate(self.under_way) if isinstance(one[2], kind))
+        self.hear(*self.under_way.pop(place))
+
+    def hear(self, sender, to, message):
+        kind, _, number = to.partition("-")
+        if to == MANAGER:
+            answers = {Enlist: "enlisted", Reached: "reached", Withdraw: "withdrawn"}
+            self.say(getattr(self.group, answers.get(type(message), "filled"))(message))
+        elif kind == "client" and int(number) in self.clients:
+            self.take(to, self.clients[int(number)].hear(message))
+        elif kind == "server" and int(number) in self.nodes:
+            self.take(to, self.nodes[int(number)].hear(sender, message))
+
+    def push(self, client, content, first=0, last=100):
+        number, said = self.clients[client].push("w", content, first, last)
+        self.take(f"client-{client}", said)
+        return client, number
+
+    def lose_client(self, client):
+        del self.clients[client]
+        self.say(self.group.client_gone(client))
+
+    def lose_server(self, server):
+        del self.nodes[server]
+        self.say(self.group.lost(server))
+
+    def count(self, kind):
+        return sum(isinstance(message, kind) for message in self.sent)
+
+    def waiting(self, kind):
+        return sum(isinstance(message, kind) for _, _, message in self.under_way)
+
+    def values(self, key):
+        """What every holder has."""
+        holders = self.group.view.ring.holders(SPACE, key)
+        return [self.nodes[server]._store.table(SPACE).values[key] for server in holders]
+
+    def times(self, key):
+        return self.nodes[self.group.view.ring.holders(SPACE, key)[0]].times_of("w", key)
+
+
+def test_the_pushes_of_a_time_are_copied_as_one_and_acknowledged_together():
+    """Replication after aggregation: k copies an iteration and range, not k n."""
+    job = Job(3, 5, copies=2)
+    for client in job.clients:
+        job.push(client, {5: 1}, 5, 6)
+    for _ in job.clients:
+        assert not job.waiting(Copy)
+        job.deliver(Push)
+    assert (job.waiting(Copy), job.waiting(Pushed)) == (1, 0)
+    job.deliver(Copy)
+    job.deliver(Copy)
+    job.deliver(Copied)
+    assert not job.waiting(Pushed)
+    job.deliver(Copied)
+    assert job.waiting(Pushed) == 5
+    job.settle()
+    assert job.count(Copy) == 2
+    assert sorted(client for client, _ in job.done) == [0, 1, 2, 3, 4]
+    assert job.values(5) == [5, 5, 5]
+
+
+def test_what_is_not_complete_is_nowhere():
+    job = Job(3, 2)
+    job.push(0, {5: 1}, 5, 6)
+    job.settle()
+    assert job.values(5) == [0, 0, 0]
+    assert job.done == []
+    assert job.times(5) == {}
+
+
+def test_keys_that_no_content_lists_take_the_time():
+    job = Job(2, 2)
+    job.push(0, {5: 1})
+    job.push(1, {})
+    job.settle()
+    assert job.times(5) == job.times(77) == {0: 1, 1: 1}
+
+
+def test_a_client_may_be_ahead():
+    job = Job(2, 2)
+    numbers = [job.push(0, {5: 1}) for _ in range(3)]
+    job.settle()
+    assert job.done == []
+    job.push(1, {5: 10})
+    job.settle()
+    assert numbers[0] in job.done
+    assert numbers[1] not in job.done
+    assert job.values(5) == [11, 11]
+
+
+def test_nothing_is_lost_with_a_master_that_has_half_of_a_time():
+    job = Job(4, 3)
+    for client in (0, 1):
+        job.push(client, {5: 1}, 5, 6)
+    job.settle()
+    job.lose_server(job.group.view.ring.holders(SPACE, 5)[0])
+    job.settle()
+    job.push(2, {5: 1}, 5, 6)
+    job.settle()
+    assert job.values(5) == [3, 3, 3]
+    assert len(job.done) == 3
+
+
+def test_a_time_is_complete_without_the_lost():
+    job = Job(3, 3)
+    job.push(0, {5: 1})
+    job.push(1, {5: 10})
+    job.settle()
+    job.lose_client(2)
+    job.settle()
+    assert len(job.done) == 2
+    assert job.values(5) == [11, 11, 11]
+
+
+def test_what_a_lost_client_has_pushed_counts_where_it_was_complete_and_nowhere_else():
+    job = Job(4, 2, copies=1)
+    job.push(0, dict.fromkeys(range(100), 1))
+    job.push(1, dict.fromkeys(range(100), 10))
+    reached = {to for sender, to, _ in job.under_way if sender == "client-1"} - {"server-0"}
+    job.under_way = [one for one in job.under_way if one[:2] != ("client-1", "server-0")]
+    job.settle()
+    job.lose_client(1)
+    job.settle()
+    assert len(job.done) == 1
+    masters = {key: job.group.view.ring.holders(SPACE, key)[0] for key in range(100)}
+    assert {master == 0 for master in masters.values()} == {True, False}
+    for key, master in masters.items():
+        assert job.values(key) == ([11, 11] if f"server-{master}" in reached else [1, 1])
+
+
+def test_a_push_of_a_lost_client_that_comes_late_is_not_taken():
+    job = Job(2, 2)
+    job.push(1, {5: 10}, 5, 6)
+    late = job.under_way.pop()
+    job.lose_client(1)
+    job.settle()
+    job.hear(*late)
+    job.push(0, {5: 1}, 5, 6)
+    job.settle()
+    assert job.values(5) == [1, 1]
+
+
+def test_a_push_that_comes_again_counts_once():
+    job = Job(2, 2)
+    job.push(0, {5: 1}, 5, 6)
+    ((sender, to, message),) = job.under_way
+    job.settle()
+    job.hear(sender, to, message)  # while it waits
+    job.push(1, {5: 10}, 5, 6)
+    job.settle()
+    job.hear(sender, to, message)  # and afterwards
+    assert job.waiting(Pushed) == 1
+    job.settle()
+    assert job.values(5) == [11, 11]
+
+
+# Newcomers ------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_begins_with_a_time_that_nobody_has_pushed():
+    job = Job(2, 2)
+    for _ in range(3):
+        job.push(0, {5: 1})
+    job.push(1, {5: 10})
+    job.settle()
+    job.clients[2] = Client(2, cut)
+    job.take("client-2", job.clients[2].see(job.group.view))
+    first = job.push(2, {5: 100})  # it enlists with its first push
+    job.settle()
+    assert job.clients[2].begins("w") == 4
+    for client, pushes in ((1, 3), (0, 1)):
+        for _ in range(pushes):
+            assert first not in job.done
+            job.push(client, {5: 10**client})
+            job.settle()
+    assert first in job.done
+    assert job.values(5) == [144, 144]
+
+
+def test_in_a_pause_nobody_begins_a_time():
+    job = Job(2, 2)
+    job.clients[2] = Client(2, cut)
+    job.take("client-2", job.clients[2].enlist("w"))
+    job.settle(but=("client-1",))
+    sent = job.count(Push)
+    assert job.group.view.paused
+    job.push(0, {5: 1})
+    job.settle(but=("client-1",))
+    assert job.count(Push) == sent
+    job.settle()
+    assert not job.group.view.paused
+    assert job.count(Push) > sent
+
+
+def test_who_pushes_no_more_withdraws_and_is_not_waited_for():
+    job = Job(2, 2)
+    job.push(0, {5: 1})
+    with pytest.raises(ProtocolError, match="expected all pushes to w to be done"):
+        job.clients[0].withdraw("w")
+    job.push(1, {5: 10})
+    job.settle()
+    job.take("client-0", job.clients[0].withdraw("w"))
+    with pytest.raises(ProtocolError, match="expected nothing more for w"):
+        job.clients[0].push("w", {5: 1}, 0, 100)
+    job.push(1, {5: 10})
+    job.settle()
+    assert job.values(5) == [21, 21]
+    assert len(job.done) == 3
+
+
+def test_only_what_aggregates_has_participants():
+    group = ServerGroup(1)
+    with pytest.raises(ProtocolError, match="expected a namespace that aggregates, got v"):
+        group.enlisted(Enlist(client=0, namespace="v"))
+    group.opened(Space("v", 10, 10))
+    with pytest.raises(ProtocolError, match="expected a namespace that aggregates"):
+        group.enlisted(Enlist(client=0, namespace="v"))
+
+
+def test_a_manager_that_is_started_again_in_a_pause_ends_it():
+    job = Job(2, 2)
+    job.push(0, {5: 1})
+    job.clients[2] = Client(2, cut)
+    job.take("client-2", job.clients[2].enlist("w"))
+    job.settle(but=("client-1",))
+    state = json.loads(json.dumps(job.group.state_dict()))
+    before, job.group = job.group.view, ServerGroup(2, copies=2, virtual_nodes=2)
+    job.group.load_state_dict(state)
+    again = job.group.view
+    assert (again.participants, again.paused) == (before.participants, before.paused)
+    assert again.paused
+    job.settle()
+    assert job.group.view.participants == {"w": {0: 1, 1: 1, 2: 2}}
+
+
+# A change of masters --------------------------------------------------------------------------------------
+
+
+class NewMaster:
+    """Server 2, master of keys in a view in which client 2 is lost; it has nothing of earlier views."""
+
+    def __init__(self) -> None:
+        ring = Ring((0, 1, 2), copies=2)
+        self.key = next(key for key in range(0, 100, 10) if ring.holders(SPACE, key)[0] == 2)
+        self.chain = ring.holders(SPACE, self.key)
+        self.node = ServerNode(2, Tables())
+        view = View(number=9, epoch=9, ring=ring, spaces={"w": SPACE}, participants={"w": {0: 1, 1: 1}})
+        self.node.see(view)
+
+    def push(self, client):
+        push = Push(
+            client=client,
+            number=0,
+            epoch=9,
+            namespace="w",
+            first=self.key,
+            last=self.key + 1,
+            time=1,
+            after=(),
+            content={self.key: 1},
+        )
+        return self.node.hear(f"client-{client}", push)
+
+    def hand(self, holder, *clients):
+        operation = Operation(
+            namespace="w",
+            first=self.key,
+            last=self.key + 1,
+            marks=tuple(Mark(client=client, time=1, after=()) for client in clients),
+            content={self.key: len(clients)},
+        )
+        return self.node.hear(f"server-{holder}", Handed(view=9, chain=self.chain, operations=(operation,)))
+
+    def end(self, holder):
+        return self.node.hear(f"server-{holder}", HandEnd(view=9))
+
+
+def test_a_new_master_begins_no_sum_before_all_holders_have_handed_over():
+    """A sum with a lost client's push may be in what one of them has; another without it would not agree."""
+    new = NewMaster()
+    assert new.push(0) == new.push(1) == []
+    assert new.end(0) == []
+    copies = [send.message for send in new.hand(1, 0, 1, 2) if isinstance(send.message, Copy)]
+    assert [[mark.client for mark in copy.operation.marks] for copy in copies] == [[0, 1, 2]]
+    assert new.end(1) == []  # both pushes wait for that one to come back
+    serial = copies[0].serial
+    acknowledged = new.node.hear(f"server-{new.chain[1]}", Copied(view=9, master=2, serial=serial))
+    assert [(send.to, type(send.message)) for send in acknowledged] == [
+        ("client-0", Pushed),
+        ("client-1", Pushed),
+    ]
+    assert new.node._store.table(SPACE).values[new.key] == 3
+
+
+def test_a_new_master_that_was_handed_nothing_begins_the_sum():
+    new = NewMaster()
+    new.push(0)
+    new.push(1)
+    new.end(1)
+    (send,) = new.end(0)
+    assert [mark.client for mark in send.message.operation.marks] == [0, 1]
+
+
+def test_what_is_handed_and_has_a_push_that_is_applied_is_not_taken():
+    new = NewMaster()
+    new.push(0)
+    new.push(1)
+    new.end(1)
+    new.end(0)
+    assert not any(isinstance(send.message, Copy) for send in new.hand(1, 2, 0))
+
+
+# Bits -----------------------------------------------------------------------------------------------------
+
+
+class Arrays:
+    """A store of float32 rows that Adam changes."""
+
+    def __init__(self) -> None:
+        self._table = ArrayTable(SPACE.keys, SPACE.block_keys, Adam(0.1))
+
+    def table(self, space):
+        return self._table
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_sums_are_the_same_bits_in_whatever_order_pushes_come(order):
+    numbers = np.random.default_rng(3)
+    some = [
+        Entries(0, numbers.normal(size=100).astype(np.float32)),
+        Entries(0, numbers.normal(size=2).astype(np.float32), np.array([5, 7])),
+        Entries(0, numbers.normal(size=3).astype(np.float32), np.array([5, 7, 98])),
+    ]
+
+    def pushed_in(order):
+        node = ServerNode(0, Arrays())
+        ring = Ring((0,), copies=0)
+        begins = dict.fromkeys(range(3), 1)
+        node.see(View(number=0, epoch=0, ring=ring, spaces={"w": SPACE}, participants={"w": begins}))
+        for client in order:
+            one = Client(client, Entries.cut)
+            one.see(node.view)
+            for send in one.push("w", some[client], 0, 100)[1]:
+                node.hear(f"client-{client}", send.message)
+        return node._store.table(SPACE).read(0, 100, None).values
+
+    assert pushed_in(order).tobytes() == pushed_in(range(3)).tobytes()
