@@ -632,7 +632,7 @@ class Participant:
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Nobody pushes to a namespace until somebody new begins; `view` is the number of the view that said so."""
+    """Nobody pushes to a namespace until somebody new begins; `view` numbers the view that said so."""
 
     namespace: str
     view: int

@@ -29,7 +29,7 @@ from offbeat.events import (
     ClientEnlists,
     ClientPaused,
     ClientWithdraws,
-    NodeEvent,
+    Event,
     ServerLeaves,
     SpaceOpened,
     SpaceRefused,
@@ -204,8 +204,8 @@ class PS:
                 was pushed, and in blocks of more than 2**20 keys those keys alone.
             update: what becomes of what is pushed; by default it is added.
             aggregate: what all who take part push at one time (their first pushes, their second ones, ...) is
-                one push, of the sum or the mean; all of them push the same ranges. By default each push counts
-                by itself.
+                one push, of the sum or the mean; all push the same ranges. By default each push counts by
+                itself.
             width: numbers in a row; 0 for one number a key.
             dtype: of the numbers.
             block_keys: neighbouring keys that are held together; by default a 64th of all.
@@ -478,7 +478,7 @@ class PS:
             else:
                 self._node.post.send(one.to, one.message)
 
-    def _told(self, message: object) -> NodeEvent:
+    def _told(self, message: object) -> Event:
         """What this client has to say to the manager."""
         node = self._node.name
         match message:
