@@ -91,6 +91,7 @@ class Node:
         on_refused: a namespace cannot be as this node wants it.
         on_gone: this node takes part no more, with the cause; called once.
         functions: import paths of the user's own updates that a server has.
+        unix: nodes on this host may reach it over Unix sockets, instead of TCP.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Node:
         on_gone: Callable[[str], None],
         on_refused: Callable[[SpaceRefused], None] | None = None,
         functions: tuple[str, ...] = (),
+        unix: bool = True,
     ) -> None:
         self.name = name
         self._on_view, self._on_gone, self._on_refused = on_view, on_gone, on_refused
@@ -121,6 +123,7 @@ class Node:
             on_left=self._left,
             on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
             host=host,
+            unix=unix,
             silent_s=SILENT_S,
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT

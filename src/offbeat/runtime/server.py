@@ -38,12 +38,14 @@ class ServerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         host: the address to listen on and to be reached at.
         server: its id, which no other has or had; drawn where it is None.
         functions: import paths of the user's own updates.
+        unix: nodes on this host may reach it over Unix sockets, instead of TCP.
     """
 
     cluster: Cluster
     host: str
     server: int | None = None
     functions: tuple[str, ...] = ()
+    unix: bool = True
 
 
 class Tables:
@@ -90,6 +92,7 @@ class Server:
             on_message=self._hear,
             on_gone=self._end,
             functions=configuration.functions,
+            unix=configuration.unix,
         )
 
     def serve(self) -> None:
