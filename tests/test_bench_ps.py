@@ -1,10 +1,13 @@
 """The benchmarks of the parameter server run, small; how quick it is is not judged here."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pytest
 
+from offbeat.bench.children import Lines
 from offbeat.bench.failover import (
     Kill,
     Push,
@@ -14,7 +17,11 @@ from offbeat.bench.failover import (
     seen_in,
     wrong_pushes,
 )
+from offbeat.bench.namespaces import missing
+from offbeat.bench.ps import Found, cases, figures
+from offbeat.bench.sampling import Sampler
 from offbeat.cli import main
+from offbeat.errors import OffbeatError
 from offbeat.events import NodeLost, ServerMissed, Tick, Viewed
 
 
@@ -106,3 +113,108 @@ def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_com
         4: Seen(detected_s=2.0, is_join=True),
         7: Seen(detected_s=3.0, is_join=False),
     }
+
+
+# What a parameter server carries ------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_every_size_and_operation_has_its_figures(tmp_path):
+    path = tmp_path / "result.json"
+    command = ["bench", "ps", "--sizes", "4KB,100k", "--seconds", "0.01", "--json", str(path)]
+    assert main(command) == 0
+    result = json.loads(path.read_text())
+    expected = set()
+    for operation in ("push", "pull", "pushpull"):
+        dense, sparse = f"{operation}_4KB", f"sparse_{operation}_100k"
+        expected |= {f"{dense}_{end}" for end in ("per_s", "gb_per_s", "128_in_flight_per_s")}
+        expected |= {f"{name}_{p}_us" for name in (dense, sparse) for p in ("p50", "p99")}
+        expected.add(f"{sparse}_keys_per_s")
+    expected.add("sparse_push_100k_fresh_keys_per_s")
+    expected |= {f"{name}_2x2" for name in expected}
+    expected |= {f"shared_to_tcp_{operation}_4KB" for operation in ("push", "pull", "pushpull")}
+    assert result["figures"].keys() == expected
+    assert all(value > 0 for value in result["figures"].values())
+    threads = {row["where"] for row in result["rows"] if "share" in row}
+    assert threads == {"worker, thread main", "worker, thread links", "server, thread links"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ps", "--sizes", "4KB,5KB"], "expected sizes of 4KB, 64KB, 1MB, 16MB, 64MB, 1k, 100k, 1M, got 5KB"),
+        (["ps", "--seconds", "0"], "expected to measure for up to 60 s, got 0 s"),
+        (["ps", "--json", "/proc/no/such"], "cannot write /proc/no/such"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_started(arguments, said, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_large_requests_have_no_more_under_way_than_fits():
+    under_way = {(case.size, case.in_flight) for case in cases(["4KB", "1MB", "64MB", "1k", "1M"])}
+    assert under_way == {
+        *(("4KB", many) for many in (1, 16, 128)),
+        *(("1MB", many) for many in (1, 16)),
+        *(("64MB", many) for many in (1, 2)),
+        *(("1k", many) for many in (1, 16, 128)),
+        *(("1M", many) for many in (1, 10)),
+    }
+
+
+def test_figures_count_values_each_way_and_compare_transports():
+    found = [
+        Found(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[0.001, 0.002])
+        for transport, per_s in (("tcp", 100.0), ("shared", 150.0))
+        for case in cases(["1MB"])
+        if case.in_flight == 16 and case.operation != "pull"
+    ]
+    assert figures(found) == pytest.approx(
+        {
+            "push_1MB_per_s": 100,
+            "push_1MB_gb_per_s": 0.1,
+            "pushpull_1MB_per_s": 100,
+            "pushpull_1MB_gb_per_s": 0.2,
+            "shared_to_tcp_push_1MB": 1.5,
+            "shared_to_tcp_pushpull_1MB": 1.5,
+        }
+    )
+    (sparse,) = (case for case in cases(["100k"]) if (case.is_fresh, case.in_flight) == (True, 16))
+    two = Found(case=sparse, transport="tcp", nodes=2, per_s=30.0, latency_s=[0.1])
+    assert figures([two]) == {"sparse_push_100k_fresh_keys_per_s_2x2": 3_000_000}
+
+
+# Processes that are spoken to ---------------------------------------------------------------------------
+
+
+def test_lines_come_whole_and_in_order_and_an_end_names_who_has_ended():
+    source, target = os.pipe()
+    reader, writer = Lines(source, -1, "worker 3"), Lines(-1, target, "nobody")
+    assert not reader.has_come()
+    writer.tell({"first": 1})
+    writer.tell("second")
+    assert reader.has_come()
+    assert [reader.hear(), reader.hear()] == [{"first": 1}, "second"]
+    with pytest.raises(OffbeatError, match=r"worker 3 has said nothing for 0\.01 s"):
+        reader.hear(timeout_s=0.01)
+    os.write(target, b"half")
+    os.close(target)
+    with pytest.raises(OffbeatError, match="worker 3 ended"):
+        reader.hear()
+    os.close(source)
+
+
+def test_a_sampler_finds_a_thread_in_the_function_that_it_is_in():
+    def spin():
+        return sum(range(1000))
+
+    limit_s = time.monotonic() + 20
+    with Sampler() as sampler:
+        begun_s = time.thread_time()
+        while time.thread_time() < begun_s + 0.1 or not any("spin" in name for name in sampler.seen["main"]):
+            assert time.monotonic() < limit_s
+            spin()
+    shares = {row["function"]: row["share"] for row in sampler.shares() if row["thread"] == "main"}
+    assert shares["(user time)"] > 0
+    assert sum(share for name, share in shares.items() if name[0] != "(") == pytest.approx(1)

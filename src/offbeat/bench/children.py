@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -74,19 +74,20 @@ class Lines:
 
 
 class Child:
-    """`python -m module ARGUMENTS` as a process that ends with the thread that started it.
+    """`python -m module` as a process that ends with the thread that started it.
 
     Args:
         module: what it runs.
         name: for errors.
+        prefix: what to put before the command (see `bench.namespaces.Host`).
 
     Attributes:
         lines: what is said to it and by it.
     """
 
-    def __init__(self, module: str, *arguments: str, name: str) -> None:
+    def __init__(self, module: str, *, name: str, prefix: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            tied([sys.executable, "-m", module, *arguments]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            tied([*prefix, sys.executable, "-m", module]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

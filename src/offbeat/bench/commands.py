@@ -256,6 +256,22 @@ def accuracy(
 
 
 @bench.command()
+def ps(
+    sizes: Annotated[
+        str, typer.Option(help="Some of 4KB,64KB,1MB,16MB,64MB and, in keys, 1k,100k,1M; by default all.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="How long each case is measured, in s.")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the keys that are pushed.")] = 0,
+    json: Json = None,
+) -> None:
+    """What a parameter server carries: push, pull and both, dense and sparse, by size; needs root."""
+    from offbeat.bench.ps import run
+
+    chosen = [size.strip() for size in sizes.split(",") if size.strip()]
+    _report(json, lambda command: run(command=command, sizes=chosen, seconds=seconds, seed=seed))
+
+
+@bench.command()
 def failover(
     kills: Annotated[int, typer.Option(min=1, help="How many servers are killed in all.")] = 20,
     workers: Annotated[int, typer.Option(min=1, help="How many processes push.")] = 4,

@@ -30,6 +30,7 @@ UNITS = (
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
     *("slowdown", "kept", "lost", "doubled"),  # times as long; what part; how many
     *("alarms", "missed", "recoveries"),  # how many
+    *("to_tcp",),  # times as much
 )
 _SHOWN_ROWS = 40
 _NAME = re.compile(r"[a-z][A-Za-z0-9_]*(?<!_)")
