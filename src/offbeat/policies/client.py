@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from offbeat.errors import ProtocolError
 from offbeat.policies.clocks import Piece, RangeVectorClock
@@ -24,7 +24,10 @@ from offbeat.policies.parcels import (
     View,
     Withdraw,
 )
+from offbeat.policies.placement import Span
 from offbeat.policies.server import MANAGER, Send
+
+_SPANS_MAX: Final = 4096
 
 
 class Done(NamedTuple):
@@ -43,6 +46,7 @@ class _Asked:
     """A request that is not done.
 
     Attributes:
+        first, last: of all its keys.
         missing: ranges of keys that have not been answered, ascending.
         time, after: of a push that has been sent; None of a pull.
     """
@@ -50,6 +54,8 @@ class _Asked:
     number: int
     namespace: str
     content: Content
+    first: int
+    last: int
     missing: list[tuple[int, int]]
     is_push: bool
     time: int | None = None
@@ -80,6 +86,7 @@ class Client:
         self._view: View | None = None
         self._enlisted: set[str] = set()
         self._withdrawn: set[str] = set()
+        self._spans: dict[tuple[str, int, int], list[Span]] = {}  # of this epoch, as far as it was asked for
         self._out: list[Send | Done] = []
 
     def push(self, namespace: str, content: Content, first: int, last: int) -> tuple[int, list[Send | Done]]:
@@ -130,7 +137,7 @@ class Client:
         self, namespace: str, content: Content, first: int, last: int, *, is_push: bool
     ) -> tuple[int, list[Send | Done]]:
         self._number += 1
-        asked = _Asked(self._number, namespace, content, [(first, last)], is_push)
+        asked = _Asked(self._number, namespace, content, first, last, [(first, last)], is_push)
         self._asked[self._number] = asked
         self._send(asked)
         return self._number, self._said()
@@ -154,6 +161,7 @@ class Client:
         """Go by a new view; in a new epoch, send again what has not been answered, in order."""
         if self._view is None or view.epoch > self._view.epoch:
             self._view = view
+            self._spans.clear()
             for namespace, pause in view.paused.items():
                 if self.client in view.participants[namespace]:
                     self._pause(namespace, pause)
@@ -178,12 +186,10 @@ class Client:
         self._out.append(Send(MANAGER, reached))
 
     def _answered(self, asked: _Asked, first: int, last: int) -> None:
-        asked.missing = [
-            part
-            for begin, end in asked.missing
-            for part in ((begin, min(end, first)), (max(begin, last), end))
-            if part[0] < part[1]
-        ]
+        if asked.missing == [(first, last)]:
+            asked.missing = []
+        else:
+            asked.missing = _without(asked.missing, first, last)
         if not asked.missing:
             del self._asked[asked.number]
             self._out.append(Done(asked.number, tuple(sorted(asked.parts, key=lambda part: part[0]))))
@@ -195,11 +201,20 @@ class Client:
         if asked.is_push and asked.time is None and not self._stamp(asked, view):
             return
         for begin, end in asked.missing:
-            for span in view.ring.spans(view.spaces[asked.namespace], begin, end):
-                if not span.holders:  # nobody is left; it is sent to whoever comes
-                    continue
-                part = self._part(asked, view.epoch, span.first, span.last)
-                self._out.append(Send(f"server-{span.holders[0]}", part))
+            for first, last, holders in self._spans_of(view, asked.namespace, begin, end):
+                if holders:  # else nobody is left; it is sent to whoever comes
+                    part = self._part(asked, view.epoch, first, last)
+                    self._out.append(Send(f"server-{holders[0]}", part))
+
+    def _spans_of(self, view: View, namespace: str, first: int, last: int) -> list[Span]:
+        """Who holds which of these keys; the same ranges are asked for again and again."""
+        spans = self._spans.get((namespace, first, last))
+        if spans is None:
+            if len(self._spans) == _SPANS_MAX:
+                self._spans.clear()
+            spans = list(view.ring.spans(view.spaces[namespace], first, last))
+            self._spans[namespace, first, last] = spans
+        return spans
 
     def _stamp(self, asked: _Asked, view: View) -> bool:
         """Give a push its time, if it may have one now."""
@@ -212,13 +227,21 @@ class Client:
                 return False
             begins = view.participants[namespace][self.client]
         time = self._times[namespace] = max(self._times.get(namespace, 0) + 1, begins)
-        ((first, last),) = asked.missing
-        clock = self._clocks.setdefault(namespace, RangeVectorClock())
-        asked.time, asked.after = time, tuple(clock.advance(self.client, first, last, time))
+        clock = self._clocks.get(namespace)
+        if clock is None:
+            clock = self._clocks[namespace] = RangeVectorClock()
+        asked.time, asked.after = time, tuple(clock.advance(self.client, asked.first, asked.last, time))
         return True
 
     def _part(self, asked: _Asked, epoch: int, first: int, last: int) -> Push | Pull:
-        content = None if asked.content is None else self._cut(asked.content, first, last)
+        content, after = asked.content, asked.after
+        if (first, last) != (asked.first, asked.last):
+            content = None if content is None else self._cut(content, first, last)
+            after = tuple(
+                Piece(max(first, piece.first), min(last, piece.last), piece.time)
+                for piece in after
+                if piece.first < last and first < piece.last
+            )
         if asked.time is None:
             return Pull(
                 client=self.client,
@@ -229,11 +252,6 @@ class Client:
                 last=last,
                 keys=content,
             )
-        after = tuple(
-            Piece(max(first, piece.first), min(last, piece.last), piece.time)
-            for piece in asked.after
-            if piece.first < last and first < piece.last
-        )
         return Push(
             client=self.client,
             number=asked.number,
@@ -249,6 +267,11 @@ class Client:
     def _said(self) -> list[Send | Done]:
         said, self._out = self._out, []
         return said
+
+
+def _without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    cut = [part for begin, end in ranges for part in ((begin, min(end, first)), (max(begin, last), end))]
+    return [part for part in cut if part[0] < part[1]]
 
 
 def _within(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:

@@ -35,10 +35,12 @@ from offbeat.policies.parcels import (
     ToServer,
     View,
 )
-from offbeat.policies.placement import POINTS, Space, block_point
+from offbeat.policies.placement import POINTS, Space, Span, block_point
 
 MANAGER = "manager"
 _CHUNKS_UNDER_WAY_MAX = 4
+_ROUTES_MAX = 4096
+_OF_CLIENTS = (Push, Pull)
 
 Block = tuple[str, int]  # a namespace, and the number of a block in it
 
@@ -154,6 +156,7 @@ class ServerNode:
         self._aggregation = Aggregation()
         self._unheard: set[int] = set()  # holders that may have, of earlier views, what this master may not
         self._chains: dict[int, tuple[int, ...]] = {}  # by point, as far as it was asked for
+        self._routes: dict[tuple[str, int, int], list[Span]] = {}  # by range of keys, likewise
         self._out: list[Send] = []
 
     # What comes ------------------------------------------------------------------------------------------
@@ -185,7 +188,7 @@ class ServerNode:
     def _hear(self, sender: str, message: ToServer) -> None:
         """Keep what is of a view to come, and forget what is of an old one: it is sent again."""
         number = -1 if self.view is None else self.view.number
-        is_of_client = isinstance(message, Push | Pull)
+        is_of_client = isinstance(message, _OF_CLIENTS)
         of_view = message.epoch if is_of_client else message.view  # type: ignore[union-attr]
         if of_view > number:
             self._early.setdefault(of_view, []).append((sender, message))
@@ -340,12 +343,11 @@ class ServerNode:
             self._send_part(_Kept(part, None, list(requests)), chain[1:])
 
     def _send_part(self, kept: _Kept, route: tuple[int, ...]) -> None:
-        self._serial += 1
-        key = (self.server, self._serial)
-        self._kept[key] = kept
         if not route:
-            self._done(key)
+            self._end_waiting(kept.requests)
             return
+        self._serial += 1
+        self._kept[self.server, self._serial] = kept
         copy = Copy(
             view=self._now().number,
             master=self.server,
@@ -364,12 +366,18 @@ class ServerNode:
     def _copy(self, copy: Copy, sender: int) -> None:
         """Take an operation as a replica, or as one that is being filled."""
         self._apply(copy.operation)
-        key = (copy.master, copy.serial)
-        self._kept[key] = _Kept(copy.operation, sender)
-        if copy.route:
-            self._tell(copy.route[0], replace(copy, route=copy.route[1:]))
-        else:
-            self._done(key)
+        if not copy.route:
+            self._tell(sender, Copied(view=copy.view, master=copy.master, serial=copy.serial))
+            return
+        self._kept[copy.master, copy.serial] = _Kept(copy.operation, sender)
+        onward = Copy(
+            view=copy.view,
+            master=copy.master,
+            serial=copy.serial,
+            operation=copy.operation,
+            route=copy.route[1:],
+        )
+        self._tell(copy.route[0], onward)
 
     def _done(self, key: tuple[int, int]) -> None:
         """All behind this one have an operation."""
@@ -427,6 +435,14 @@ class ServerNode:
     def _apply_now(self, operation: Operation) -> None:
         clock = self._clock(operation.namespace)
         table = self._store.table(self._now().spaces[operation.namespace])
+        if len(operation.marks) == 1:
+            one, first, last = operation.marks[0], operation.first, operation.last
+            known = clock.pieces(one.client, first, last)
+            if len(known) == 1 and known[0].time < one.time and len(one.after) == 1:  # nearly always
+                self.gaps += one.after[0].time > known[0].time
+                table.apply(first, last, operation.content)
+                clock.advance(one.client, first, last, one.time)
+                return
         self.gaps += self._misses(clock, operation)
         for first, last in self._fresh(operation):
             table.apply(first, last, table.cut(operation.content, first, last))
@@ -461,6 +477,7 @@ class ServerNode:
     def _follow(self, view: View) -> None:
         before, self.view = self.view, view
         self._chains.clear()
+        self._routes.clear()
         self._fills.clear()
         self._deferred = [*self._aggregation.follow(view.participants), *self._deferred]
         self._forget_what_is_others()
@@ -598,14 +615,28 @@ class ServerNode:
 
     def _by_chain(self, operation: Operation) -> Iterator[tuple[Operation, tuple[int, ...]]]:
         """Yield the parts of an operation that go down different chains."""
-        space = self._now().spaces[operation.namespace]
-        begun, chain = operation.first, self._chain_of(operation)
-        for block in space.blocks(operation.first, operation.last)[1:]:
-            another, (first, _) = self._chain((operation.namespace, block)), space.range_of(block)
+        for first, last, chain in self._route(operation.namespace, operation.first, operation.last):
+            yield self._part(operation, first, last), chain
+
+    def _route(self, namespace: str, first: int, last: int) -> list[Span]:
+        """Return the chains of some keys; the same ranges are asked for again and again."""
+        route = self._routes.get((namespace, first, last))
+        if route is None:
+            if len(self._routes) == _ROUTES_MAX:
+                self._routes.clear()
+            route = self._routes[namespace, first, last] = list(self._walk(namespace, first, last))
+        return route
+
+    def _walk(self, namespace: str, first: int, last: int) -> Iterator[Span]:
+        space = self._now().spaces[namespace]
+        begun, blocks = first, space.blocks(first, last)
+        chain = self._chain((namespace, blocks[0]))
+        for block in blocks[1:]:
+            another, (begin, _) = self._chain((namespace, block)), space.range_of(block)
             if another != chain:
-                yield self._part(operation, begun, first), chain
-                begun, chain = first, another
-        yield self._part(operation, begun, operation.last), chain
+                yield Span(begun, begin, chain)
+                begun, chain = begin, another
+        yield Span(begun, last, chain)
 
     def _blocks_of(self, namespace: str, first: int, last: int) -> Iterator[Block]:
         blocks = self._now().spaces[namespace].blocks(first, last)
