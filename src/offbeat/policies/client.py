@@ -5,7 +5,7 @@ Nothing here knows what values are or how messages travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -74,11 +74,19 @@ class Client:
     Args:
         client: its id, which no other has or had.
         cut: returns what a content has for keys `first` to `last` - 1.
+        pieces: returns in which ranges keys `first` to `last` - 1 of a request travel, given its namespace and
+            what it sends or asks for; by default in one.
     """
 
-    def __init__(self, client: int, cut: Callable[[Content, int, int], Content]) -> None:
+    def __init__(
+        self,
+        client: int,
+        cut: Callable[[Content, int, int], Content],
+        pieces: Callable[[str, Content, int, int], Iterable[tuple[int, int]]] | None = None,
+    ) -> None:
         self.client = client
         self._cut = cut
+        self._pieces = pieces or (lambda _, __, first, last: ((first, last),))
         self._number = 0
         self._asked: dict[int, _Asked] = {}  # in the order in which they were made
         self._times: dict[str, int] = {}
@@ -202,8 +210,10 @@ class Client:
             return
         for begin, end in asked.missing:
             for first, last, holders in self._spans_of(view, asked.namespace, begin, end):
-                if holders:  # else nobody is left; it is sent to whoever comes
-                    part = self._part(asked, view.epoch, first, last)
+                if not holders:  # nobody is left; it is sent to whoever comes
+                    continue
+                for piece in self._pieces(asked.namespace, asked.content, first, last):
+                    part = self._part(asked, view.epoch, *piece)
                     self._out.append(Send(f"server-{holders[0]}", part))
 
     def _spans_of(self, view: View, namespace: str, first: int, last: int) -> list[Span]:

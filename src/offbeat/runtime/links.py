@@ -303,6 +303,10 @@ class Endpoint:
         """Run a function in the I/O thread soon, after what was asked for before."""
         self._loop.call(function, *args)
 
+    def when_idle(self, function: Callable[[], None]) -> None:
+        """Run a function when nothing more has come for now, or soon; to be called in the I/O thread."""
+        self._loop.when_idle(function)
+
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run a function in the I/O thread after `delay_s`."""
         self._loop.call(self._loop.later, delay_s, function)

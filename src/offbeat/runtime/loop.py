@@ -22,6 +22,8 @@ from typing import Any
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
+_IDLE_TURNS_MAX = 16
+
 Watcher = Callable[[int], None]
 
 
@@ -42,6 +44,8 @@ class Loop:
         self._on_end = on_end
         self._selector = selectors.DefaultSelector()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._idle: list[Callable[[], None]] = []
+        self._idle_turns = 0
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._waiting = False
@@ -82,6 +86,13 @@ class Loop:
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run a function after `delay_s`."""
         heappush(self._timers, (time.monotonic() + delay_s, next(self._order), function))
+
+    def when_idle(self, function: Callable[[], None]) -> None:
+        """Run a function, in the loop's thread, when no socket is ready; or some turns later, if one always is.
+
+        For what is better done for many events at once.
+        """
+        self._idle.append(function)
 
     def watch(self, sock: socket, events: int, watcher: Watcher) -> None:
         """Run `watcher(events)` whenever the socket is ready for any of `events`."""
@@ -126,7 +137,7 @@ class Loop:
         calls, timers = self._calls, self._timers
         self._waiting = True
         timeout_s: float | None = None
-        if more or calls:
+        if more or calls or self._idle:
             timeout_s = 0
         elif timers:
             timeout_s = max(0.0, timers[0][0] - time.monotonic())
@@ -141,6 +152,13 @@ class Loop:
             now_s = time.monotonic()
             while timers and timers[0][0] <= now_s:
                 heappop(timers)[2]()
+        if self._idle:
+            self._idle_turns += 1
+            if not ready or self._idle_turns == _IDLE_TURNS_MAX:
+                self._idle_turns = 0
+                idle, self._idle = self._idle, []
+                for function in idle:
+                    function()
         return self._each_turn()
 
     def _drain(self, _: int) -> None:

@@ -155,7 +155,7 @@ class Post:
 
     def _write_soon(self, peer: str) -> None:
         if not self._to_write:
-            self._endpoint.call(self._write_all)
+            self._endpoint.when_idle(self._write_all)
         self._to_write.append(peer)
 
     def _write_all(self) -> None:

@@ -50,6 +50,7 @@ from offbeat.runtime.node import Cluster, Node
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
+_PIECE_BYTES: Final = 4 * 2**20
 _CALLEE: Final = "servers"
 
 
@@ -109,7 +110,8 @@ class PS:
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
         self._owned: LocalServers | None = None
         number = secrets.randbelow(2**62)
-        self._client = Client(number, _cut)
+        self._client = Client(number, _cut, self._pieces)
+        self._piece_keys: dict[str, int] = {}  # by namespace: in ranges of so many keys they travel
         self._changed = threading.Condition()
         self._view: View | None = None
         self._refused: dict[str, str] = {}
@@ -468,6 +470,19 @@ class PS:
         self._asked[number] = future, request.keys
         self._take_up(said)
 
+    def _pieces(
+        self, name: str, content: Entries | Keys | None, first: int, last: int
+    ) -> Iterable[tuple[int, int]]:
+        """Neighbouring keys travel in pieces that a server takes up while the next one comes."""
+        step = self._piece_keys.get(name, last)
+        if (
+            last - first <= step
+            or isinstance(content, np.ndarray)
+            or getattr(content, "keys", None) is not None
+        ):
+            return ((first, last),)
+        return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
+
     def _take_up(self, said: Iterable[Send | Done]) -> None:
         for one in said:
             if isinstance(one, Done):
@@ -562,6 +577,7 @@ class Namespace:
         self._ps = ps
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
+        ps._piece_keys[space.name] = max(1, _PIECE_BYTES // (self._dtype.itemsize * max(width, 1)))
 
     def push(
         self,
