@@ -13,8 +13,8 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.numerics.spaces import Function
-from offbeat.numerics.updates import SGD, Adagrad
+from offbeat.numerics.spaces import FilterSpec, Function
+from offbeat.numerics.updates import SGD, Adagrad, Assign
 from runlogs import wait_until
 
 OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
@@ -396,3 +396,80 @@ def test_what_all_clients_push_at_one_time_is_one_step_of_the_mean(ps, name):
         late.push(np.ones(100)).result()
     with pytest.raises(OffbeatError, match="expected a namespace that aggregates"):
         ps.namespace(f"{name}, but not so", keys=10).take_part()
+
+
+# Filters ------------------------------------------------------------------------------------------------
+
+
+def spec(kind, **arguments):
+    return FilterSpec(kind, arguments)
+
+
+def test_filters_that_lose_nothing_change_nothing_but_bytes(ps, name):
+    rng = np.random.default_rng(1)
+    both = (spec("KeyCaching", entries=16), spec("Compression", level=1))
+    w = ps.namespace(name, keys=10_000, push_filters=both, pull_filters=both)
+    plain = ps.namespace(f"{name}, without", keys=10_000)
+    keys = np.flatnonzero(rng.random(10_000) < 0.1)
+    for _ in range(4):
+        values = np.where(rng.random(len(keys)) < 0.1, rng.standard_normal(len(keys)), 0).astype(np.float32)
+        for one in (w, plain):
+            one.push(values, keys=keys).result()
+        assert np.array_equal(w.pull(keys=keys).result(), plain.pull(keys=keys).result())
+    assert np.array_equal(w.pull().result(), plain.pull().result())
+    passed = w.report()["push"]
+    assert passed["key caching"].out_bytes < 0.6 * passed["key caching"].in_bytes  # one list of four
+    assert passed["compression"].out_bytes < 0.6 * passed["compression"].in_bytes
+    assert (
+        w.report()["pull heard"]["compression"].out_bytes > w.report()["pull heard"]["compression"].in_bytes
+    )
+    assert plain.report() == {}
+
+
+def test_filters_that_draw_are_right_on_average(ps, name):
+    filters = (
+        spec("RandomSkip", probability=0.5),
+        spec("KeyCaching", entries=4),
+        spec("FixedPoint", bytes_per_value=2),
+    )
+    w = ps.namespace(name, keys=1000, push_filters=filters)
+    for future in [w.push(np.linspace(0.5, 1.5, 1000)) for _ in range(200)]:
+        future.result()
+    found = w.pull().result()
+    assert abs(found.mean() - 200) < 5  # its deviation is 0.5
+    assert len(np.unique(found)) > 100
+
+
+def test_what_has_hardly_changed_is_not_sent(ps, name):
+    w = ps.namespace(
+        name, keys=100, update=Assign(), push_filters=[spec("SignificantlyModified", threshold=0.5)]
+    )
+    values = np.arange(100.0)
+    w.push(values).result()
+    values[:50] += 0.4
+    values[50:] += 0.6
+    w.push(values).result()
+    expected = np.arange(100.0)
+    expected[50:] += 0.6
+    assert np.allclose(w.pull().result(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"push_filters": [spec("RandomSkip", probability=0.5)], "update": Assign()}, "no RandomSkip"),
+        ({"push_filters": [spec("SignificantlyModified", threshold=1)]}, "SignificantlyModified"),
+        (
+            {"push_filters": [spec("Compression"), spec("FixedPoint", bytes_per_value=1)]},
+            "behind compression",
+        ),
+        ({"pull_filters": [spec("RandomSkip", probability=0.5)]}, "pulls among .*, got RandomSkip"),
+    ],
+)
+def test_filters_that_make_no_sense_are_refused(ps, options, text):
+    with pytest.raises(ValueError, match=text):
+        ps.namespace("filters that make no sense", keys=10, **options)
+    with pytest.raises(ValueError, match="expected one of the filters"):
+        spec("Nonsense")
+    with pytest.raises(ValueError, match="arguments that KeyCaching takes"):
+        spec("KeyCaching", size=4)

@@ -156,7 +156,9 @@ def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once(
     _, said = job.client.pull("w", 5, 6)
     job.take("client-0", said)
     job.deliver("client-0", f"server-{second}")
-    assert job.deliver(f"server-{second}", "client-0") == Pulled(number=2, first=5, last=6, content={5: 1})
+    assert job.deliver(f"server-{second}", "client-0") == Pulled(
+        namespace=SPACE.name, number=2, first=5, last=6, content={5: 1}
+    )
 
 
 def test_the_new_last_replica_is_filled_and_then_the_view_says_so():

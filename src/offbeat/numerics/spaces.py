@@ -12,17 +12,32 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.numerics.filters import (
+    Compression,
+    Filter,
+    FilterChain,
+    FixedPoint,
+    KeyCaching,
+    RandomSkip,
+    SignificantlyModified,
+)
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
 
 UPDATES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (Sum, Assign, SGD, Adagrad, Adam, FTRL, SoftThreshold)
 }
+FILTERS: Final[Mapping[str, Any]] = {
+    kind.__name__: kind for kind in (KeyCaching, Compression, FixedPoint, RandomSkip, SignificantlyModified)
+}
+_LOSSLESS: Final = frozenset({"KeyCaching", "Compression"})
+_DRAWING: Final = frozenset({"FixedPoint", "RandomSkip"})
+_OF_PULLS: Final = frozenset({"KeyCaching", "Compression", "FixedPoint"})
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -44,12 +59,81 @@ class Function:
             raise ValueError(f"expected an import path as module:name, got {self.path!r}")
 
 
+@dataclass(frozen=True)
+class FilterSpec:
+    """A filter as both ends make it.
+
+    Attributes:
+        kind: of filter, by the name of its class.
+        arguments: plain data, for it; without the seed, which each sender has of its own.
+
+    Raises:
+        ValueError: there is no such filter, or its arguments are none.
+    """
+
+    kind: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in FILTERS:
+            raise ValueError(f"expected one of the filters {', '.join(FILTERS)}, got {self.kind!r}")
+        try:
+            self.make(0)
+        except TypeError as error:
+            raise ValueError(f"expected arguments that {self.kind} takes: {error}") from error
+
+    def make(self, seed: int) -> Filter:
+        """Return a filter."""
+        own = {"seed": seed} if self.kind in _DRAWING else {}
+        made: Filter = FILTERS[self.kind](**self.arguments, **own)
+        return made
+
+
+class Filters(NamedTuple):
+    """The filters of a namespace, in the order in which they encode."""
+
+    push: tuple[FilterSpec, ...]
+    pull: tuple[FilterSpec, ...]
+
+    @property
+    def copy(self) -> tuple[FilterSpec, ...]:
+        """Those of pushes that lose nothing, for replicas."""
+        return tuple(spec for spec in self.push if spec.kind in _LOSSLESS)
+
+    @property
+    def caches_keys(self) -> bool:
+        """Whether the lists of keys that pulls ask for are cached."""
+        return any(spec.kind == "KeyCaching" for spec in self.pull)
+
+    def check(self, update: Update | Function) -> None:
+        """See whether they go together, and with the update.
+
+        Raises:
+            ValueError: they do not.
+        """
+        FilterChain([spec.make(0) for spec in self.push])
+        FilterChain([spec.make(0) for spec in self.pull])
+        kinds = {spec.kind for spec in self.push}
+        if isinstance(update, Assign) and "RandomSkip" in kinds:
+            raise ValueError("expected no RandomSkip with update=Assign(): what is left out is not zero")
+        if not isinstance(update, Assign) and "SignificantlyModified" in kinds:
+            raise ValueError("expected SignificantlyModified with update=Assign() only")
+        if wrong := {spec.kind for spec in self.pull} - _OF_PULLS:
+            raise ValueError(
+                f"expected filters of pulls among {', '.join(sorted(_OF_PULLS))}, got {min(wrong)}"
+            )
+
+
+NO_FILTERS: Final = Filters((), ())
+
+
 def describe(
     update: Update | Function,
     *,
     width: int,
     dtype: str,
     means: bool = False,
+    filters: Filters = NO_FILTERS,
     tensors: Mapping[str, Any] | None = None,
 ) -> str:
     """Return as text what a namespace is to be.
@@ -57,6 +141,7 @@ def describe(
     Args:
         update: what becomes of what is pushed.
         width, dtype, means: as `ArrayTable` takes them.
+        filters: what travels goes through them.
         tensors: whose numbers the values are, as `Offsets.state_dict` gives it; None where they are nobody's.
 
     Raises:
@@ -71,6 +156,8 @@ def describe(
             f"expected one of the updates {', '.join(UPDATES)}, or Function(import path), "
             f"got {type(update).__name__}"
         )
+    filters.check(update)
+    said["filters"] = [[[spec.kind, dict(spec.arguments)] for spec in one] for one in filters]
     said |= {"width": width, "dtype": dtype, "means": means} | (
         {} if tensors is None else {"tensors": tensors}
     )
@@ -89,6 +176,25 @@ def load(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise OffbeatError(f"expected an update at {path} that can be imported: {error}") from error
+
+
+def make_filters(about: str) -> Filters:
+    """Return the filters of a namespace.
+
+    Args:
+        about: as `describe` returns it.
+
+    Raises:
+        ProtocolError: it says nothing of filters, or of some that are none.
+    """
+    try:
+        push, pull = json.loads(about)["filters"]
+        return Filters(
+            tuple(FilterSpec(kind, arguments) for kind, arguments in push),
+            tuple(FilterSpec(kind, arguments) for kind, arguments in pull),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"expected a namespace with filters, got {about}: {error}") from error
 
 
 def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, Any]) -> ArrayTable:

@@ -74,8 +74,8 @@ class Client:
     Args:
         client: its id, which no other has or had.
         cut: returns what a content has for keys `first` to `last` - 1.
-        pieces: returns in which ranges keys `first` to `last` - 1 of a request travel, given its namespace and
-            what it sends or asks for; by default in one.
+        pieces: returns in which ranges keys `first` to `last` - 1 of a request travel, by its namespace and
+            content; by default in one.
     """
 
     def __init__(

@@ -105,6 +105,7 @@ class Pulled:
     """The values of this part of a pull."""
 
     number: int
+    namespace: str
     first: int
     last: int
     content: Content

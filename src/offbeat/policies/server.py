@@ -237,7 +237,13 @@ class ServerNode:
             self._deferred.append(message)
         elif isinstance(message, Pull):
             values = self._read(space, message)
-            pulled = Pulled(number=message.number, first=message.first, last=message.last, content=values)
+            pulled = Pulled(
+                number=message.number,
+                namespace=message.namespace,
+                first=message.first,
+                last=message.last,
+                content=values,
+            )
             self._tell_client(message.client, pulled)
         else:
             self._check(space, message)

@@ -88,7 +88,7 @@ class Loop:
         heappush(self._timers, (time.monotonic() + delay_s, next(self._order), function))
 
     def when_idle(self, function: Callable[[], None]) -> None:
-        """Run a function, in the loop's thread, when no socket is ready; or some turns later, if one always is.
+        """Run a function when no socket is ready, or some turns later; to be called in the loop's thread.
 
         For what is better done for many events at once.
         """

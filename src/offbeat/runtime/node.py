@@ -21,6 +21,7 @@ from offbeat.policies.parcels import View
 from offbeat.runtime import addresses as places
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
+from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
 from offbeat.runtime.post import Post
@@ -128,6 +129,7 @@ class Node:
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message)
+        self.filtering = Filtering(int(name.rpartition("-")[2]))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self.tell(NodeJoined(now_s=0.0, node=name, addresses=self.endpoint.addresses, functions=functions))
 
@@ -139,6 +141,10 @@ class Node:
     def tell(self, *events: Event) -> None:
         """Say something to the manager; never blocks."""
         self._line.tell(*events)
+
+    def send(self, to: str, message: Any) -> None:
+        """Send a message to a server or a client, as its namespace's filters make it."""
+        self.post.send(to, self.filtering.encoded(to, message))
 
     def close(self) -> None:
         """Leave in order."""
@@ -171,12 +177,14 @@ class Node:
         for name in self._addresses.keys() - servers.keys():
             self._gone.add(name)
             self._unreached_s.pop(name, None)
-            self.post.forget(name)
+            self._forget(name)
         for name in servers.keys() - self._addresses.keys():
             if name != self.name:
                 self.endpoint.introduce(name, servers[name], lasting=True)
         self._addresses = servers
-        self._on_view(view_of(viewed))
+        view = view_of(viewed)
+        self.filtering.learn(view.spaces)
+        self._on_view(view)
 
     def _lost(self, error: LinkError) -> None:
         peer = error.peer
@@ -198,7 +206,7 @@ class Node:
         if peer == Coordinator.NAME:
             self._line.left()
         else:
-            self.post.forget(peer)
+            self._forget(peer)
 
     def _reach(self, peer: str) -> None:
         """Connect to a server anew."""
@@ -215,10 +223,14 @@ class Node:
             self._unreached_s[peer] = 0.0
         self.endpoint.later(_RETRY_S, partial(self._reach, peer))
 
+    def _forget(self, peer: str) -> None:
+        self.post.forget(peer)
+        self.filtering.forget(peer)
+
     def _forget_client(self, peer: str) -> None:
         if peer in self._away:
             self._away.discard(peer)
-            self.post.forget(peer)
+            self._forget(peer)
 
     def _end(self, cause: str) -> None:
         if not self._is_over:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
@@ -35,12 +35,27 @@ _DTYPES: Final = tuple(
     np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
 )
 _DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_ARRAY, _ENTRIES = 1, 2
+_ARRAY, _ENTRIES, _ENCODED = 1, 2, 3
 _HEAD: Final = struct.Struct("<BBBxQQ")  # dtype, dimensions, whether it is beside; rows, and numbers in a row
 _FIRST: Final = struct.Struct("<qB")  # of Entries: the first key, and whether keys are listed
 _MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, struct.error, ValueError)
 
 Array = NDArray[Any]
+
+
+class Encoded:
+    """What filters have made of values: keys and rows as far as they are left, and what undoes the rest."""
+
+    __slots__ = ("body", "keys", "notes", "values")
+
+    def __init__(
+        self,
+        keys: Array | None,
+        values: Array | None,
+        body: bytes | None,
+        notes: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.keys, self.values, self.body, self.notes = keys, values, body, notes
 
 
 class Packed(NamedTuple):
@@ -90,6 +105,9 @@ class Packer:
             pieces = []
             self._describe(thing, pieces)
             return Ext(_ARRAY, b"".join(pieces))
+        if isinstance(thing, Encoded):
+            plain = (thing.keys, thing.values, thing.body, thing.notes)
+            return Ext(_ENCODED, self._encoder.encode(plain))
         raise TypeError(f"expected plain data, arrays and Entries, got {type(thing).__name__}")
 
     def _describe(self, array: Array, pieces: list[Any]) -> None:
@@ -117,6 +135,9 @@ class Unpacker:
 
     def __init__(self, kinds: Collection[type]) -> None:
         self._beside: list[Array] = []
+        self._encoded = msgspec.msgpack.Decoder(
+            tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
+        )
         self._lots = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
             code: msgspec.msgpack.Decoder(kind, ext_hook=self._extend)
@@ -145,6 +166,8 @@ class Unpacker:
             if end != len(data):
                 raise ValueError(f"expected an array in {end} bytes, got {len(data)}")
             return array
+        if code == _ENCODED:
+            return Encoded(*self._encoded.decode(data))
         if code != _ENTRIES:
             raise ValueError(f"expected an array or Entries, got extension {code}")
         first, is_listed = _FIRST.unpack_from(data)

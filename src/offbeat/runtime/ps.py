@@ -35,7 +35,8 @@ from offbeat.events import (
     SpaceRefused,
 )
 from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of
-from offbeat.numerics.spaces import Function, describe
+from offbeat.numerics.filters import Passed
+from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
 from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.numerics.updates import Sum, Update
 from offbeat.policies.client import Client, Done
@@ -197,6 +198,8 @@ class PS:
         width: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
         block_keys: int | None = None,
+        push_filters: Iterable[FilterSpec] = (),
+        pull_filters: Iterable[FilterSpec] = (),
     ) -> Namespace:
         """Open a namespace, or make it: keys 0 to `keys` - 1, all of them zero.
 
@@ -211,6 +214,8 @@ class PS:
             width: numbers in a row; 0 for one number a key.
             dtype: of the numbers.
             block_keys: neighbouring keys that are held together; by default a 64th of all.
+            push_filters: what pushes go through, in this order: see `offbeat.numerics.filters`.
+            pull_filters: likewise, what comes back.
 
         Raises:
             ValueError: an argument out of range.
@@ -218,7 +223,13 @@ class PS:
         """
         if not 1 <= keys < 2**63:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
-        about = describe(update or Sum(), width=width, dtype=dtype, means=aggregate == "mean")
+        about = describe(
+            update or Sum(),
+            width=width,
+            dtype=dtype,
+            means=aggregate == "mean",
+            filters=Filters(tuple(push_filters), tuple(pull_filters)),
+        )
         space = self._open(name, keys, block_keys, about, update, aggregate is not None)
         return Namespace(self, space, width=width, dtype=dtype)
 
@@ -372,6 +383,12 @@ class PS:
     def _withdraw(self, name: str, timeout_s: float) -> None:
         self.when_done([], lambda: self._take_up(self._client.withdraw(name))).result(timeout_s)
 
+    def _report(self, name: str) -> dict[str, dict[str, Passed]]:
+        found: dict[str, dict[str, Passed]] = self.when_done(
+            [], lambda: self._node.filtering.report(name)
+        ).result()
+        return found
+
     def _participants(self, name: str) -> dict[int, int]:
         return {} if self._view is None else self._view.participants.get(name, {})
 
@@ -491,7 +508,7 @@ class PS:
             elif one.to == MANAGER:
                 self._node.tell(self._told(one.message))
             else:
-                self._node.post.send(one.to, one.message)
+                self._node.send(one.to, one.message)
 
     def _told(self, message: object) -> Event:
         """What this client has to say to the manager."""
@@ -518,7 +535,9 @@ class PS:
             _, keys = self._asked.get(message.number, (None, None))
             if keys is not None:  # it comes without them
                 keys = keys[places_of(keys, message.first, message.last)]
-                message.content = Entries(message.first, message.content.values, keys)
+            rows = message.last - message.first if keys is None else len(keys)
+            values = self._node.filtering.answer(peer, message, rows)
+            message.content = Entries(message.first, values, keys)
         self._take_up(self._client.hear(message))
 
     def _refuse(self, refused: SpaceRefused) -> None:
@@ -653,6 +672,13 @@ class Namespace:
             after,
             listed,
         )
+
+    def report(self) -> dict[str, dict[str, Passed]]:
+        """Return how many bytes each filter was given and gave at this client, by kind of message and filter.
+
+        The kinds are "push", and "pull heard" for what is undone here.
+        """
+        return self._ps._report(self.name)
 
     def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         """Take part in a namespace that aggregates, and wait until so many clients do.

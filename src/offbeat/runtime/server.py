@@ -145,7 +145,7 @@ class Server:
         speaker = f"client-{message.client}" if is_of_client else "server-"
         if peer != speaker if is_of_client else not peer.startswith(speaker):
             raise ProtocolError(f"{peer} may not send a {type(message).__name__} of {speaker}")
-        self._take_up(self._core.hear(peer, message))
+        self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
 
     def _take_up(self, said: Sequence[Send]) -> None:
         for to, message in said:
@@ -157,7 +157,7 @@ class Server:
                     message.content = Entries(
                         message.first, message.content.values
                     )  # the client has the keys
-                self._node.post.send(to, message)
+                self._node.send(to, message)
 
     def _end(self, cause: str) -> None:
         with self._changed:
