@@ -87,6 +87,18 @@ def test_after_a_broken_connection_all_that_may_be_lost_is_sent_again_at_once():
     assert [packet.message for packet in a.again(0.02)] == ["y", "z"]
 
 
+def test_what_is_due_is_taken_however_much_has_come_before_its_turn():
+    a, b = Channel(), Channel()
+    first, *others = a.send(range(10_000), 0.0)
+    for packet in others:
+        assert b.hear(packet, 0.0)[0] == []
+    due, _ = b.hear(first, 0.0)
+    assert due[:100] == list(range(100))
+    for packet in a.again(1.0):
+        due += b.hear(packet, 1.0)[0]
+    assert due == list(range(10_000))
+
+
 def test_an_answer_to_what_was_never_said_is_refused():
     a = Channel()
     a.send(["x"], 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -198,6 +199,17 @@ def test_a_server_that_is_not_in_the_ring_keeps_nothing():
     job.settle()
     assert not +job.nodes[0]._store.table(SPACE).values
     assert {job.values(1, key) for key in range(100)} == {1}
+
+
+def test_a_push_of_keys_with_several_masters_is_refused_and_changes_nothing():
+    job = Job(3)
+    _, said = job.client.push("w", dict.fromkeys(range(100), 1), 0, 100)
+    assert len(said) > 1
+    first = said[0]
+    master = job.nodes[int(first.to[7:])]
+    with pytest.raises(ProtocolError, match="keys with one master"):
+        master.hear("client-0", replace(first.message, last=100, content=dict.fromkeys(range(100), 1)))
+    assert not +job.nodes[job.chain(0)[0]]._store.table(SPACE).values
 
 
 # The manager ----------------------------------------------------------------------------------------------

@@ -117,6 +117,13 @@ def test_what_cannot_be_pushed_is_refused(content, words):
         ArrayTable(20, 10, Sum()).check(content, 0, 10)
 
 
+@pytest.mark.parametrize(("keys", "width"), [(2**62, 0), (2**29 + 1, 0), (1, 2**62), (2**20, 2**9 + 1)])
+def test_no_memory_is_taken_for_more_values_than_a_message_may_have(keys, width):
+    table = ArrayTable(keys, keys, Sum(), width=width)
+    with pytest.raises(ValueError, match=f"values of at most {2**31} bytes"):
+        table.read(0, keys, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -210,22 +211,38 @@ def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, A
     """
     try:
         said = json.loads(about)
-        arguments = said["arguments"]
+        arguments = dict(said["arguments"])
         if "function" in said:
             if said["function"] not in functions:
                 raise ValueError(f"the function {said['function']} is not here")
-            update = functions[said["function"]](**arguments)
+            update = _made(said["function"], functions[said["function"]], arguments)
         else:
-            if isinstance(arguments.get("betas"), list):
-                arguments["betas"] = tuple(arguments["betas"])
-            update = UPDATES[said["update"]](**arguments)
+            numbers = {name: _numbers(value) for name, value in arguments.items()}
+            update = UPDATES[said["update"]](**numbers)
         return ArrayTable(
             keys,
             block_keys,
             update,
-            width=said["width"],
+            width=operator.index(said["width"]),
             dtype=np.dtype(said["dtype"]),
-            means=said["means"],
+            means=said["means"] is True,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error
+
+
+def _made(path: str, function: Any, arguments: Mapping[str, Any]) -> Any:
+    try:
+        update = function(**arguments)
+    except Exception as error:  # whatever a user's code does with a client's arguments
+        raise ValueError(f"{path} with these arguments: {error!r}") from error
+    if not (hasattr(update, "states") and hasattr(update, "apply")):
+        raise ValueError(f"{path} made no update but a {type(update).__name__}")
+    return update
+
+
+def _numbers(value: Any) -> bool | float | tuple[float, ...]:
+    """An argument of an update, of which JSON knows no tuples."""
+    if isinstance(value, list):
+        return tuple(map(float, value))
+    return value if isinstance(value, bool) else float(value)

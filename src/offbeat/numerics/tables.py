@@ -5,6 +5,7 @@ Nothing here knows which blocks a server is to have, or how they come to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from offbeat.numerics.updates import Update
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
 
+_READ_BYTES_MAX = 2**31  # in one message
 _DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
 
 
@@ -96,13 +98,16 @@ class ArrayTable:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
 
         Raises:
-            ValueError: what is listed is no such keys.
+            ValueError: what is listed is no such keys, or the values are of more than 2 GiB.
         """
         if keys is not None:
             problem = problem_of_keys(keys, first, last) if isinstance(keys, np.ndarray) else "expected keys"
             if problem:
                 raise ValueError(problem)
         count = last - first if keys is None else len(keys)
+        size_bytes = count * math.prod(self._shape) * self._dtype.itemsize
+        if size_bytes > _READ_BYTES_MAX:
+            raise ValueError(f"expected values of at most {_READ_BYTES_MAX} bytes, got {size_bytes}")
         values = np.zeros((count, *self._shape), self._dtype)
         wanted = Entries(first, values, keys)
         for number, part in self._by_block(wanted):

@@ -146,8 +146,8 @@ class Adam:
 
     def __post_init__(self) -> None:
         _at_least_0(self, "lr", "eps", "weight_decay")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"expected betas from 0 to below 1, got {self.betas}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"expected two betas from 0 to below 1, got {self.betas}")
 
     @property
     def states(self) -> tuple[str, ...]:

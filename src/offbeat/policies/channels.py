@@ -91,7 +91,8 @@ class Channel:
         if packet.number < 0:
             return [], []
         due: list[Any] = []
-        if packet.number >= self._received and len(self._early) < _EARLY_MAX:
+        is_due = packet.number == self._received
+        if is_due or (packet.number > self._received and len(self._early) < _EARLY_MAX):
             self._early[packet.number] = packet.message
         while self._received in self._early:
             due.append(self._early.pop(self._received))

@@ -34,7 +34,7 @@ from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdra
 from offbeat.policies.placement import Ring, Space
 from offbeat.policies.servers import ServerGroup
 
-_SERVER = "server-"
+_SERVER, _CLIENT = "server-", "client-"
 
 
 class Manager:
@@ -67,24 +67,12 @@ class Manager:
                 return self._part(event)
             case SpaceOpened():
                 return self._open(event)
-            case ClientEnlists():
-                return self._enlist(event)
-            case ClientPaused():
-                reached = Reached(
-                    client=_number(event.node), namespace=event.namespace, pause=event.pause, time=event.time
-                )
-                return self._say(self._group.reached(reached), f"all clients have paused {event.namespace}")
-            case ClientWithdraws():
-                withdraw = Withdraw(client=_number(event.node), namespace=event.namespace)
-                why = f"{event.node} takes no more part in {event.namespace}"
-                return self._say(self._group.withdrawn(withdraw), why)
+            case ClientEnlists() | ClientPaused() | ClientWithdraws():
+                return self._hear_client(event)
             case ServerLeaves():
                 return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
-            case ServerFilled():
-                filled = Filled(server=_number(event.node), view=event.view)
-                return self._say(self._group.filled(filled), "who was being filled has everything")
-            case ServerMissed():
-                return self._miss(event)
+            case ServerFilled() | ServerMissed():
+                return self._hear_server(event)
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,9 +94,12 @@ class Manager:
         self._needed = set(state["needed"])
 
     def _join(self, event: NodeJoined) -> list[Action]:
-        if not event.node.startswith(_SERVER):
+        if _client_of(event.node) is not None:
             return self._say(self._group.view, f"{event.node} has come", node=event.node)
-        server = _number(event.node)
+        server = server_of(event.node)
+        if server is None:
+            reason = f"expected a name such as server-3 or client-7, got {event.node}"
+            return [Refuse(peer=event.node, reason=reason)]
         if missing := self._needed - set(event.functions):
             reason = f"expected a server that was started with the function {min(missing)}, got none"
             return [Refuse(peer=event.node, reason=reason)]
@@ -121,11 +112,24 @@ class Manager:
 
     def _part(self, event: NodeLeft | NodeLost) -> list[Action]:
         how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
-        if not event.node.startswith(_SERVER):
-            return self._say(self._group.client_gone(_number(event.node)), f"{event.node} {how}")
-        server = _number(event.node)
+        server = server_of(event.node)
+        if server is None:
+            client = _client_of(event.node)
+            return [] if client is None else self._say(self._group.client_gone(client), f"{event.node} {how}")
         self._forget(server)
         return self._say(self._group.lost(server), f"server {server} {how}")
+
+    def _hear_server(self, event: ServerFilled | ServerMissed) -> list[Action]:
+        server = server_of(event.node)
+        if server is None:
+            kind = type(event).__name__
+            return [
+                Refuse(peer=event.node, reason=f"expected {kind} from a server, got it from {event.node}")
+            ]
+        if isinstance(event, ServerMissed):
+            return self._miss(event)
+        view = self._group.filled(Filled(server=server, view=event.view))
+        return self._say(view, "who was being filled has everything")
 
     def _miss(self, event: ServerMissed) -> list[Action]:
         """One of two servers that cannot reach each other has to go; whoever says so first stays."""
@@ -150,13 +154,25 @@ class Manager:
             self._needed.add(event.function)
         return self._say(view, f"the namespace {event.name} was opened")
 
-    def _enlist(self, event: ClientEnlists) -> list[Action]:
-        enlist = Enlist(client=_number(event.node), namespace=event.namespace)
-        try:
-            view = self._group.enlisted(enlist)
-        except ProtocolError as error:
-            return [SpaceRefused(node=event.node, name=event.namespace, reason=str(error))]
-        return self._say(view, f"{event.node} takes part in {event.namespace}")
+    def _hear_client(self, event: ClientEnlists | ClientPaused | ClientWithdraws) -> list[Action]:
+        client, name = _client_of(event.node), event.namespace
+        if client is None:
+            kind = type(event).__name__
+            reason = f"expected {kind} from a client, got it from {event.node}"
+            return [Refuse(peer=event.node, reason=reason)]
+        match event:
+            case ClientEnlists():
+                try:
+                    view = self._group.enlisted(Enlist(client=client, namespace=name))
+                except ProtocolError as error:
+                    return [SpaceRefused(node=event.node, name=name, reason=str(error))]
+                return self._say(view, f"{event.node} takes part in {name}")
+            case ClientPaused():
+                reached = Reached(client=client, namespace=name, pause=event.pause, time=event.time)
+                return self._say(self._group.reached(reached), f"all clients have paused {name}")
+            case ClientWithdraws():
+                view = self._group.withdrawn(Withdraw(client=client, namespace=name))
+                return self._say(view, f"{event.node} takes no more part in {name}")
 
     def _forget(self, server: int) -> None:
         self._addresses.pop(server, None)
@@ -223,5 +239,16 @@ def view_of(viewed: Viewed) -> View:
     )
 
 
-def _number(node: str) -> int:
-    return int(node.rpartition("-")[2])
+def server_of(node: str) -> int | None:
+    """Return the number of a server by its name; None where that is no server's."""
+    return _number(node, _SERVER)
+
+
+def _client_of(node: str) -> int | None:
+    return _number(node, _CLIENT)
+
+
+def _number(node: str, kind: str) -> int | None:
+    number = node.removeprefix(kind)
+    is_one = node.startswith(kind) and number.isdecimal() and node == f"{kind}{int(number)}"
+    return int(number) if is_one else None

@@ -253,6 +253,11 @@ class ServerNode:
                 self._push(message)
 
     def _check(self, space: Space, push: Push) -> None:
+        if any(chain[0] != self.server for _, _, chain in self._route(space.name, push.first, push.last)):
+            raise ProtocolError(
+                f"expected a push of keys with one master, server {self.server}, got {push.first} to "
+                f"{push.last} of {space.name}"
+            )
         try:
             self._store.table(space).check(push.content, push.first, push.last)
         except ValueError as error:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from offbeat.errors import ProtocolError
+from offbeat.policies.clocks import KEYS
 from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
 from offbeat.policies.participants import Participants
 from offbeat.policies.placement import POINTS, Ring, Space
@@ -61,6 +62,8 @@ class ServerGroup:
         known = self._spaces.get(space.name)
         if known is not None and known != space:
             raise ProtocolError(f"expected the namespace {space.name} as it is, {known}, got {space}")
+        if space.keys >= KEYS:
+            raise ProtocolError(f"expected less than {KEYS} keys, got {space}")
         if not 0 < space.block_keys <= space.keys:
             raise ProtocolError(f"expected blocks of 1 to {space.keys} keys, got {space}")
         if known is not None:

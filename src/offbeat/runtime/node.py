@@ -113,7 +113,7 @@ class Node:
         self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
         self._gone: set[str] = set()  # servers that were there
         self._unreached_s: dict[str, float] = {}
-        self._away: set[str] = set()  # clients whose connection broke
+        self._away: dict[str, object] = {}  # clients whose connection broke, by name; which loss
         self._is_over = False
         self.endpoint = Endpoint(
             name,
@@ -131,7 +131,12 @@ class Node:
         self.post = Post(self.endpoint, kinds, on_message)
         self.filtering = Filtering(int(name.rpartition("-")[2]))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
-        self.tell(NodeJoined(now_s=0.0, node=name, addresses=self.endpoint.addresses, functions=functions))
+        self._functions = functions
+
+    def join(self) -> None:
+        """Say to the manager that this node is there; nothing is called back before."""
+        addresses = self.endpoint.addresses
+        self.tell(NodeJoined(now_s=0.0, node=self.name, addresses=addresses, functions=self._functions))
 
     @property
     def servers(self) -> Sequence[str]:
@@ -159,7 +164,7 @@ class Node:
     def _hear(self, peer: str, payload: bytes) -> None:
         if peer != Coordinator.NAME:
             if peer not in self._gone:
-                self._away.discard(peer)
+                self._away.pop(peer, None)
                 self.post.hear(peer, payload)
             return
         for action in self._line.hear(payload):
@@ -199,8 +204,8 @@ class Node:
             else:
                 self._missed(peer, str(error))
         elif peer not in self._gone:
-            self._away.add(peer)
-            self.endpoint.later(_GONE_CLIENT_S, partial(self._forget_client, peer))
+            self._away[peer] = loss = object()
+            self.endpoint.later(_GONE_CLIENT_S, partial(self._forget_client, peer, loss))
 
     def _left(self, peer: str) -> None:
         if peer == Coordinator.NAME:
@@ -227,9 +232,9 @@ class Node:
         self.post.forget(peer)
         self.filtering.forget(peer)
 
-    def _forget_client(self, peer: str) -> None:
-        if peer in self._away:
-            self._away.discard(peer)
+    def _forget_client(self, peer: str, loss: object) -> None:
+        if self._away.get(peer) is loss:  # else it came back meanwhile, perhaps to be lost again
+            del self._away[peer]
             self._forget(peer)
 
     def _end(self, cause: str) -> None:

@@ -27,6 +27,7 @@ from offbeat.policies.parcels import (
 INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
 _ARRAY_BYTES_MAX: Final = 2**31
 _LOT_BYTES: Final = 256 * 1024
+_BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message
 
 TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
 TO_CLIENT: Final[tuple[type, ...]] = get_args(ToClient)
@@ -38,7 +39,10 @@ _DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _ARRAY, _ENTRIES, _ENCODED = 1, 2, 3
 _HEAD: Final = struct.Struct("<BBBxQQ")  # dtype, dimensions, whether it is beside; rows, and numbers in a row
 _FIRST: Final = struct.Struct("<qB")  # of Entries: the first key, and whether keys are listed
-_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, struct.error, ValueError)
+_MALFORMED: Final = (
+    *(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, struct.error, ValueError),
+    MemoryError,  # what is claimed is more than there is; who claims it is to blame
+)
 
 Array = NDArray[Any]
 
@@ -139,6 +143,7 @@ class Unpacker:
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
         )
         self._lots = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
+        self._beside_bytes = 0
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
             code: msgspec.msgpack.Decoder(kind, ext_hook=self._extend)
             for kind, code in _CODES.items()
@@ -151,7 +156,7 @@ class Unpacker:
         Raises:
             ProtocolError: these are not the bytes of messages that may come.
         """
-        self._beside = []
+        self._beside, self._beside_bytes = [], 0
         decoders = self._decoders
         try:
             return [decoders[code].decode(rest) for code, rest in self._lots.decode(data)], self._beside
@@ -188,6 +193,9 @@ class Unpacker:
         if size > _ARRAY_BYTES_MAX:
             raise ValueError(f"expected an array of at most {_ARRAY_BYTES_MAX} bytes, got {size}")
         if is_beside:
+            self._beside_bytes += size
+            if self._beside_bytes > _BESIDE_BYTES_MAX:
+                raise ValueError(f"expected arrays of at most {_BESIDE_BYTES_MAX} bytes in a message")
             array = np.empty(shape, dtype)
             self._beside.append(array)
             return array, begin

@@ -13,13 +13,15 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import numpy as np
 
 from offbeat.errors import ProtocolError
 from offbeat.policies.channels import Channel, Packet
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES
+from offbeat.runtime.inbox import OnData
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import Array, Packed, Packer, Unpacker
 
@@ -29,6 +31,9 @@ _NONE: Final = msgspec.Raw(msgspec.msgpack.encode([]))
 _UNTOLD_MAX: Final = 64  # letters that came, after which the sender is told in a letter of its own
 _UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
 _NEVER_S: Final = float("inf")  # links lose nothing but with a connection
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Letter(msgspec.Struct, array_like=True):
@@ -43,11 +48,11 @@ class _Letter(msgspec.Struct, array_like=True):
         messages: as `Packer` packs them.
     """
 
-    connection: int
-    received: int
-    number: int
-    tag: int
-    long_bytes: int
+    connection: _Count
+    received: _Count
+    number: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
+    tag: _Count
+    long_bytes: _Count
     messages: msgspec.Raw
 
 
@@ -58,6 +63,7 @@ class _Coming:
     number: int
     messages: list[Any]
     missing_bytes: int = 0
+    size_bytes: int = 0  # of what travels beside
 
 
 @dataclass(slots=True, eq=False)
@@ -191,18 +197,18 @@ class Post:
         """Wait for messages that are too long for a letter."""
         if not 0 < letter.long_bytes <= _LONG_BYTES_MAX:
             raise ProtocolError(f"expected messages of 1 to {_LONG_BYTES_MAX} bytes, got {letter.long_bytes}")
-        coming = _Coming(letter.number, [], letter.long_bytes)
-        messages = bytearray(letter.long_bytes)
+        coming = _Coming(letter.number, [], letter.long_bytes, letter.long_bytes)
+        messages = np.empty(letter.long_bytes, np.uint8).data  # takes no memory before it comes
 
         def came(_: int, length: int) -> None:
             coming.missing_bytes -= length
             if not coming.missing_bytes:
-                coming.messages, beside = self._unpacker.unpack(memoryview(messages))
+                coming.messages, beside = self._unpacker.unpack(messages)
                 self._expect_arrays(peer, one, coming, beside, letter.tag + 1)
                 self._hand_on(peer, one)
 
         one.coming.append(coming)
-        self._endpoint.expect(peer, letter.tag, memoryview(messages), came)
+        self._expect(peer, letter.tag, messages, came)
 
     def _expect_arrays(
         self, peer: str, one: _Correspondent, coming: _Coming, beside: list[Array], tag: int
@@ -214,9 +220,15 @@ class Post:
 
         for array in beside:
             coming.missing_bytes += array.nbytes
-        one.untold_bytes += coming.missing_bytes
+            coming.size_bytes += array.nbytes
         for place, array in enumerate(beside, tag):
-            self._endpoint.expect(peer, place, memoryview(array), came)  # type: ignore[arg-type]
+            self._expect(peer, place, memoryview(array), came)  # type: ignore[arg-type]
+
+    def _expect(self, peer: str, tag: int, into: memoryview, came: OnData) -> None:
+        try:
+            self._endpoint.expect(peer, tag, into, came)
+        except ValueError as error:  # of its peers' tags a node knows only what they say
+            raise ProtocolError(str(error)) from None
 
     def _hand_on(self, peer: str, one: _Correspondent) -> None:
         """Hand on what has come, in order."""
@@ -226,6 +238,7 @@ class Post:
             due, answers = one.channel.hear(packet, monotonic())
             one.received = answers[0].received
             one.untold += 1
+            one.untold_bytes += coming.size_bytes
             for messages in due:
                 for message in messages:
                     self._on_message(peer, message)

@@ -101,13 +101,16 @@ class PS:
     Args:
         cluster: a cluster, or the path of a cluster file, as `offbeat serve --new` writes it.
         host: this host's address as servers reach it; found by itself, usually.
+        start_s: for how many seconds to wait for the cluster's servers.
 
     Raises:
         FileNotFoundError: there is no such file.
-        OffbeatError: the cluster cannot be reached, or has not got all its servers within 30 s.
+        OffbeatError: the cluster cannot be reached, or has not got all its servers within `start_s`.
     """
 
-    def __init__(self, cluster: Cluster | str | Path, *, host: str | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster | str | Path, *, host: str | None = None, start_s: float = _START_S
+    ) -> None:
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
         self._owned: LocalServers | None = None
         number = secrets.randbelow(2**62)
@@ -133,8 +136,9 @@ class PS:
             on_gone=self._end,
             on_refused=self._refuse,
         )
+        self._node.join()
         try:
-            self._wait_for(lambda: self._view is not None, "all servers that it is to begin with")
+            self._wait_for(lambda: self._view is not None, "all servers that it is to begin with", start_s)
         except BaseException:
             self._node.close()
             raise

@@ -22,6 +22,7 @@ from offbeat.events import ServerFilled, ServerLeaves
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable
+from offbeat.policies.manager import server_of
 from offbeat.policies.parcels import Filled, Pull, Pulled, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode
@@ -94,6 +95,7 @@ class Server:
             functions=configuration.functions,
             unix=configuration.unix,
         )
+        self._node.join()  # now that what is called back finds it
 
     def serve(self) -> None:
         """Run until it has left, or is not part of the cluster any more.
@@ -141,10 +143,12 @@ class Server:
             self._changed.notify_all()
 
     def _hear(self, peer: str, message: Any) -> None:
-        is_of_client = isinstance(message, Push | Pull)
-        speaker = f"client-{message.client}" if is_of_client else "server-"
-        if peer != speaker if is_of_client else not peer.startswith(speaker):
-            raise ProtocolError(f"{peer} may not send a {type(message).__name__} of {speaker}")
+        if isinstance(message, Push | Pull):
+            may_say = peer == f"client-{message.client}"
+        else:
+            may_say = server_of(peer) is not None
+        if not may_say:
+            raise ProtocolError(f"{peer} may not send a {type(message).__name__} of another node")
         self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
 
     def _take_up(self, said: Sequence[Send]) -> None:

@@ -1,0 +1,430 @@
+"""The manager as a policy: who is told what when servers and clients come, go and open namespaces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.events import (
+    Action,
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    Refuse,
+    Server,
+    ServerFilled,
+    ServerLeaves,
+    ServerMissed,
+    SpaceOpened,
+    SpaceRefused,
+    Tick,
+    Viewed,
+)
+from offbeat.policies.manager import Manager, view_of
+from offbeat.policies.parcels import View
+from offbeat.policies.placement import Space
+
+SERVERS = 3
+
+
+def joined(node: str, *functions: str) -> NodeJoined:
+    return NodeJoined(now_s=0.0, node=node, addresses=(f"tcp://{node}:1",), functions=functions)
+
+
+def left(node: str) -> NodeLeft:
+    return NodeLeft(now_s=0.0, node=node)
+
+
+def lost(node: str) -> NodeLost:
+    return NodeLost(now_s=0.0, node=node, cause="it fell silent")
+
+
+def opened(node: str, name: str = "w", *, keys: int = 100, block_keys: int = 10, function: str = ""):
+    about = f"about {name}"
+    return SpaceOpened(
+        now_s=0.0, node=node, name=name, keys=keys, block_keys=block_keys, about=about, function=function
+    )
+
+
+def filled(server: int, view: int) -> ServerFilled:
+    return ServerFilled(now_s=0.0, node=f"server-{server}", view=view)
+
+
+def leaves(server: int, node: str = "client-0") -> ServerLeaves:
+    return ServerLeaves(now_s=0.0, node=node, server=server)
+
+
+def missed(node: str, server: int) -> ServerMissed:
+    return ServerMissed(now_s=0.0, node=node, server=server, cause="no answer")
+
+
+def viewed(actions: list[Action]) -> Viewed:
+    """The one view among what was decided."""
+    (found,) = [action for action in actions if isinstance(action, Viewed)]
+    return found
+
+
+def all_filled(manager: Manager, view: Viewed) -> Viewed:
+    """Every server says that it has all that it gains in this view; the one that follows."""
+    said = [action for one in view.servers for action in manager.handle(filled(one.server, view.number))]
+    return viewed(said)
+
+
+@pytest.fixture
+def manager() -> Manager:
+    """One whose servers have all come."""
+    manager = Manager(SERVERS, virtual_nodes=4, copies=1)
+    for server in range(SERVERS):
+        manager.handle(joined(f"server-{server}"))
+    return manager
+
+
+# Coming
+
+
+def test_nobody_is_told_anything_before_all_servers_are_there() -> None:
+    manager = Manager(3)
+    assert manager.handle(joined("client-0")) == []
+    assert manager.handle(joined("server-2")) == []
+    assert manager.handle(joined("server-0")) == []
+    view = viewed(manager.handle(joined("server-1")))
+    assert view.node == ""
+    assert (view.number, view.epoch, view.ring, view.target) == (0, 0, (0, 1, 2), ())
+    assert view.servers == tuple(Server(server=one, addresses=(f"tcp://server-{one}:1",)) for one in range(3))
+
+
+def test_a_server_that_is_lost_before_all_are_there_is_waited_for_no_more() -> None:
+    manager = Manager(2)
+    manager.handle(joined("server-0"))
+    assert manager.handle(lost("server-0")) == []
+    assert manager.handle(joined("server-1")) == []
+    assert viewed(manager.handle(joined("server-2"))).ring == (1, 2)
+
+
+def test_a_client_that_comes_is_told_the_view_and_nobody_else_is(manager: Manager) -> None:
+    (view,) = manager.handle(joined("client-7"))
+    assert isinstance(view, Viewed)
+    assert view.node == "client-7"
+    assert view.ring == (0, 1, 2)
+
+
+def test_a_client_that_goes_is_nobodys_business(manager: Manager) -> None:
+    manager.handle(joined("client-7"))
+    assert manager.handle(left("client-7")) == []
+    assert manager.handle(lost("client-8")) == []
+
+
+def test_a_late_server_is_prepared_and_taken_in_when_all_who_gain_are_filled(manager: Manager) -> None:
+    prepared = viewed(manager.handle(joined("server-9")))
+    assert prepared.node == ""
+    assert (prepared.ring, prepared.target) == ((0, 1, 2), (0, 1, 2, 9))
+    assert 9 in [one.server for one in prepared.servers]
+    assert prepared.epoch == 0
+    taken_in = all_filled(manager, prepared)
+    assert (taken_in.ring, taken_in.target) == ((0, 1, 2, 9), ())
+    assert taken_in.number == prepared.number + 1
+    assert taken_in.epoch == taken_in.number
+
+
+def test_what_is_said_of_an_older_view_takes_nobody_in(manager: Manager) -> None:
+    older = viewed(manager.handle(joined("server-9")))
+    manager.handle(opened("client-0"))
+    for server in (0, 1, 2, 9):
+        assert manager.handle(filled(server, older.number)) == []
+
+
+def test_what_was_said_of_an_older_view_is_to_be_said_again(manager: Manager) -> None:
+    manager.handle(joined("server-8"))
+    older = viewed(manager.handle(joined("server-9")))
+    assert manager.handle(filled(8, older.number)) == []
+    view = viewed(manager.handle(opened("client-0")))
+    assert manager.handle(filled(9, view.number)) == []
+    assert viewed(manager.handle(filled(8, view.number))).ring == (0, 1, 2, 8, 9)
+
+
+def test_a_server_comes_once(manager: Manager) -> None:
+    manager.handle(lost("server-1"))
+    (refused,) = manager.handle(joined("server-1"))
+    assert isinstance(refused, Refuse)
+    assert refused.peer == "server-1"
+    assert "expected a new server, got server 1" in refused.reason
+
+
+@pytest.mark.parametrize(
+    "node", ["server-", "server-x", "server-1-2", "server--1", "server- 1", "server-01", "server-٣"]
+)
+def test_a_server_without_a_number_is_refused(node: str, manager: Manager) -> None:
+    (refused,) = manager.handle(joined(node))
+    assert isinstance(refused, Refuse)
+    assert refused.peer == node
+    assert "server-" in refused.reason
+    assert manager.handle(opened("client-0")) != []
+
+
+# Going
+
+
+def test_a_server_that_wants_to_leave_goes_when_others_have_what_it_holds(manager: Manager) -> None:
+    prepared = viewed(manager.handle(leaves(1)))
+    assert (prepared.ring, prepared.target) == ((0, 1, 2), (0, 2))
+    gone = all_filled(manager, prepared)
+    assert (gone.ring, gone.target) == ((0, 2), ())
+    assert manager.handle(left("server-1")) == []
+    later = viewed(manager.handle(opened("client-0")))
+    assert [one.server for one in later.servers] == [0, 2]
+
+
+def test_the_last_server_does_not_leave() -> None:
+    manager = Manager(1)
+    manager.handle(joined("server-0"))
+    view = viewed(manager.handle(leaves(0)))
+    assert (view.ring, view.target) == ((0,), ())
+    assert all_filled(manager, view).ring == (0,)
+
+
+def test_a_server_that_is_lost_is_out_at_once_with_the_reason(manager: Manager) -> None:
+    view = viewed(manager.handle(lost("server-1")))
+    assert view.node == ""
+    assert view.ring == (0, 2)
+    assert view.epoch == view.number == 1
+    assert view.filling
+    assert [one.server for one in view.servers] == [0, 2]
+    assert "server 1 was lost: it fell silent" in view.reason
+
+
+def test_a_server_that_another_cannot_reach_has_to_go_and_is_told(manager: Manager) -> None:
+    refused, view = manager.handle(missed("server-0", 1))
+    assert isinstance(refused, Refuse)
+    assert refused.peer == "server-1"
+    assert refused.reason == "server-0 cannot reach server 1: no answer"
+    assert isinstance(view, Viewed)
+    assert (view.ring, view.reason) == ((0, 2), refused.reason)
+    assert [one.server for one in view.servers] == [0, 2]
+
+
+def test_of_two_that_miss_each_other_whoever_says_so_first_stays(manager: Manager) -> None:
+    manager.handle(missed("server-0", 1))
+    assert manager.handle(missed("server-2", 1)) == []
+    assert manager.handle(missed("server-2", 77)) == []
+    assert manager._group.view is not None
+    assert manager._group.view.ring.servers == (0, 2)
+
+
+# Who may say what
+
+
+def test_a_client_may_not_speak_for_servers(manager: Manager) -> None:
+    """A client's number may be a server's; what a server has is for itself to say."""
+    view = viewed(manager.handle(joined("server-9")))
+    for said in (
+        *(ServerFilled(now_s=0.0, node=f"client-{server}", view=view.number) for server in (0, 1, 2, 9)),
+        missed("client-0", 1),
+    ):
+        (refused,) = manager.handle(said)
+        assert isinstance(refused, Refuse)
+        assert refused.peer == said.node
+    assert all_filled(manager, view).ring == (0, 1, 2, 9)
+
+
+# Namespaces
+
+
+def test_a_namespace_is_told_to_everybody_with_a_new_epoch(manager: Manager) -> None:
+    view = viewed(manager.handle(opened("client-0")))
+    assert view.node == ""
+    assert view.epoch == view.number == 1
+    assert view_of(view).spaces == {"w": Space("w", 100, 10, "about w")}
+
+
+def test_the_same_namespace_again_changes_nothing(manager: Manager) -> None:
+    manager.handle(opened("client-0"))
+    assert manager.handle(opened("client-1")) == []
+
+
+def test_a_namespace_before_the_first_view_is_in_it() -> None:
+    manager = Manager(1)
+    assert manager.handle(opened("client-0")) == []
+    assert set(view_of(viewed(manager.handle(joined("server-0")))).spaces) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("different", "why"),
+    [
+        ({"keys": 101}, "expected the namespace w as it is"),
+        ({"block_keys": 11}, "expected the namespace w as it is"),
+        ({"name": "v", "keys": 5, "block_keys": 6}, "expected blocks of 1 to 5 keys"),
+        ({"name": "v", "keys": 5, "block_keys": 0}, "expected blocks of 1 to 5 keys"),
+        ({"name": "v", "keys": 0, "block_keys": 1}, "expected blocks of 1 to 0 keys"),
+        ({"name": "v", "keys": -5, "block_keys": -5}, "expected blocks"),
+        ({"name": "v", "keys": 2**63 + 1, "block_keys": 2**58}, "keys"),
+    ],
+)
+def test_a_namespace_that_cannot_be_is_refused_to_who_wanted_it(
+    different: dict[str, Any], why: str, manager: Manager
+) -> None:
+    manager.handle(opened("client-0"))
+    (refused,) = manager.handle(opened("client-1", **different))
+    assert isinstance(refused, SpaceRefused)
+    assert (refused.node, refused.name) == ("client-1", different.get("name", "w"))
+    assert why in refused.reason
+    assert set(view_of(viewed(manager.handle(joined("client-2")))).spaces) == {"w"}
+
+
+def test_a_namespace_is_refused_where_a_server_lacks_its_function() -> None:
+    manager = Manager(2)
+    manager.handle(joined("server-0", "m:f"))
+    manager.handle(joined("server-1", "m:g"))
+    (refused,) = manager.handle(opened("client-0", function="m:f"))
+    assert isinstance(refused, SpaceRefused)
+    assert refused.reason == "server 1 was started without the function m:f"
+
+
+def test_a_server_without_a_function_that_is_needed_is_refused() -> None:
+    manager = Manager(1)
+    manager.handle(joined("server-0", "m:f"))
+    viewed(manager.handle(opened("client-0", function="m:f")))
+    (refused,) = manager.handle(joined("server-1", "m:g"))
+    assert isinstance(refused, Refuse)
+    assert (refused.peer, "m:f" in refused.reason) == ("server-1", True)
+    assert viewed(manager.handle(joined("server-2", "m:f", "m:g"))).target == (0, 2)
+
+
+def test_a_namespace_that_was_refused_needs_no_function() -> None:
+    manager = Manager(1)
+    manager.handle(joined("server-0", "m:f"))
+    manager.handle(opened("client-0", block_keys=0, function="m:f"))
+    assert viewed(manager.handle(joined("server-1"))).target == (0, 1)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"servers": 0}, {"servers": 1, "copies": -1}, {"servers": 1, "virtual_nodes": 0}]
+)
+def test_a_cluster_that_cannot_be_is_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        Manager(**arguments)
+
+
+# Random histories
+
+NODES = (*(f"server-{number}" for number in range(7)), "client-0", "client-3", "worker-1", "server-x")
+nodes = st.sampled_from(NODES)
+numbers = st.integers(0, 8)
+FUNCTIONS = st.sampled_from(((), ("m:f",), ("m:f", "m:g")))
+events = st.one_of(
+    st.builds(lambda node, functions: joined(node, *functions), nodes, FUNCTIONS),
+    st.builds(lambda server: joined(f"server-{server}", "m:f", "m:g"), numbers),
+    st.builds(left, nodes),
+    st.builds(lost, nodes),
+    st.builds(
+        lambda node, name, keys, function: opened(node, name, keys=keys, function=function),
+        nodes,
+        st.sampled_from("wv"),
+        st.sampled_from((50, 100)),
+        st.sampled_from(("", "m:f", "m:g")),
+    ),
+    st.builds(leaves, numbers),
+    st.builds(missed, nodes, numbers),
+    st.builds(lambda server: ("filled", server), numbers),
+    st.builds(lambda server: ("filled", server), numbers),
+    st.just(Tick(now_s=1.0)),
+)
+
+
+class History:
+    """A manager and what it was told; who is there may say that it is filled in the view in force."""
+
+    def __init__(self, *, has_begun: bool) -> None:
+        self.manager = Manager(2, virtual_nodes=2, copies=1)
+        if has_begun:
+            self.manager.handle(joined("server-0", "m:f", "m:g"))
+            self.manager.handle(joined("server-1", "m:f", "m:g"))
+
+    def event(self, said: Any) -> Event:
+        if not isinstance(said, tuple):
+            return said
+        view, there = self.manager._group.view, sorted(self.manager._addresses)
+        return filled(there[said[1] % len(there)] if there else 0, 0 if view is None else view.number)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.booleans(), st.lists(events, max_size=30))
+def test_a_manager_with_another_ones_state_answers_as_that_one_at_every_point(
+    has_begun: bool, said: list[Any]
+) -> None:
+    history = History(has_begun=has_begun)
+    for one in said:
+        again = Manager(2, virtual_nodes=2, copies=1)
+        again.load_state_dict(json.loads(json.dumps(history.manager.state_dict())))
+        assert again.state_dict() == history.manager.state_dict()
+        event = history.event(one)
+        assert again.handle(event) == history.manager.handle(event)
+        assert again.state_dict() == history.manager.state_dict()
+
+
+def test_a_manager_that_is_started_again_knows_who_was_filled(manager: Manager) -> None:
+    manager.handle(joined("server-8"))
+    view = viewed(manager.handle(joined("server-9")))
+    assert manager.handle(filled(8, view.number)) == []
+    again = Manager(SERVERS, virtual_nodes=4, copies=1)
+    again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
+    assert viewed(again.handle(filled(9, view.number))).ring == (0, 1, 2, 8, 9)
+
+
+def same(view: View, other: View) -> bool:
+    """Rings have no equality of their own."""
+
+    def plain(one: View) -> tuple[Any, ...]:
+        rings = [None if ring is None else ring.state_dict() for ring in (one.ring, one.target)]
+        return one.number, one.epoch, rings, one.spaces, one.filling
+
+    return plain(view) == plain(other)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.booleans(), st.lists(events, max_size=30))
+def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reached(
+    has_begun: bool, said: list[Any]
+) -> None:
+    history = History(has_begun=has_begun)
+    view = history.manager._group.view
+    number, epoch = (-1, -1) if view is None else (view.number, view.epoch)
+    for one in said:
+        event = history.event(one)
+        actions = history.manager.handle(event)
+        assert all(action.reason for action in actions)  # type: ignore[union-attr]
+        for told in [action for action in actions if isinstance(action, Viewed)]:
+            assert history.manager._group.view is not None
+            assert same(view_of(told), history.manager._group.view)
+            there = {server.server for server in told.servers}
+            assert {*told.ring, *told.target} <= there
+            assert all(server.addresses for server in told.servers)
+            if told.node:
+                assert (told.number, told.epoch) == (number, epoch)
+                assert isinstance(event, NodeJoined)
+                assert event.node == told.node
+            else:
+                assert told.number > number
+                assert epoch <= told.epoch <= told.number
+            number, epoch = told.number, told.epoch
+
+
+def test_a_view_with_a_target_and_fillings_comes_back_as_it_was_told(manager: Manager) -> None:
+    manager.handle(opened("client-0"))
+    manager.handle(joined("server-9"))
+    view = viewed(manager.handle(lost("server-1")))
+    assert view.filling
+    assert view.target == (0, 2, 9)
+    found = view_of(view)
+    assert manager._group.view is not None
+    assert same(found, manager._group.view)
+    assert found.target is not None
+    assert found.target.servers == (0, 2, 9)
+    assert sum(len(arcs) for arcs in found.filling.values()) == len(view.filling)

@@ -1,0 +1,423 @@
+"""Every message of a parameter server comes out of its bytes as it went in, and nothing else comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.msgpack import Ext
+
+from offbeat.errors import ProtocolError
+from offbeat.numerics.entries import Entries
+from offbeat.policies.clocks import Piece
+from offbeat.policies.parcels import Chunk, Copied, Handed, Mark, Operation, Pull, Pulled, Push, Pushed
+from offbeat.runtime.parcelling import INLINE_BYTES, TO_CLIENT, TO_SERVER, Packer, Unpacker
+
+KINDS = (*TO_SERVER, *TO_CLIENT)
+DTYPES = ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
+NOT_SENT = ("float16", "complex64", "int8", "uint32", ">f4", ">i8", "U3", "object", "datetime64[s]")
+
+
+def an_array(dtype: str, rows: int, width: int | None, seed: int, has_gaps: bool) -> np.ndarray:
+    shape = (rows,) if width is None else (rows, width)
+    if has_gaps:
+        shape = (2 * rows, *shape[1:])
+    chance = np.random.default_rng(seed)
+    if dtype == "bool":
+        whole = chance.integers(0, 2, shape).astype(bool)
+    else:
+        whole = np.frombuffer(chance.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype)
+        whole = whole.reshape(shape)
+    return whole[::2] if has_gaps else whole
+
+
+def arrays(*dtypes: str) -> st.SearchStrategy[np.ndarray]:
+    """Empty ones, small ones, and such as are too large to be in the message itself."""
+    return st.builds(
+        an_array,
+        st.sampled_from(dtypes or DTYPES),
+        st.sampled_from((0, 1, 2, 7, 3000, INLINE_BYTES)),
+        st.sampled_from((None, None, 0, 1, 3)),
+        st.integers(0, 2**32),
+        st.booleans(),
+    )
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> Entries:
+    values = draw(arrays())
+    keys = draw(st.none() | st.just(np.arange(len(values), dtype=np.int64)))
+    return Entries(draw(st.integers(-(2**63), 2**63 - 1)), values, keys)
+
+
+whole_numbers = st.integers(-(2**63), 2**64 - 1)
+pieces = st.lists(st.builds(Piece, whole_numbers, whole_numbers, whole_numbers), max_size=3)
+contents = (
+    st.none()
+    | entries()
+    | arrays()
+    | st.dictionaries(st.text(max_size=5), arrays(), max_size=3)
+    | st.recursive(st.integers(0, 9) | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3))
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "namespace": st.text(max_size=10),
+    "after": pieces.map(tuple),
+    "content": contents,
+    "keys": st.none() | arrays("int64"),
+    "route": st.lists(whole_numbers, max_size=3).map(tuple),
+    "chain": st.lists(whole_numbers, max_size=3).map(tuple),
+    "have": st.lists(st.tuples(st.text(max_size=5), whole_numbers), max_size=3).map(tuple),
+    "clocks": st.dictionaries(whole_numbers, pieces, max_size=3),
+}
+
+
+def of_kind(kind: type) -> st.SearchStrategy[Any]:
+    names = [field.name for field in dataclasses.fields(kind)]
+    return st.builds(kind, **{name: FIELDS.get(name, whole_numbers) for name in names})
+
+
+FIELDS["marks"] = st.lists(of_kind(Mark), min_size=1, max_size=2).map(tuple)
+FIELDS["operation"] = of_kind(Operation)
+FIELDS["operations"] = FIELDS["pending"] = st.lists(of_kind(Operation), max_size=2).map(tuple)
+
+
+def plain(thing: Any) -> Any:
+    """Something that is equal where all of it is, bit for bit."""
+    if isinstance(thing, np.ndarray):
+        return str(thing.dtype), thing.shape, thing.tobytes()
+    if isinstance(thing, Entries):
+        return "entries", thing.first, plain(thing.keys), plain(thing.values)
+    if dataclasses.is_dataclass(thing):
+        return type(thing), {one.name: plain(getattr(thing, one.name)) for one in dataclasses.fields(thing)}
+    if isinstance(thing, dict):
+        return {key: plain(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return type(thing), [plain(one) for one in thing]
+    return thing
+
+
+def arrays_of(thing: Any) -> list[np.ndarray]:
+    """The arrays in a message, in the order in which they are written."""
+    if isinstance(thing, np.ndarray):
+        return [thing]
+    if isinstance(thing, Entries):
+        return arrays_of([thing.keys, thing.values])
+    if dataclasses.is_dataclass(thing):
+        return arrays_of([getattr(thing, one.name) for one in dataclasses.fields(thing)])
+    if isinstance(thing, dict):
+        return arrays_of(list(thing.values()))
+    return [found for one in thing for found in arrays_of(one)] if isinstance(thing, list | tuple) else []
+
+
+def sent(message: Any) -> tuple[Any, list[np.ndarray]]:
+    """The message as it comes, and the arrays that went beside it."""
+    data, beside = Packer().pack(message)
+    came, waiting = Unpacker(KINDS).unpack(data)
+    for array, into in zip(beside, waiting, strict=True):
+        assert (array.dtype, array.shape) == (into.dtype, into.shape)
+        into[...] = array
+    return came, beside
+
+
+# There and back
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_of_message_comes_out_as_it_went_in(kind: type) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(of_kind(kind))
+    def there_and_back(message: Any) -> None:
+        came, beside = sent(message)
+        assert plain(came) == plain(message)
+        large = [one for one in arrays_of(message) if one.nbytes >= INLINE_BYTES]
+        assert [plain(one) for one in beside] == [plain(one) for one in large]
+        assert all(one.flags.c_contiguous for one in beside)
+
+    there_and_back()
+
+
+@settings(max_examples=50, deadline=None)
+@given(entries())
+def test_entries_come_out_as_they_went_in(content: Entries) -> None:
+    came, _ = sent(Pulled(number=1, first=0, last=1, content=content))
+    assert plain(came.content) == plain(content)
+
+
+def test_arrays_beside_come_in_the_order_in_which_they_are_in_the_message() -> None:
+    keys = np.arange(INLINE_BYTES, dtype=np.int64)
+    operations = tuple(
+        Operation(
+            namespace="w",
+            first=0,
+            last=len(keys),
+            marks=(Mark(client=1, time=number, after=()),),
+            content=Entries(0, np.full(len(keys), number, np.float32), keys),
+        )
+        for number in range(3)
+    )
+    chunk = Chunk(
+        view=1,
+        namespace="w",
+        block=0,
+        content={
+            "values": np.full(len(keys), 9.0),
+            "small": np.arange(3),
+            "squares": np.full(len(keys), 8.0),
+        },
+        clocks={},
+        pending=operations,
+    )
+    came, beside = sent(chunk)
+    assert [one.flat[1] for one in beside] == [9.0, 8.0, 1, 0.0, 1, 1.0, 1, 2.0]
+    assert plain(came) == plain(chunk)
+
+
+@pytest.mark.parametrize("size", [INLINE_BYTES - 1, INLINE_BYTES])
+def test_large_arrays_are_not_in_the_message_and_small_ones_are(size: int) -> None:
+    data, beside = Packer().pack(Pulled(number=1, first=0, last=1, content=np.zeros(size, np.uint8)))
+    assert len(beside) == (size >= INLINE_BYTES)
+    assert len(data) < 200 if beside else len(data) > size
+
+
+def test_an_array_that_goes_beside_is_not_copied() -> None:
+    values = np.zeros(INLINE_BYTES)
+    _, beside = Packer().pack(Pulled(number=1, first=0, last=1, content=Entries(0, values)))
+    assert np.shares_memory(beside[0], values)
+
+
+def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
+    packer = Packer()
+    large = np.zeros(INLINE_BYTES)
+    with pytest.raises(TypeError):
+        packer.pack(Pulled(number=1, first=0, last=1, content=[large, large.astype(np.float16)]))
+    _, beside = packer.pack(Pulled(number=1, first=0, last=1, content=large))
+    assert len(beside) == 1
+
+
+# What is not sent
+
+
+@pytest.mark.parametrize("dtype", NOT_SENT)
+def test_an_array_that_is_not_sent_is_told_with_those_that_are(dtype: str) -> None:
+    array = np.zeros(3, dtype)
+    with pytest.raises(TypeError, match="float32, float64, int64, int32, uint8, uint64, bool, got 1 of") as e:
+        Packer().pack(Pulled(number=1, first=0, last=3, content=Entries(0, array)))
+    assert str(array.dtype) in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1)])
+def test_an_array_of_no_or_of_three_dimensions_is_not_sent(shape: tuple[int, ...]) -> None:
+    with pytest.raises(TypeError, match=f"one or two dimensions of .*, got {len(shape)} of float64"):
+        Packer().pack(Pulled(number=1, first=0, last=1, content=np.zeros(shape)))
+
+
+def test_what_is_neither_plain_data_nor_an_array_is_not_sent() -> None:
+    with pytest.raises(TypeError, match="plain data, arrays and Entries, got object"):
+        Packer().pack(Pulled(number=1, first=0, last=1, content=object()))
+
+
+# What cannot be
+
+
+PUSH = Push(
+    client=7,
+    number=1,
+    epoch=0,
+    namespace="w",
+    first=0,
+    last=9,
+    time=1,
+    after=(Piece(0, 9, 0),),
+    content=Entries(0, np.arange(4.0), np.array([1, 3, 5, 8])),
+)
+ONE_OF_EACH = (PUSH, Pushed(number=1, first=0, last=1), Pulled(number=1, first=0, last=1, content=None))
+CODE = {type(one): msgspec.msgpack.decode(Packer().pack(one)[0])[0] for one in ONE_OF_EACH}
+
+
+def pulled(content: Any, code: int = CODE[Pulled]) -> bytes:
+    return msgspec.msgpack.encode((code, {"number": 1, "first": 0, "last": 1, "content": content}))
+
+
+def claim(
+    rows: int,
+    width: int = 1,
+    *,
+    dtype: int = 0,
+    dimensions: int = 1,
+    is_beside: bool = False,
+    then: bytes = b"",
+) -> Ext:
+    """What a message says of an array, with or without its bytes."""
+    head = bytes([dtype, dimensions, is_beside, 0]) + rows.to_bytes(8, "little") + width.to_bytes(8, "little")
+    return Ext(1, head + then)
+
+
+def test_the_bytes_by_hand_are_those_of_a_message() -> None:
+    """Else the tests below would be refused for another reason than theirs."""
+    message, _ = Unpacker(TO_CLIENT).unpack(pulled(claim(2, then=np.array([1, 2], np.float32).tobytes())))
+    assert plain(message.content) == plain(np.array([1, 2], np.float32))
+
+
+def test_no_beginning_of_a_message_is_one_and_nothing_may_follow_it() -> None:
+    data, _ = Packer().pack(PUSH)
+    unpacker = Unpacker(TO_SERVER)
+    for end in range(len(data)):
+        with pytest.raises(ProtocolError):
+            unpacker.unpack(data[:end])
+    with pytest.raises(ProtocolError):
+        unpacker.unpack(data + b"\0")
+    assert plain(unpacker.unpack(data)[0]) == plain(PUSH)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 300), st.booleans())
+def test_garbage_is_a_message_or_a_protocol_error_and_nothing_else(garbage, place, in_a_message):
+    if in_a_message:
+        data, _ = Packer().pack(PUSH)
+        garbage = data[:place] + garbage[:4] + data[place + 4 :]
+    try:
+        message, _ = Unpacker(TO_SERVER).unpack(garbage)
+    except ProtocolError:
+        return
+    assert isinstance(message, TO_SERVER)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "others"), [(TO_SERVER, TO_CLIENT), (TO_CLIENT, TO_SERVER)], ids=["server", "client"]
+)
+def test_nobody_takes_what_is_for_the_other_side(kinds, others):
+    unpacker = Unpacker(kinds)
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.one_of([of_kind(kind) for kind in others]))
+    def refused(message):
+        with pytest.raises(ProtocolError, match="expected one of the kinds"):
+            unpacker.unpack(Packer().pack(message)[0])
+
+    refused()
+
+
+@pytest.mark.parametrize("code", [-1, len(KINDS), 2**40, True, "Push", None, [0]])
+def test_an_unknown_kind_is_refused(code):
+    with pytest.raises(ProtocolError):
+        Unpacker(KINDS).unpack(pulled(None, code))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"number": 1, "first": 0},
+        {"number": "1", "first": 0, "last": 1},
+        {"number": 1.5, "first": 0, "last": 1},
+        {"number": None, "first": 0, "last": 1},
+        [1, 0, 1],
+        None,
+    ],
+)
+def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
+    with pytest.raises(ProtocolError):
+        Unpacker(TO_CLIENT).unpack(msgspec.msgpack.encode((CODE[Pushed], fields)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Ext(1, b""),
+        Ext(1, b"\0" * 19),
+        claim(1),
+        claim(1, then=b"\0" * 3),
+        claim(1, then=b"\0" * 5),
+        claim(1, dtype=7, then=b"\0" * 8),
+        claim(1, dimensions=0, then=b"\0" * 4),
+        claim(1, dimensions=3, then=b"\0" * 4),
+        claim(2**63, 0, dimensions=2),
+        claim(2**64 - 1, 0, dimensions=2, is_beside=True),
+        claim(5000, is_beside=True, then=b"\0"),
+        Ext(2, b""),
+        Ext(2, b"\0" * 8),
+        Ext(2, b"\0" * 9),
+        Ext(2, b"\0" * 8 + b"\1" + claim(1, dtype=2, then=b"\0" * 8).data),
+        Ext(2, b"\0" * 9 + claim(1, then=b"\0" * 5).data),
+        Ext(3, b"\0" * 20),
+        Ext(-1, b"\0" * 20),
+        {("a", "key"): claim(1)},
+    ],
+)
+def test_what_is_no_array_is_refused(content):
+    with pytest.raises(ProtocolError):
+        Unpacker(TO_CLIENT).unpack(pulled(content))
+
+
+def memory_taken(function: Any) -> int:
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        claim(2**29 + 1, is_beside=True),
+        claim(2**62, is_beside=True),
+        claim(2**64 - 1, 2**64 - 1, dimensions=2, is_beside=True),
+        claim(2**20, 2**20, dimensions=2, is_beside=True),
+        claim(2**29),
+        claim(2**64 - 1),
+        Ext(2, b"\0" * 9 + claim(2**62, is_beside=True).data),
+    ],
+    ids=[*"abcdefg"],
+)
+def test_no_memory_is_taken_for_a_claim_that_no_message_may_make(content):
+    data = pulled(content)
+
+    def refused():
+        with pytest.raises(ProtocolError, match="bytes"):
+            Unpacker(TO_CLIENT).unpack(data)
+
+    assert memory_taken(refused) < 2**20
+
+
+def test_the_arrays_of_a_message_are_not_many_large_ones() -> None:
+    data = pulled([claim(2**29, is_beside=True) for _ in range(1000)])
+    with pytest.raises(ProtocolError, match=f"arrays of at most {2**33} bytes"):
+        Unpacker(TO_CLIENT).unpack(data)
+
+
+def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() -> None:
+    """In a process of its own, which may not have as much."""
+    code = (
+        "import resource\n"
+        "from offbeat.errors import ProtocolError\n"
+        "from offbeat.runtime.parcelling import TO_CLIENT, Unpacker\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
+        "try:\n"
+        f"    Unpacker(TO_CLIENT).unpack({pulled(claim(2**29, is_beside=True))!r})\n"
+        "except ProtocolError as error:\n"
+        "    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("expected a message of a parameter server"), done.stderr
+
+
+def test_arrays_are_where_plain_content_may_be_and_nowhere_else() -> None:
+    data = msgspec.msgpack.encode((CODE[Pushed], {"number": claim(0), "first": 0, "last": 1}))
+    with pytest.raises(ProtocolError):
+        Unpacker(TO_CLIENT).unpack(data)
+
+
+def test_the_kinds_of_both_sides_are_all_kinds_and_none_is_on_both():
+    assert not set(TO_SERVER) & set(TO_CLIENT)
+    assert {Push, Pull, Copied, Handed} <= set(TO_SERVER)
+    assert {Pushed, Pulled} <= set(TO_CLIENT)

@@ -1,0 +1,283 @@
+"""What a namespace is, as text: what a client describes is what every server makes, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.spaces import UPDATES, Function, describe, load, make_table
+from offbeat.numerics.tables import ArrayTable
+from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
+
+HERE = "test_spaces"
+EXAMPLES = [
+    Sum(),
+    Assign(),
+    SGD(lr=0.1),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adagrad(lr=0.1, eps=1e-3, weight_decay=0.1),
+    Adam(lr=0.1),
+    Adam(lr=0.1, betas=(0.5, 0.75), eps=1e-4, weight_decay=0.1, decoupled=True),
+    FTRL(alpha=0.1, beta=0.5, l1=0.01, l2=0.1),
+    SoftThreshold(lr=0.1, l1=0.3),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """An update of a user's own."""
+
+    scale: float
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("count",)
+
+    def apply(self, values: Any, states: dict[str, Any], pushed: Any) -> None:
+        states["count"] += 1
+        values += self.scale * pushed * states["count"]
+
+
+def twice(by: float = 2.0) -> Scaled:
+    return Scaled(by)
+
+
+def fails() -> Scaled:
+    raise RuntimeError("it needs a lucky day")
+
+
+def makes_nothing() -> None:
+    pass
+
+
+def pushed_twice(table: ArrayTable, *, width: int, dtype: str) -> np.ndarray:
+    """All rows after two pushes that are the same for every table."""
+    rows = np.linspace(-1, 1, 7 * (width or 1)).astype(dtype).reshape((7, width) if width else 7)
+    for _ in range(2):
+        content = Entries(2, rows)
+        table.check(content, 2, 9)
+        table.apply(2, 9, content)
+    return table.read(0, 10, None).values
+
+
+def served(about: str, functions: Any = None, *, width: int = 0, dtype: str = "float32") -> np.ndarray:
+    return pushed_twice(make_table(about, 10, 4, functions or {}), width=width, dtype=dtype)
+
+
+def by_hand(update: Any, *, width: int = 0, dtype: str = "float32") -> np.ndarray:
+    return pushed_twice(ArrayTable(10, 4, update, width=width, dtype=dtype), width=width, dtype=dtype)
+
+
+# There and back
+
+
+@pytest.mark.parametrize("width", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("update", EXAMPLES, ids=str)
+def test_a_server_makes_the_table_that_was_described(update: Any, dtype: str, width: int) -> None:
+    about = describe(update, width=width, dtype=dtype)
+    found = served(about, width=width, dtype=dtype)
+    expected = by_hand(update, width=width, dtype=dtype)
+    assert found.dtype == expected.dtype == dtype
+    assert found.tobytes() == expected.tobytes()
+    assert found.any()
+
+
+def test_every_update_that_servers_know_is_among_the_examples() -> None:
+    assert {type(update) for update in EXAMPLES} == set(UPDATES.values())
+
+
+@pytest.mark.parametrize("update", EXAMPLES, ids=str)
+def test_every_argument_of_an_update_is_described(update: Any) -> None:
+    said = json.loads(describe(update, width=0, dtype="float32"))
+    assert UPDATES[said["update"]] is type(update)
+    assert set(said["arguments"]) == {field.name for field in dataclasses.fields(update)}
+
+
+def test_the_same_is_described_alike_and_nothing_else_is() -> None:
+    described = [
+        describe(update, width=width, dtype=dtype)
+        for update in EXAMPLES
+        for width in (0, 1)
+        for dtype in ("float32", "float64")
+    ]
+    assert len(set(described)) == len(described)
+    one, other = ({"b": 1, "a": 2}, {"a": 2, "b": 1})
+    assert describe(Function(f"{HERE}:twice", one), width=0, dtype="float32") == describe(
+        Function(f"{HERE}:twice", other), width=0, dtype="float32"
+    )
+
+
+# Functions of the user's own
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("Scaled", {"scale": 3.0}, Scaled(3.0)),
+        ("twice", {}, Scaled(2.0)),
+        ("twice", {"by": 5.0}, Scaled(5.0)),
+    ],
+)
+def test_a_function_is_found_by_its_import_path(
+    name: str, arguments: dict[str, Any], expected: Scaled
+) -> None:
+    path = f"{HERE}:{name}"
+    about = describe(Function(path, arguments), width=0, dtype="float64")
+    found = served(about, {path: load(path)}, dtype="float64")
+    assert found.tobytes() == by_hand(expected, dtype="float64").tobytes()
+
+
+def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported() -> None:
+    about = describe(Function(f"{HERE}:Scaled", {"scale": 3.0}), width=0, dtype="float32")
+    for functions in ({}, {f"{HERE}:twice": twice}):
+        with pytest.raises(ProtocolError, match=f"the function {HERE}:Scaled is not here"):
+            make_table(about, 10, 4, functions)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "m", "m:", ":f", "m:f:g", "m.:f", ".m:f", "m:f()", "os:system('x')", "m :f", "1m:f", "m:f\n"]
+)
+def test_what_is_no_import_path_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="an import path as module:name"):
+        Function(path)
+    with pytest.raises(ValueError, match="an import path as module:name"):
+        load(path)
+
+
+@pytest.mark.parametrize("path", ["no_such_module_anywhere:f", f"{HERE}:no_such_name", f"{HERE}.deeper:f"])
+def test_what_cannot_be_imported_is_named(path: str) -> None:
+    with pytest.raises(OffbeatError, match=f"expected an update at {path} that can be imported"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("Scaled", {}, "scale"),
+        ("Scaled", {"scale": 1.0, "more": 2}, "more"),
+        ("fails", {}, "it needs a lucky day"),
+        ("makes_nothing", {}, "made no update but a NoneType"),
+    ],
+)
+def test_a_function_that_makes_no_update_of_its_arguments_is_a_protocol_error(
+    name: str, arguments: dict[str, Any], why: str
+) -> None:
+    path = f"{HERE}:{name}"
+    about = describe(Function(path, arguments), width=0, dtype="float32")
+    with pytest.raises(ProtocolError, match=why):
+        make_table(about, 10, 4, {path: load(path)})
+
+
+@pytest.mark.parametrize("update", [Scaled(1.0), object(), Sum, "Sum", None])
+def test_an_update_that_servers_do_not_know_is_not_described(update: Any) -> None:
+    with pytest.raises(ValueError, match=r"one of the updates Sum, .*, or Function\(import path\), got"):
+        describe(update, width=0, dtype="float32")
+
+
+# Nonsense
+
+GOOD = json.loads(describe(SGD(lr=0.1), width=2, dtype="float32"))
+
+
+def changed(**different: Any) -> str:
+    """A good description but for this; None takes a field away."""
+    return json.dumps({key: value for key, value in (GOOD | different).items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        "",
+        "nonsense",
+        "{",
+        "null",
+        "3",
+        '"Sum"',
+        "[]",
+        "{}",
+        changed(update=None),
+        changed(update="Average"),
+        changed(update=["SGD"]),
+        changed(update={"SGD": 1}),
+        changed(arguments=None),
+        changed(arguments=[0.1]),
+        changed(arguments="lr"),
+        changed(arguments=3),
+        changed(arguments={}),
+        changed(arguments={"lr": -1.0}),
+        changed(arguments={"lr": 0.1, "speed": 2}),
+        changed(arguments={"lr": "fast"}),
+        changed(arguments={"lr": [0.1]}),
+        changed(arguments={"lr": 10**400}),
+        changed(width=None),
+        changed(width=-1),
+        changed(width="2"),
+        changed(width=1.5),
+        changed(width=[2]),
+        changed(dtype=None),
+        changed(dtype="int64"),
+        changed(dtype="float16"),
+        changed(dtype="no such type"),
+        changed(dtype="float32,float32"),
+        changed(dtype=["float32"]),
+        changed(dtype={"a": 1}),
+        changed(function=f"{HERE}:twice"),
+        changed(function=["a"]),
+        changed(function={}),
+        changed(function=7),
+        changed(update="Adam", arguments={"lr": 0.1, "betas": 0.9}),
+        changed(update="Adam", arguments={"lr": 0.1, "betas": [0.9]}),
+        changed(update="Adam", arguments={"lr": 0.1, "betas": [0.9, 0.9, 0.9]}),
+        changed(update="Adam", arguments={"lr": 0.1, "betas": ["a", "b"]}),
+        "[" * 100_000,
+    ],
+    ids=lambda about: about[:60],
+)
+def test_nonsense_is_a_protocol_error(about: str) -> None:
+    with pytest.raises(ProtocolError, match="expected a namespace that can be served"):
+        make_table(about, 10, 4, {})
+
+
+@pytest.mark.parametrize(("keys", "block_keys"), [(0, 1), (10, 0), (10, 11), (-1, -1)])
+def test_blocks_that_cannot_be_are_a_protocol_error(keys: int, block_keys: int) -> None:
+    with pytest.raises(ProtocolError, match="expected blocks of"):
+        make_table(json.dumps(GOOD), keys, block_keys, {})
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats()
+    | st.sampled_from(("SGD", "lr", "float32", "")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(("lr", "betas", "x")), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=20)
+    | st.builds(
+        lambda key, value: json.dumps(GOOD | {key: value}),
+        st.sampled_from(("update", "arguments", "width", "dtype", "function")),
+        json_values,
+    )
+)
+def test_a_text_makes_a_table_that_can_be_used_or_is_a_protocol_error(about: str) -> None:
+    try:
+        table = make_table(about, 10, 4, {})
+    except ProtocolError:
+        return
+    shape = table.read(0, 10, None).values.shape
+    table.apply(0, 10, Entries(0, np.ones(shape, json.loads(about)["dtype"])))
+    assert shape[0] == 10
