@@ -176,6 +176,11 @@ class Endpoint:
         shared = self._regions.allocate(size_bytes) if self._has_neighbours else None
         return memoryview(bytearray(size_bytes)) if shared is None else shared
 
+    def shares_memory(self, peer: str) -> bool:
+        """Whether a peer reads what is in memory of `allocate` itself; to be asked in the I/O thread."""
+        known = self._peers.get(peer)
+        return known is not None and known.link is not None and known.link.borrowed is not None
+
     def is_read(self, memory: memoryview) -> bool:
         """Whether a peer may still read this memory, or what is allocated together with it.
 
@@ -447,7 +452,7 @@ class Endpoint:
             self._watch(peer, link)
         else:
             self._schedule(peer)
-            if not outbox:
+            if outbox.key is None:  # nothing is left, or what is waits until the peer has read
                 self._watch(peer, link)
         for item in finished:
             if item.done is not None:
@@ -524,6 +529,7 @@ class Endpoint:
         link.reader.establish(peer.inbox.destination)
         tune(link, peer.outbox)
         share(link)
+        self._has_neighbours |= link.borrowed is not None
         for item in peer.outbox.items():
             self._lend(peer, link, item)
         self._loop.unwatch(link.sock)
@@ -536,9 +542,9 @@ class Endpoint:
     def _ready(self, peer: Peer, link: Link, events: int) -> None:
         if events & WRITE and link.full:
             link.full = False
-            if peer.outbox:  # it stays watched, until there is nothing left to send
+            if peer.outbox.key is not None:  # it stays watched, until there is nothing left to send
                 self._schedule(peer)
-            else:  # what was to be sent is forgotten
+            else:  # what was to be sent is forgotten, or waits until the peer has read
                 self._watch(peer, link)
         if events & READ and peer.link is link:
             self._read(peer, link)

@@ -22,7 +22,7 @@ from typing import Any
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
-_IDLE_TURNS_MAX = 16
+_IDLE_TURNS_MAX = 2
 
 Watcher = Callable[[int], None]
 

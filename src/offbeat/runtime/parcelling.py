@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, get_args
 
@@ -27,6 +28,10 @@ from offbeat.policies.parcels import (
 INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
 _ARRAY_BYTES_MAX: Final = 2**31
 _LOT_BYTES: Final = 256 * 1024
+_BUFFERS_BYTES_MAX: Final = 64 * 1024 * 1024
+_UNUSED: Final = (
+    3  # references to a buffer of which there is no array: the list's, the loop's, and the call's
+)
 _BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message
 
 TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
@@ -130,6 +135,26 @@ class Packer:
             pieces.append(array.tobytes())
 
 
+class _Buffers:
+    """Memory for arrays that come, taken again when nobody has the array any more: it need not be cleared."""
+
+    def __init__(self) -> None:
+        self._buffers: list[NDArray[np.uint8]] = []
+        self._bytes = 0
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array whose values are anything."""
+        size = math.prod(shape) * dtype.itemsize
+        for buffer in self._buffers:
+            if size <= buffer.nbytes < 2 * size and sys.getrefcount(buffer) == _UNUSED:
+                return buffer[:size].view(dtype).reshape(shape)
+        buffer = np.empty(size, np.uint8)
+        if self._bytes + size <= _BUFFERS_BYTES_MAX:
+            self._buffers.append(buffer)
+            self._bytes += size
+        return buffer.view(dtype).reshape(shape)
+
+
 class Unpacker:
     """Makes messages of bytes.
 
@@ -139,6 +164,7 @@ class Unpacker:
 
     def __init__(self, kinds: Collection[type]) -> None:
         self._beside: list[Array] = []
+        self._buffers = _Buffers()
         self._encoded = msgspec.msgpack.Decoder(
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
         )
@@ -196,7 +222,7 @@ class Unpacker:
             self._beside_bytes += size
             if self._beside_bytes > _BESIDE_BYTES_MAX:
                 raise ValueError(f"expected arrays of at most {_BESIDE_BYTES_MAX} bytes in a message")
-            array = np.empty(shape, dtype)
+            array = self._buffers.array(shape, dtype)
             self._beside.append(array)
             return array, begin
         if begin + size > len(data):

@@ -24,6 +24,7 @@ from offbeat.runtime.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.inbox import OnData
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import Array, Packed, Packer, Unpacker
+from offbeat.runtime.staging import MIN_STAGED_BYTES, Staging
 
 _LETTER_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a letter
 _LONG_BYTES_MAX: Final = 2**31
@@ -97,6 +98,7 @@ class Post:
         self._decoder = msgspec.msgpack.Decoder(_Letter)
         self._known: dict[str, _Correspondent] = {}
         self._to_write: list[str] = []
+        self._staging = Staging(endpoint)
         self._tag = 0
 
     def send(self, to: str, message: Any) -> None:
@@ -137,6 +139,7 @@ class Post:
 
     def lost(self, peer: str) -> None:
         """A connection broke; what was under way on it will come again."""
+        self._staging.lost(peer)
         one = self._known.get(peer)
         if one is not None:
             one.coming.clear()
@@ -150,6 +153,7 @@ class Post:
     def forget(self, peer: str) -> None:
         """This node is gone: nothing is kept for it any more."""
         self._known.pop(peer, None)
+        self._staging.lost(peer)
 
     # Out -------------------------------------------------------------------------------------------------
 
@@ -189,7 +193,13 @@ class Post:
             self._tag += len(beside)
             self._endpoint.send(peer, self._encoder.encode(letter))
             for tag, array in enumerate(beside, letter.tag):
-                self._endpoint.put(peer, tag, memoryview(array))  # type: ignore[arg-type]
+                self._put(peer, tag, memoryview(array).cast("B"))  # type: ignore[arg-type]
+
+    def _put(self, peer: str, tag: int, data: memoryview) -> None:
+        if len(data) >= MIN_STAGED_BYTES and self._endpoint.shares_memory(peer):
+            self._staging.put(peer, tag, data)
+        else:
+            self._endpoint.put(peer, tag, data)
 
     # In --------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ from offbeat.runtime.node import Cluster, Node
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
-_PIECE_BYTES: Final = 4 * 2**20
+_PIECE_BYTES: Final = 1024 * 1024
 _CALLEE: Final = "servers"
 
 
