@@ -22,6 +22,7 @@ from typing import Any
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
+_CALLS_S = 0.05
 _IDLE_TURNS_MAX = 2
 
 Watcher = Callable[[int], None]
@@ -145,9 +146,13 @@ class Loop:
         self._waiting = False
         for key, events in ready:
             key.data(events)
-        for _ in range(len(calls)):
-            function, args = calls.popleft()
-            function(*args)
+        if calls:
+            limit_s = time.monotonic() + _CALLS_S
+            for _ in range(len(calls)):
+                function, args = calls.popleft()
+                function(*args)
+                if time.monotonic() > limit_s:
+                    break  # sockets and timers come in between, however much is asked for at once
         if timers:
             now_s = time.monotonic()
             while timers and timers[0][0] <= now_s:
