@@ -44,10 +44,25 @@ def lost(node: str) -> NodeLost:
     return NodeLost(now_s=0.0, node=node, cause="it fell silent")
 
 
-def opened(node: str, name: str = "w", *, keys: int = 100, block_keys: int = 10, function: str = ""):
+def opened(
+    node: str,
+    name: str = "w",
+    *,
+    keys: int = 100,
+    block_keys: int = 10,
+    function: str = "",
+    aggregates: bool = False,
+) -> SpaceOpened:
     about = f"about {name}"
     return SpaceOpened(
-        now_s=0.0, node=node, name=name, keys=keys, block_keys=block_keys, about=about, function=function
+        now_s=0.0,
+        node=node,
+        name=name,
+        keys=keys,
+        block_keys=block_keys,
+        about=about,
+        function=function,
+        aggregates=aggregates,
     )
 
 
@@ -238,7 +253,7 @@ def test_a_namespace_is_told_to_everybody_with_a_new_epoch(manager: Manager) -> 
     view = viewed(manager.handle(opened("client-0")))
     assert view.node == ""
     assert view.epoch == view.number == 1
-    assert view_of(view).spaces == {"w": Space("w", 100, 10, "about w")}
+    assert view_of(view).spaces == {"w": Space("w", 100, 10, "about w", False)}
 
 
 def test_the_same_namespace_again_changes_nothing(manager: Manager) -> None:
@@ -383,7 +398,7 @@ def same(view: View, other: View) -> bool:
 
     def plain(one: View) -> tuple[Any, ...]:
         rings = [None if ring is None else ring.state_dict() for ring in (one.ring, one.target)]
-        return one.number, one.epoch, rings, one.spaces, one.filling
+        return one.number, one.epoch, rings, one.spaces, one.filling, one.participants, one.paused
 
     return plain(view) == plain(other)
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,6 +25,8 @@ from nodes import DEADLINE_S
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import NodeLost
 from offbeat.numerics.entries import Entries
+from offbeat.numerics.filters import FilterChain, Message
+from offbeat.numerics.spaces import FilterSpec
 from offbeat.policies.clocks import Piece
 from offbeat.policies.parcels import (
     Chunk,
@@ -37,12 +41,15 @@ from offbeat.policies.parcels import (
     Pull,
     Pulled,
     Push,
+    Pushed,
     Resent,
+    Stale,
     View,
 )
 from offbeat.runtime import node as node_module
 from offbeat.runtime.cluster import start_cluster
 from offbeat.runtime.node import Cluster, Node
+from offbeat.runtime.parcelling import Encoded
 from offbeat.runtime.ps import PS
 from runlogs import wait_for_entry, wait_until
 
@@ -82,9 +89,9 @@ class ByHand:
         return self.views.get(timeout=DEADLINE_S)
 
     def answer_to(self, number: int) -> Any:
-        """The answer to a request, with what else was said before it left out."""
+        """The answer to a request, behind those of servers that others are to be asked instead of."""
         while (answer := self.messages.get(timeout=DEADLINE_S)).number != number:
-            pass
+            assert isinstance(answer, Stale)  # of a server that has not looked at the request any closer
         return answer
 
     def say(self, to: str, message: Any) -> None:
@@ -250,7 +257,7 @@ def push(content: Any, **different: Any) -> Push:
     fields = {
         "client": EVIL,
         "number": 1,
-        "epoch": 1,
+        "epoch": 2,
         "namespace": "w",
         "first": 0,
         "last": 4,
@@ -262,7 +269,7 @@ def push(content: Any, **different: Any) -> Push:
 
 
 def pull(keys: Any = None, **different: Any) -> Pull:
-    fields = {"client": EVIL, "number": 1, "epoch": 1, "namespace": "w", "first": 0, "last": 4, "keys": keys}
+    fields = {"client": EVIL, "number": 1, "epoch": 2, "namespace": "w", "first": 0, "last": 4, "keys": keys}
     return Pull(**(fields | different))
 
 
@@ -316,6 +323,94 @@ HOSTILE: dict[str, Any] = {
 }
 
 
+FILTERS = (
+    FilterSpec("KeyCaching", {"entries": 4}),
+    FilterSpec("FixedPoint", {"bytes_per_value": 1}),
+    FilterSpec("Compression", {"size_bytes_max": 2**20}),
+)
+SIGNED = {"key caching": {"signature": b"0" * 16}}
+
+
+def made_by_filters(**different: Any) -> Encoded:
+    """What they make of four rows, but for this."""
+    chain = FilterChain([spec.make(0) for spec in FILTERS])
+    message = chain.encode(Message.of("f", 0, 4, Entries(0, ROWS, np.arange(4))))
+    fields = {"keys": message.keys, "values": None, "body": message.body, "notes": dict(message.notes)}
+    return Encoded(**(fields | different))
+
+
+def noted(name: str, **different: Any) -> Encoded:
+    """Likewise, but for this in the notes of one filter."""
+    good = made_by_filters()
+    return made_by_filters(notes={**good.notes, name: {**good.notes.get(name, {}), **different}})
+
+
+ENCODED: dict[str, Encoded] = {
+    "nothing at all": Encoded(None, None, None, {}),
+    "values without notes": Encoded(None, ROWS, None, {}),
+    "notes alone": made_by_filters(keys=None, body=None),
+    "no notes": made_by_filters(notes={}),
+    "notes of another filter": noted("random skip", probability=0.5),
+    "keys that never came": made_by_filters(keys=None, notes={**made_by_filters().notes, **SIGNED}),
+    "keys of another signature": made_by_filters(keys=np.arange(1, 5)),
+    "keys beyond the range": made_by_filters(keys=np.arange(2**60, 2**60 + 4)),
+    "keys that are floats": made_by_filters(keys=np.arange(4.0)),
+    "keys in rows": made_by_filters(keys=np.zeros((2, 2), np.int64)),
+    "fewer keys": made_by_filters(keys=np.arange(3)),
+    "a signature that is none": noted("key caching", signature=b"short"),
+    "a signature that is a text": noted("key caching", signature="0" * 16),
+    "no zlib": made_by_filters(body=b"garbage"),
+    "an end that is missing": made_by_filters(body=made_by_filters().body[:-4]),
+    "a bomb": made_by_filters(body=zlib.compress(bytes(2**24))),
+    "more rows than there are": noted("compression", shape=[2**20, 1]),
+    "more than is unpacked": noted("compression", shape=[2**62, 2**62]),
+    "a shape that is none": noted("compression", shape=[-4, 1]),
+    "a type that is none": noted("compression", dtype="object"),
+    "floats where bytes are due": noted("compression", dtype="float32", shape=[1]),
+    "no range": noted("fixed point", low=1.0, high=0.0),
+    "a range without end": noted("fixed point", low=-1e308, high=1e308),
+    "a range that is no number": noted("fixed point", low=float("nan")),
+    "a negative width": noted("fixed point", width=-1),
+    "rows of another type": noted("fixed point", dtype="float64"),
+    "a width that is too large": noted("fixed point", width=2**62),
+}
+NOT_READ: dict[str, Encoded] = {
+    "keys as a text": made_by_filters(keys="keys"),
+    "values as a list": made_by_filters(values=[1, 2]),
+    "values in values": made_by_filters(values=made_by_filters()),
+    "a shape of lists": noted("compression", shape=[[4], [1]]),
+}
+OF_KEYS = (
+    "keys that never came",
+    "keys of another signature",
+    "fewer keys",
+    "a signature that is none",
+    "a signature that is a text",
+)
+HOSTILE |= {
+    f"{what}, pushed": push(content, namespace="f")
+    for what, content in ENCODED.items()
+    if what != "values without notes"
+}
+HOSTILE |= {
+    f"{what}, without filters": push(content)
+    for what, content in ENCODED.items()
+    if what != "values without notes"
+}
+HOSTILE |= {f"{what}, pulled": pull(ENCODED[what], namespace="f") for what in OF_KEYS}
+HOSTILE |= {
+    "filters in an unknown namespace": push(made_by_filters(), namespace="x"),
+    "filters in a pull without them": pull(made_by_filters()),
+    "filters in a copy": Copy(
+        view=2,
+        master=0,
+        serial=1,
+        operation=replace(OPERATION, namespace="f", content=made_by_filters()),
+        route=(),
+    ),
+}
+
+
 def test_a_node_whose_name_is_no_servers_may_not_speak_as_one(mark, by_hand):
     with PS.local(servers=1) as ps:
         w = ps.namespace("w", keys=KEYS)
@@ -324,7 +419,9 @@ def test_a_node_whose_name_is_no_servers_may_not_speak_as_one(mark, by_hand):
         evil.say("server-0", Fetch(view=1, have=()))
         evil.say("server-0", pull())
         evil.node.join()
-        assert "expected a name such as server-3, got server-evil" in evil.gone.get(timeout=DEADLINE_S)
+        assert "expected a name such as server-3 or client-7, got server-evil" in evil.gone.get(
+            timeout=DEADLINE_S
+        )
         w.push(np.ones(KEYS, np.float32)).result()
         assert w.pull().result().tolist() == [1.0] * KEYS
 
@@ -339,11 +436,14 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
         w = ps.namespace("w", keys=KEYS, block_keys=4)
         values = np.arange(KEYS, dtype=np.float32)
         w.push(values).result()
+        f = ps.namespace("f", keys=KEYS, block_keys=4, push_filters=FILTERS, pull_filters=FILTERS[::2])
+        f.push(values[4:8], first=4).result()
+        rows = f.pull().result().tolist()
         evil = by_hand(f"client-{EVIL}", ps.cluster)
         evil.node.join()
         view = evil.view()
-        assert view.epoch == 1
-        assert view.number == 1
+        assert view.epoch == 2
+        assert view.number == 2
         for number, (what, message) in enumerate(HOSTILE.items(), 2):
             for server in (0, 1):
                 evil.say(f"server-{server}", message)
@@ -353,8 +453,54 @@ def test_a_hostile_client_changes_nothing_and_hurts_nobody_but_itself(mark, by_h
             assert isinstance(answer, Pulled), what
             assert answer.content.values.tolist() == values[:4].tolist(), what
             assert w.pull().result().tolist() == values.tolist(), what
+            assert f.pull(keys=np.arange(KEYS)).result().tolist() == rows, what
         w.push(values).result()
         ps.local_servers.processes[int(master[7:])].kill()  # what replicas have is as it was, too
         wait_until(lambda: len(ps.servers) == 1, "a ring of the other server")
         assert w.pull().result().tolist() == (2 * values).tolist()
+        assert f.pull().result().tolist() == rows
         assert evil.gone.empty()
+
+
+def broken(node: Node) -> int:
+    """How many connections to the first server broke."""
+    known = node.post._known.get("server-0")
+    return 0 if known is None else known.connection
+
+
+def test_who_says_what_cannot_be_read_is_lost_alone(mark, by_hand):
+    with PS.local(servers=1) as ps:
+        f = ps.namespace("f", keys=KEYS, push_filters=FILTERS, pull_filters=FILTERS[::2])
+        f.push(np.ones(KEYS)).result()
+        for client, (what, content) in enumerate(NOT_READ.items(), EVIL):
+            evil = by_hand(f"client-{client}", ps.cluster)
+            evil.node.join()
+            evil.view()
+            evil.say("server-0", push(content, client=client, namespace="f"))
+            wait_until(lambda evil=evil: broken(evil.node), f"the loss of who said {what}")
+            assert f.pull().result().tolist() == [1.0] * KEYS, what
+            assert evil.messages.empty()
+            evil.node.endpoint.close()
+        assert not broken(ps._node)
+
+
+def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_waits_for_it(mark, by_hand):
+    """A client may hear of a namespace before a server does."""
+    with PS.local(servers=1) as ps:
+        early = by_hand("client-1", ps.cluster)
+        early.node.join()
+        number = early.view().number
+        then = {"client": 1, "epoch": number + 1, "namespace": "f"}
+        early.say("server-0", push(made_by_filters(), number=1, **then))
+        early.say("server-0", push(made_by_filters(keys=None), number=2, time=2, **then))
+        early.say("server-0", pull(None, number=4, **then))
+        f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
+        answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(3)]
+        assert [(type(one), one.number) for one in answers] == [
+            (Pushed, 1),
+            (Pushed, 2),
+            (Pulled, 4),
+        ]
+        assert answers[2].content.values.tolist() == [2.0] * 4
+        assert f.pull().result().tolist() == [2.0] * 4 + [0.0] * (KEYS - 4)
+        assert not broken(early.node)

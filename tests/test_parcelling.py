@@ -6,6 +6,8 @@ import dataclasses
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -19,7 +21,7 @@ from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.policies.clocks import Piece
 from offbeat.policies.parcels import Chunk, Copied, Handed, Mark, Operation, Pull, Pulled, Push, Pushed
-from offbeat.runtime.parcelling import INLINE_BYTES, TO_CLIENT, TO_SERVER, Packer, Unpacker
+from offbeat.runtime.parcelling import INLINE_BYTES, TO_CLIENT, TO_SERVER, Encoded, Packer, Unpacker
 
 KINDS = (*TO_SERVER, *TO_CLIENT)
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
@@ -58,17 +60,36 @@ def entries(draw: st.DrawFn) -> Entries:
     return Entries(draw(st.integers(-(2**63), 2**63 - 1)), values, keys)
 
 
+notes = st.dictionaries(
+    st.text(max_size=10),
+    st.dictionaries(
+        st.text(max_size=10),
+        st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False)
+        | st.text(max_size=5)
+        | st.binary(max_size=20)
+        | st.lists(st.integers(0, 2**40), max_size=2),
+        max_size=3,
+    ),
+    max_size=3,
+)
+encoded = st.builds(
+    Encoded, st.none() | arrays("int64"), st.none() | arrays(), st.none() | st.binary(max_size=50), notes
+)
 whole_numbers = st.integers(-(2**63), 2**64 - 1)
 pieces = st.lists(st.builds(Piece, whole_numbers, whole_numbers, whole_numbers), max_size=3)
 contents = (
     st.none()
     | entries()
+    | encoded
     | arrays()
     | st.dictionaries(st.text(max_size=5), arrays(), max_size=3)
     | st.recursive(st.integers(0, 9) | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3))
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "namespace": st.text(max_size=10),
+    "reason": st.text(max_size=10),
     "after": pieces.map(tuple),
     "content": contents,
     "keys": st.none() | arrays("int64"),
@@ -95,6 +116,8 @@ def plain(thing: Any) -> Any:
         return str(thing.dtype), thing.shape, thing.tobytes()
     if isinstance(thing, Entries):
         return "entries", thing.first, plain(thing.keys), plain(thing.values)
+    if isinstance(thing, Encoded):
+        return "encoded", plain(thing.keys), plain(thing.values), thing.body, thing.notes
     if dataclasses.is_dataclass(thing):
         return type(thing), {one.name: plain(getattr(thing, one.name)) for one in dataclasses.fields(thing)}
     if isinstance(thing, dict):
@@ -110,6 +133,8 @@ def arrays_of(thing: Any) -> list[np.ndarray]:
         return [thing]
     if isinstance(thing, Entries):
         return arrays_of([thing.keys, thing.values])
+    if isinstance(thing, Encoded):
+        return arrays_of([thing.keys, thing.values])
     if dataclasses.is_dataclass(thing):
         return arrays_of([getattr(thing, one.name) for one in dataclasses.fields(thing)])
     if isinstance(thing, dict):
@@ -117,14 +142,36 @@ def arrays_of(thing: Any) -> list[np.ndarray]:
     return [found for one in thing for found in arrays_of(one)] if isinstance(thing, list | tuple) else []
 
 
-def sent(message: Any) -> tuple[Any, list[np.ndarray]]:
-    """The message as it comes, and the arrays that went beside it."""
-    data, beside = Packer().pack(message)
-    came, waiting = Unpacker(KINDS).unpack(data)
+def one_pulled(content: Any) -> Pulled:
+    return Pulled(number=1, namespace="w", first=0, last=1, content=content)
+
+
+def packed(*messages: Any) -> tuple[bytes, list[np.ndarray]]:
+    """Messages that are one lot: its bytes, and the arrays that go beside."""
+    ((data, beside),) = Packer().pack(messages)
+    return bytes(data), beside
+
+
+def came(data: bytes, beside: list[np.ndarray]) -> list[Any]:
+    """The messages of a lot as they come, once what goes beside has."""
+    messages, waiting = Unpacker(KINDS).unpack(memoryview(data))
     for array, into in zip(beside, waiting, strict=True):
         assert (array.dtype, array.shape) == (into.dtype, into.shape)
         into[...] = array
-    return came, beside
+    return messages
+
+
+def sent(message: Any) -> tuple[Any, list[np.ndarray]]:
+    """The message as it comes, and the arrays that went beside it."""
+    data, beside = packed(message)
+    (arrived,) = came(data, beside)
+    return arrived, beside
+
+
+def unpacked(data: bytes, kinds: Any = KINDS) -> Any:
+    """The one message of a lot that came."""
+    (message,), _ = Unpacker(kinds).unpack(memoryview(data))
+    return message
 
 
 # There and back
@@ -135,8 +182,8 @@ def test_every_kind_of_message_comes_out_as_it_went_in(kind: type) -> None:
     @settings(max_examples=25, deadline=None)
     @given(of_kind(kind))
     def there_and_back(message: Any) -> None:
-        came, beside = sent(message)
-        assert plain(came) == plain(message)
+        arrived, beside = sent(message)
+        assert plain(arrived) == plain(message)
         large = [one for one in arrays_of(message) if one.nbytes >= INLINE_BYTES]
         assert [plain(one) for one in beside] == [plain(one) for one in large]
         assert all(one.flags.c_contiguous for one in beside)
@@ -147,8 +194,8 @@ def test_every_kind_of_message_comes_out_as_it_went_in(kind: type) -> None:
 @settings(max_examples=50, deadline=None)
 @given(entries())
 def test_entries_come_out_as_they_went_in(content: Entries) -> None:
-    came, _ = sent(Pulled(number=1, first=0, last=1, content=content))
-    assert plain(came.content) == plain(content)
+    arrived, _ = sent(one_pulled(content))
+    assert plain(arrived.content) == plain(content)
 
 
 def test_arrays_beside_come_in_the_order_in_which_they_are_in_the_message() -> None:
@@ -175,21 +222,21 @@ def test_arrays_beside_come_in_the_order_in_which_they_are_in_the_message() -> N
         clocks={},
         pending=operations,
     )
-    came, beside = sent(chunk)
+    arrived, beside = sent(chunk)
     assert [one.flat[1] for one in beside] == [9.0, 8.0, 1, 0.0, 1, 1.0, 1, 2.0]
-    assert plain(came) == plain(chunk)
+    assert plain(arrived) == plain(chunk)
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES - 1, INLINE_BYTES])
 def test_large_arrays_are_not_in_the_message_and_small_ones_are(size: int) -> None:
-    data, beside = Packer().pack(Pulled(number=1, first=0, last=1, content=np.zeros(size, np.uint8)))
+    data, beside = packed(one_pulled(np.zeros(size, np.uint8)))
     assert len(beside) == (size >= INLINE_BYTES)
     assert len(data) < 200 if beside else len(data) > size
 
 
 def test_an_array_that_goes_beside_is_not_copied() -> None:
     values = np.zeros(INLINE_BYTES)
-    _, beside = Packer().pack(Pulled(number=1, first=0, last=1, content=Entries(0, values)))
+    _, beside = packed(one_pulled(Entries(0, values)))
     assert np.shares_memory(beside[0], values)
 
 
@@ -197,9 +244,40 @@ def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
     packer = Packer()
     large = np.zeros(INLINE_BYTES)
     with pytest.raises(TypeError):
-        packer.pack(Pulled(number=1, first=0, last=1, content=[large, large.astype(np.float16)]))
-    _, beside = packer.pack(Pulled(number=1, first=0, last=1, content=large))
+        list(packer.pack([one_pulled([large, large.astype(np.float16)])]))
+    ((_, beside),) = packer.pack([one_pulled(large)])
     assert len(beside) == 1
+
+
+# Lots
+
+
+def test_what_is_said_in_one_turn_is_one_lot_in_its_order() -> None:
+    messages = [Pushed(number=number, first=0, last=1) for number in range(100)]
+    messages += [one_pulled(np.arange(number)) for number in range(5)]
+    data, beside = packed(*messages)
+    assert plain(came(data, beside)) == plain(messages)
+    assert list(Packer().pack([])) == []
+
+
+def test_a_message_with_arrays_beside_is_the_last_of_its_lot() -> None:
+    large = np.arange(INLINE_BYTES)
+    messages = [one_pulled(content) for content in (1, large, 2, 3, [large, large], 4)]
+    lots = [(bytes(data), beside) for data, beside in Packer().pack(messages)]
+    arrived = [came(*lot) for lot in lots]
+    assert [[plain(one.content) for one in lot] for lot in arrived] == [
+        [1, plain(large)],
+        [2, 3, (list, [plain(large)] * 2)],
+        [4],
+    ]
+    assert [len(beside) for _, beside in lots] == [1, 2, 0]
+
+
+def test_a_lot_is_not_much_longer_than_a_letter_may_be() -> None:
+    messages = [one_pulled(np.zeros(INLINE_BYTES - 1, np.uint8)) for _ in range(100)]
+    lots = [bytes(data) for data, _ in Packer().pack(messages)]
+    assert all(256 * 1024 < len(data) < 256 * 1024 + 2 * INLINE_BYTES for data in lots[:-1])
+    assert plain([one for data in lots for one in came(data, [])]) == plain(messages)
 
 
 # What is not sent
@@ -209,7 +287,7 @@ def test_a_packer_that_failed_packs_the_next_message_as_any_other() -> None:
 def test_an_array_that_is_not_sent_is_told_with_those_that_are(dtype: str) -> None:
     array = np.zeros(3, dtype)
     with pytest.raises(TypeError, match="float32, float64, int64, int32, uint8, uint64, bool, got 1 of") as e:
-        Packer().pack(Pulled(number=1, first=0, last=3, content=Entries(0, array)))
+        packed(one_pulled(Entries(0, array)))
     assert str(array.dtype) in str(e.value)
     assert "\n" not in str(e.value)
 
@@ -217,12 +295,12 @@ def test_an_array_that_is_not_sent_is_told_with_those_that_are(dtype: str) -> No
 @pytest.mark.parametrize("shape", [(), (1, 1, 1)])
 def test_an_array_of_no_or_of_three_dimensions_is_not_sent(shape: tuple[int, ...]) -> None:
     with pytest.raises(TypeError, match=f"one or two dimensions of .*, got {len(shape)} of float64"):
-        Packer().pack(Pulled(number=1, first=0, last=1, content=np.zeros(shape)))
+        packed(one_pulled(np.zeros(shape)))
 
 
 def test_what_is_neither_plain_data_nor_an_array_is_not_sent() -> None:
     with pytest.raises(TypeError, match="plain data, arrays and Entries, got object"):
-        Packer().pack(Pulled(number=1, first=0, last=1, content=object()))
+        packed(one_pulled(object()))
 
 
 # What cannot be
@@ -239,12 +317,13 @@ PUSH = Push(
     after=(Piece(0, 9, 0),),
     content=Entries(0, np.arange(4.0), np.array([1, 3, 5, 8])),
 )
-ONE_OF_EACH = (PUSH, Pushed(number=1, first=0, last=1), Pulled(number=1, first=0, last=1, content=None))
-CODE = {type(one): msgspec.msgpack.decode(Packer().pack(one)[0])[0] for one in ONE_OF_EACH}
+ONE_OF_EACH = (PUSH, Pushed(number=1, first=0, last=1), one_pulled(None))
+CODE = {type(one): msgspec.msgpack.decode(packed(one)[0])[0][0] for one in ONE_OF_EACH}
 
 
 def pulled(content: Any, code: int = CODE[Pulled]) -> bytes:
-    return msgspec.msgpack.encode((code, {"number": 1, "first": 0, "last": 1, "content": content}))
+    fields = {"number": 1, "namespace": "w", "first": 0, "last": 1, "content": content}
+    return msgspec.msgpack.encode([(code, fields)])
 
 
 def claim(
@@ -263,32 +342,32 @@ def claim(
 
 def test_the_bytes_by_hand_are_those_of_a_message() -> None:
     """Else the tests below would be refused for another reason than theirs."""
-    message, _ = Unpacker(TO_CLIENT).unpack(pulled(claim(2, then=np.array([1, 2], np.float32).tobytes())))
+    message = unpacked(pulled(claim(2, then=np.array([1, 2], np.float32).tobytes())), TO_CLIENT)
     assert plain(message.content) == plain(np.array([1, 2], np.float32))
 
 
 def test_no_beginning_of_a_message_is_one_and_nothing_may_follow_it() -> None:
-    data, _ = Packer().pack(PUSH)
+    data, _ = packed(PUSH)
     unpacker = Unpacker(TO_SERVER)
     for end in range(len(data)):
         with pytest.raises(ProtocolError):
-            unpacker.unpack(data[:end])
+            unpacker.unpack(memoryview(data[:end]))
     with pytest.raises(ProtocolError):
-        unpacker.unpack(data + b"\0")
-    assert plain(unpacker.unpack(data)[0]) == plain(PUSH)
+        unpacker.unpack(memoryview(data + b"\0"))
+    assert plain(unpacker.unpack(memoryview(data))[0]) == plain([PUSH])
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 300), st.booleans())
 def test_garbage_is_a_message_or_a_protocol_error_and_nothing_else(garbage, place, in_a_message):
     if in_a_message:
-        data, _ = Packer().pack(PUSH)
+        data, _ = packed(PUSH)
         garbage = data[:place] + garbage[:4] + data[place + 4 :]
     try:
-        message, _ = Unpacker(TO_SERVER).unpack(garbage)
+        messages, _ = Unpacker(TO_SERVER).unpack(memoryview(garbage))
     except ProtocolError:
         return
-    assert isinstance(message, TO_SERVER)
+    assert all(isinstance(message, TO_SERVER) for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +379,8 @@ def test_nobody_takes_what_is_for_the_other_side(kinds, others):
     @settings(max_examples=30, deadline=None)
     @given(st.one_of([of_kind(kind) for kind in others]))
     def refused(message):
-        with pytest.raises(ProtocolError, match="expected one of the kinds"):
-            unpacker.unpack(Packer().pack(message)[0])
+        with pytest.raises(ProtocolError, match="expected messages of the kinds"):
+            unpacker.unpack(memoryview(packed(message)[0]))
 
     refused()
 
@@ -309,7 +388,7 @@ def test_nobody_takes_what_is_for_the_other_side(kinds, others):
 @pytest.mark.parametrize("code", [-1, len(KINDS), 2**40, True, "Push", None, [0]])
 def test_an_unknown_kind_is_refused(code):
     with pytest.raises(ProtocolError):
-        Unpacker(KINDS).unpack(pulled(None, code))
+        unpacked(pulled(None, code))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +404,7 @@ def test_an_unknown_kind_is_refused(code):
 )
 def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
     with pytest.raises(ProtocolError):
-        Unpacker(TO_CLIENT).unpack(msgspec.msgpack.encode((CODE[Pushed], fields)))
+        unpacked(msgspec.msgpack.encode([(CODE[Pushed], fields)]), TO_CLIENT)
 
 
 @pytest.mark.parametrize(
@@ -347,14 +426,78 @@ def test_fields_that_are_missing_or_of_another_type_are_refused(fields):
         Ext(2, b"\0" * 9),
         Ext(2, b"\0" * 8 + b"\1" + claim(1, dtype=2, then=b"\0" * 8).data),
         Ext(2, b"\0" * 9 + claim(1, then=b"\0" * 5).data),
+        Ext(3, b""),
         Ext(3, b"\0" * 20),
+        Ext(4, b"\0" * 20),
         Ext(-1, b"\0" * 20),
         {("a", "key"): claim(1)},
     ],
 )
 def test_what_is_no_array_is_refused(content):
     with pytest.raises(ProtocolError):
-        Unpacker(TO_CLIENT).unpack(pulled(content))
+        unpacked(pulled(content), TO_CLIENT)
+
+
+def encoded_by_hand(
+    keys: Any = None, values: Any = None, body: Any = None, notes: Any = MappingProxyType({})
+) -> Ext:
+    return Ext(
+        3, msgspec.msgpack.encode((keys, values, body, dict(notes) if isinstance(notes, Mapping) else notes))
+    )
+
+
+def test_the_bytes_by_hand_are_those_of_what_filters_have_made() -> None:
+    """Else the tests below would be refused for another reason than theirs."""
+    ones = np.ones(2, np.float32)
+    content = encoded_by_hand(values=claim(2, then=ones.tobytes()), notes={"a": {"b": [1]}})
+    message = unpacked(pulled(content), TO_CLIENT)
+    assert plain(message.content) == plain(Encoded(None, ones, None, {"a": {"b": [1]}}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Ext(3, msgspec.msgpack.encode([])),
+        Ext(3, msgspec.msgpack.encode([None, None, None])),
+        Ext(3, msgspec.msgpack.encode([None, None, None, {}, None])),
+        Ext(3, msgspec.msgpack.encode([None, None, None, {}]) + b"\0"),
+        encoded_by_hand("keys"),
+        encoded_by_hand([1, 2]),
+        encoded_by_hand(values=1.5),
+        encoded_by_hand(values={"a": claim(0)}),
+        encoded_by_hand(encoded_by_hand()),
+        encoded_by_hand(values=Ext(2, b"\0" * 9 + claim(0).data)),
+        encoded_by_hand(claim(3, then=b"\0")),
+        encoded_by_hand(values=claim(2**62, is_beside=True)),
+        encoded_by_hand(body="text"),
+        encoded_by_hand(body=[0]),
+        encoded_by_hand(notes=None),
+        encoded_by_hand(notes=[]),
+        encoded_by_hand(notes={"a": 1}),
+        encoded_by_hand(notes={1: {}}),
+        encoded_by_hand(notes={"a": {1: 1}}),
+        encoded_by_hand(notes={"a": {"b": {}}}),
+        encoded_by_hand(notes={"a": {"b": None}}),
+        encoded_by_hand(notes={"a": {"b": [[1]]}}),
+        encoded_by_hand(notes={"a": {"b": ["c"]}}),
+        encoded_by_hand(notes={"a": {"b": claim(0)}}),
+        encoded_by_hand(notes={"a": {"b": encoded_by_hand()}}),
+    ],
+)
+def test_what_filters_cannot_have_made_is_refused(content: Ext) -> None:
+    with pytest.raises(ProtocolError):
+        unpacked(pulled(content), TO_CLIENT)
+
+
+def test_contents_in_contents_are_refused_however_deep_they_are() -> None:
+    content = encoded_by_hand()
+    for _ in range(3000):
+        content = encoded_by_hand(content)
+    with pytest.raises(ProtocolError):
+        unpacked(pulled(content), TO_CLIENT)
+    lists = b"\x94\xc0\xc0\xc0\x81\xa1a\x81\xa1b" + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(ProtocolError):
+        unpacked(pulled(Ext(3, lists)), TO_CLIENT)
 
 
 def memory_taken(function: Any) -> int:
@@ -376,15 +519,17 @@ def memory_taken(function: Any) -> int:
         claim(2**29),
         claim(2**64 - 1),
         Ext(2, b"\0" * 9 + claim(2**62, is_beside=True).data),
+        encoded_by_hand(values=claim(2**62, is_beside=True)),
+        encoded_by_hand(claim(2**29, dtype=2, is_beside=True)),
     ],
-    ids=[*"abcdefg"],
+    ids=[*"abcdefghi"],
 )
 def test_no_memory_is_taken_for_a_claim_that_no_message_may_make(content):
     data = pulled(content)
 
     def refused():
         with pytest.raises(ProtocolError, match="bytes"):
-            Unpacker(TO_CLIENT).unpack(data)
+            unpacked(data, TO_CLIENT)
 
     assert memory_taken(refused) < 2**20
 
@@ -392,7 +537,7 @@ def test_no_memory_is_taken_for_a_claim_that_no_message_may_make(content):
 def test_the_arrays_of_a_message_are_not_many_large_ones() -> None:
     data = pulled([claim(2**29, is_beside=True) for _ in range(1000)])
     with pytest.raises(ProtocolError, match=f"arrays of at most {2**33} bytes"):
-        Unpacker(TO_CLIENT).unpack(data)
+        unpacked(data, TO_CLIENT)
 
 
 def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() -> None:
@@ -403,18 +548,18 @@ def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() ->
         "from offbeat.runtime.parcelling import TO_CLIENT, Unpacker\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
         "try:\n"
-        f"    Unpacker(TO_CLIENT).unpack({pulled(claim(2**29, is_beside=True))!r})\n"
+        f"    Unpacker(TO_CLIENT).unpack(memoryview({pulled(claim(2**29, is_beside=True))!r}))\n"
         "except ProtocolError as error:\n"
         "    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("expected a message of a parameter server"), done.stderr
+    assert done.stdout.startswith("expected messages of a parameter server"), done.stderr
 
 
 def test_arrays_are_where_plain_content_may_be_and_nowhere_else() -> None:
-    data = msgspec.msgpack.encode((CODE[Pushed], {"number": claim(0), "first": 0, "last": 1}))
+    data = msgspec.msgpack.encode([(CODE[Pushed], {"number": claim(0), "first": 0, "last": 1})])
     with pytest.raises(ProtocolError):
-        Unpacker(TO_CLIENT).unpack(data)
+        unpacked(data, TO_CLIENT)
 
 
 def test_the_kinds_of_both_sides_are_all_kinds_and_none_is_on_both():

@@ -23,11 +23,11 @@ from offbeat.errors import LinkError, ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.policies.parcels import Copied, Handed, Mark, Operation, Pulled, Pushed
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES
-from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER, Packer
+from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
 from offbeat.runtime.post import Post
 from runlogs import wait_until
 from test_parcelling import claim as array_claim
-from test_parcelling import plain, pulled
+from test_parcelling import packed, plain, pulled
 
 node = nodes.node  # the fixture
 KINDS = (*TO_SERVER, *TO_CLIENT)
@@ -81,7 +81,7 @@ class Writer:
         return [one for one in self.losses if one.peer == peer][count - 1]
 
     def kept(self, peer: str) -> int:
-        """How many messages for a peer are not known to have come."""
+        """How many letters for a peer are not known to have come."""
         return self.node.in_thread(lambda: len(self.post._known[peer].channel._sent))
 
     def _hear(self, peer: str, payload: bytes) -> None:
@@ -204,7 +204,7 @@ def small(number: int) -> Pushed:
 
 def large(number: int, size_bytes: int) -> Pulled:
     rows = np.random.default_rng(number).random(size_bytes // 8)
-    return Pulled(number=number, first=0, last=1, content=Entries(0, rows))
+    return Pulled(number=number, namespace="w", first=0, last=1, content=Entries(0, rows))
 
 
 def long(number: int, size_bytes: int) -> Handed:
@@ -248,7 +248,7 @@ def in_bursts(chance: random.Random, messages: list[Any]) -> list[list[Any]]:
 
 def test_a_message_of_many_operations_does_not_fit_into_a_letter():
     """Else the tests below would not send what they say."""
-    assert len(Packer().pack(long(1, 700 * KIB))[0]) > MAX_MESSAGE_BYTES // 2
+    assert len(packed(long(1, 700 * KIB))[0]) > MAX_MESSAGE_BYTES // 2
 
 
 # As long as nothing breaks
@@ -415,18 +415,25 @@ def test_whatever_breaks_between_two_servers_every_message_comes_once_and_in_ord
 
 
 def letter(
-    *bodies: bytes, connection: Any = 0, received: Any = 0, number: Any = 0, tag: Any = 0, long_bytes: Any = 0
+    messages: bytes = b"\x90",
+    *,
+    connection: Any = 0,
+    received: Any = 0,
+    number: Any = 0,
+    tag: Any = 0,
+    long_bytes: Any = 0,
 ) -> bytes:
-    return msgspec.msgpack.encode([connection, received, number, tag, long_bytes, list(bodies)])
+    return msgspec.msgpack.encode([connection, received, number, tag, long_bytes, msgspec.Raw(messages)])
 
 
-def body(message: Any) -> bytes:
-    return Packer().pack(message)[0]
+def body(*messages: Any) -> bytes:
+    return packed(*messages)[0]
 
 
-def claim(size_bytes: int) -> bytes:
-    """A message with an array beside, of which nothing comes."""
-    return body(Pulled(number=1, first=0, last=1, content=np.zeros(size_bytes // 8)))
+def claim(*sizes_bytes: int) -> bytes:
+    """A message with arrays beside, of which nothing comes."""
+    arrays = [np.zeros(size_bytes // 8) for size_bytes in sizes_bytes]
+    return body(Pulled(number=1, namespace="w", first=0, last=1, content=arrays))
 
 
 BAD: dict[str, list[bytes]] = {
@@ -435,12 +442,13 @@ BAD: dict[str, list[bytes]] = {
     "another type": [msgspec.msgpack.encode({"connection": 0})],
     "too few fields": [msgspec.msgpack.encode([0, 0, 0])],
     "a text as a number": [letter(number="1")],
-    "bodies that are no bytes": [msgspec.msgpack.encode([0, 0, 0, 0, 0, [1]])],
-    "a body that is no message": [letter(b"garbage")],
-    "a body that ends early": [letter(body(small(1))[:-1])],
+    "messages that are none": [letter(msgspec.msgpack.encode([1]))],
+    "messages that are no list": [letter(msgspec.msgpack.encode("garbage"))],
+    "messages that end early": [letter(body(small(1))[:-1])],
+    "something behind the messages": [letter(body(small(1)) + b"\x90")],
     "a negative connection": [letter(connection=-1)],
     "a negative count": [letter(received=-1)],
-    "a negative number": [letter(body(small(1)), number=-1)],
+    "a negative number": [letter(body(small(1)), number=-2)],
     "a negative tag": [letter(claim(16 * KIB), tag=-1)],
     "a negative length": [letter(long_bytes=-1)],
     "a number that is none": [letter(body(small(1)), number=2**64 - 1)],
@@ -450,7 +458,7 @@ BAD: dict[str, list[bytes]] = {
     "a tag twice": [letter(claim(16 * KIB), tag=7), letter(claim(16 * KIB), number=1, tag=7)],
     "a tag twice in a letter": [
         letter(claim(16 * KIB), tag=7),
-        letter(claim(32 * KIB), claim(16 * KIB), tag=6),
+        letter(claim(32 * KIB, 16 * KIB), number=1, tag=6),
     ],
     "a tag of a long message twice": [letter(long_bytes=10, tag=7), letter(long_bytes=10, number=1, tag=7)],
     "an array that no message may have": [letter(pulled(array_claim(2**50, is_beside=True)))],
@@ -476,13 +484,22 @@ def test_who_breaks_the_protocol_is_lost_by_name_and_nobody_else_is(bad: str, pa
     assert [one.peer for one in b.losses] == ["client-666"] * 2
 
 
+def test_a_letter_that_only_says_what_has_come_says_nothing_else(pair, node) -> None:
+    _, b = pair
+    evil: Node = node("client-666")
+    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.send("server-1", letter(body(small(0)), number=-1))
+    evil.links.send("server-1", letter(body(small(1))))
+    same(b.wait_for("client-666", 1), [small(1)])
+    assert not b.losses
+
+
 def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
     a, b = pair
     evil: Node = node("client-666")
     chance = random.Random(1)
-    good = letter(
-        body(small(1)), body(Copied(view=1, master=0, serial=3)), body(large(1, 160)), claim(KIB * 20)
-    )
+    copied = Copied(view=1, master=0, serial=3)
+    good = letter(body(small(1), copied, large(1, 160), large(2, 20 * KIB)))
     for number in range(200):
         evil.links.introduce("server-1", b.links.addresses)
         broken = bytearray(good)
@@ -498,16 +515,17 @@ def test_random_bytes_lose_nobody_but_who_sends_them(pair, node) -> None:
     assert len(b.losses) == 200
 
 
-def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_is_not_handed_on_again(pair, node) -> None:
+def test_a_message_that_its_owner_refuses_loses_who_sent_it_and_no_other_message(pair, node) -> None:
     _, b = pair
     evil: Node = node("client-666")
     evil.links.introduce("server-1", b.links.addresses)
-    evil.links.send("server-1", letter(body(small(0)), body(REFUSED)))
+    evil.links.send("server-1", letter(body(small(0), REFUSED, small(1))))
     assert "client-666 broke the protocol: expected anything but that" in str(b.lost("client-666"))
     assert evil.loss().peer == "server-1"
     evil.links.introduce("server-1", b.links.addresses)
-    evil.links.send("server-1", letter(body(REFUSED), body(small(2)), number=1, connection=1))
-    same(b.wait_for("client-666", 2), [small(0), small(2)])
+    evil.links.send("server-1", letter(body(small(0), REFUSED, small(1)), connection=1))
+    evil.links.send("server-1", letter(body(small(2)), number=1, connection=1))
+    same(b.wait_for("client-666", 3), [small(number) for number in range(3)])
     assert len(b.losses) == 1
 
 

@@ -19,6 +19,7 @@ from runlogs import wait_until
 
 OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
 MINE = "updates_of_mine:Clipped"
+PICKY, MEDDLER = "updates_of_mine:Picky", "updates_of_mine:Meddler"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def ps():
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before])])
     try:
-        with offbeat.PS.local(servers=2, functions=[MINE]) as ps:
+        with offbeat.PS.local(servers=2, functions=[MINE, PICKY, MEDDLER]) as ps:
             yield ps
     finally:
         if before is None:
@@ -107,6 +108,58 @@ def test_a_function_of_the_users_own_is_known_by_the_path_that_servers_were_star
     assert w.pull().result().tolist() == [2.5, -2.5, 1.5, 0.0]
     with pytest.raises(OffbeatError, match="started without the function updates_of_mine:Other"):
         ps.namespace(f"{name}, another", keys=4, update=Function("updates_of_mine:Other"))
+
+
+def test_a_push_that_a_function_cannot_take_is_refused_and_changes_nothing(ps, name):
+    """Not its own keys, no replica, no push before or behind it, and no server."""
+    with offbeat.PS.local(servers=2, functions=[PICKY]) as own:
+        w = own.namespace(name, keys=100, update=Function(PICKY), block_keys=10)
+        v = own.namespace(f"{name}, another", keys=100)
+        w.push(np.full(100, 3.0))
+        bad = w.push(np.full(5, -5.0), first=2)
+        listed = w.push([-9.0, 9.0], keys=[11, 13])
+        good, others = w.push(np.full(100, 1.0)), v.push(np.ones(100))
+        for one in (bad, listed):
+            with pytest.raises(OffbeatError, match=r"a push to .* was refused: .*what is below zero"):
+                one.result()
+        good.result(), others.result()
+        assert w.pull().result().tolist() == [4.0] * 100
+        own.local_servers.processes[0].kill()
+        wait_until(lambda: own.servers == [1], "a ring of the other server")
+        assert w.pull().result().tolist() == [4.0] * 100
+        assert v.pull().result().tolist() == [1.0] * 100
+        w.push(np.full(100, -4.0)).result()
+        assert w.pull().result().tolist() == [0.0] * 100
+
+
+def test_a_function_that_changes_what_was_pushed_is_refused_for_replicas_would_get_something_else(ps, name):
+    w = ps.namespace(name, keys=10, update=Function(MEDDLER))
+    for keys in (None, range(10)):
+        with pytest.raises(OffbeatError, match=r"was refused: .*read-only"):
+            w.push(np.ones(10), keys=keys).result()
+    assert w.pull().result().tolist() == [0.0] * 10
+
+
+def test_a_sum_that_a_function_cannot_take_is_refused_to_all_who_pushed(ps, name):
+    with offbeat.PS(ps.cluster) as other:
+        spaces = [
+            one.namespace(name, keys=10, update=Function(PICKY), aggregate="sum") for one in (ps, other)
+        ]
+        enlisting = threading.Thread(target=spaces[0].take_part, args=(2,))
+        enlisting.start()
+        spaces[1].take_part(2)
+        enlisting.join()
+        for value in (2.0, -5.0, 1.0):
+            pushes = [space.push(np.full(10, value)) for space in spaces]
+            for push in pushes:
+                if value > 0:
+                    push.result()
+                else:
+                    with pytest.raises(OffbeatError, match=r"was refused: .*what is below zero"):
+                        push.result()
+        assert spaces[0].pull().result().tolist() == [6.0] * 10
+        for space in spaces:
+            space.withdraw()
 
 
 def test_clients_share_a_namespace_and_each_push_counts_once(ps, name):

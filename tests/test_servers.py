@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.client import Client, Done
-from offbeat.policies.parcels import Copied, Copy, Filled, Pulled, Pushed, Stale
+from offbeat.policies.client import Client, Done, Failed
+from offbeat.policies.parcels import Copied, Copy, Filled, Pulled, Push, Pushed, Refused, Stale
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode
 from offbeat.policies.servers import ServerGroup
@@ -145,6 +145,32 @@ def test_what_comes_from_an_epoch_that_a_server_does_not_know_waits():
     assert late.hear("client-0", said[0].message) == []
     answers = late.see(job.group.view)
     assert isinstance(answers[0].message, Stale)  # it has no part in the ring
+
+
+def test_what_waited_for_a_view_and_cannot_be_is_refused_to_its_client_and_the_view_is_followed():
+    """Else the manager would be to blame for it, and what others said would be lost."""
+    job = Job(1)
+    late = ServerNode(0, Tables())
+    bad = Push(
+        client=666, number=7, epoch=0, namespace="x", first=0, last=4, time=1, after=(), content={0: 1}
+    )
+    _, said = job.client.push("w", {5: 1}, 5, 6)
+    assert late.hear("client-666", bad) == late.hear("client-0", said[0].message) == []
+    (to, refused), (other, pushed) = late.see(job.group.view)
+    assert (to, other) == ("client-666", "client-0")
+    assert isinstance(refused, Refused)
+    assert (refused.number, refused.first, refused.last) == (7, 0, 4)
+    assert "expected keys of a namespace that was opened, got 0 to 4 of x" in refused.reason
+    assert pushed == Pushed(number=1, first=5, last=6)
+
+
+def test_a_request_that_a_server_refuses_is_over():
+    job = Job(2)
+    number, _ = job.client.push("w", dict.fromkeys(range(100), 1), 0, 100)
+    (failed,) = job.client.hear(Refused(number=number, first=0, last=10, reason="too large"))
+    assert failed == Failed(number, "too large")
+    assert job.client.hear(Pushed(number=number, first=10, last=100)) == []
+    assert job.client.see(replace(job.group.view, number=9, epoch=9)) == []
 
 
 def test_who_follows_a_dead_master_has_what_was_acknowledged_and_serves_at_once():

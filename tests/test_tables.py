@@ -117,6 +117,41 @@ def test_what_cannot_be_pushed_is_refused(content, words):
         ArrayTable(20, 10, Sum()).check(content, 0, 10)
 
 
+class FailsBelowZero:
+    """An update of a user's own, which changes rows before it fails."""
+
+    states = ("count",)
+
+    def apply(self, values, states, pushed):
+        states["count"] += 1
+        values += pushed
+        if (values < 0).any():
+            raise ArithmeticError("below zero")
+
+
+@pytest.mark.parametrize("keys", [20, 2**40])
+def test_what_an_update_fails_on_is_found_before_anything_changes(keys):
+    table = ArrayTable(keys, keys // 2, FailsBelowZero(), may_fail=True)
+    far = keys // 2 + 1
+    for content in (
+        Entries(3, np.ones(4, np.float32)),
+        Entries(0, np.ones(2, np.float32), np.array([4, far])),
+    ):
+        table.rehearse(0, keys, content)
+        table.apply(0, keys, content)
+    listed = np.array([3, 4, 5, far])
+    before = table.copy_out(0, keys // 2), table.read(0, keys, listed).values.tolist()
+    assert before[1] == [1, 2, 1, 1]
+    for rows in ([-1.0, -3.0], [-2.0, 0.0]):
+        bad = Entries(0, np.array(rows, np.float32), np.array([3, far]))
+        with pytest.raises(ValueError, match=r"cannot take what was pushed: .*below zero"):
+            table.rehearse(0, keys, bad)
+    assert table.read(0, keys, listed).values.tolist() == before[1]
+    after = table.copy_out(0, keys // 2)
+    assert all(np.array_equal(after[name], array) for name, array in before[0].items())
+    table.rehearse(0, keys, Entries(0, np.array([-1.0], np.float32), np.array([far])))
+
+
 @pytest.mark.parametrize(("keys", "width"), [(2**62, 0), (2**29 + 1, 0), (1, 2**62), (2**20, 2**9 + 1)])
 def test_no_memory_is_taken_for_more_values_than_a_message_may_have(keys, width):
     table = ArrayTable(keys, keys, Sum(), width=width)

@@ -3,6 +3,28 @@
 import numpy as np
 
 
+class Picky:
+    """Adds what is pushed, but changes rows before it looks whether it can."""
+
+    states = ("count",)
+
+    def apply(self, values, states, pushed):
+        states["count"] += 1
+        values += pushed
+        if (values < 0).any():
+            raise ArithmeticError("what is below zero")
+
+
+class Meddler:
+    """Changes what was pushed."""
+
+    states = ()
+
+    def apply(self, values, states, pushed):
+        pushed += 1
+        values += pushed
+
+
 class Clipped:
     """Adds what is pushed, and keeps values within a limit."""
 

@@ -226,6 +226,7 @@ def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, A
             width=operator.index(said["width"]),
             dtype=np.dtype(said["dtype"]),
             means=said["means"] is True,
+            may_fail="function" in said,
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error

@@ -35,6 +35,7 @@ class ArrayTable:
         width: numbers in a row; 0 for a number a key, not a row of one.
         dtype: float32 or float64.
         means: what is pushed together counts as its mean, not its sum.
+        may_fail: the update may raise, as one of the user's own; `rehearse` is to find out.
 
     Raises:
         ValueError: an argument out of range.
@@ -49,6 +50,7 @@ class ArrayTable:
         width: int = 0,
         dtype: DTypeLike = np.float32,
         means: bool = False,
+        may_fail: bool = False,
     ) -> None:
         if not 0 < block_keys <= keys:
             raise ValueError(f"expected blocks of 1 to {keys} keys, got {block_keys}")
@@ -59,7 +61,7 @@ class ArrayTable:
         self._keys, self._block_keys, self._update = keys, block_keys, update
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
-        self._means = means
+        self._means, self._may_fail = means, may_fail
         self._blocks: dict[int, _Block] = {}
 
     @property
@@ -83,6 +85,28 @@ class ArrayTable:
             )
         if problem := problem_of(content, first, last):
             raise ValueError(problem)
+
+    def rehearse(self, first: int, last: int, content: Entries) -> None:
+        """See, on copies, whether the update can take what was pushed for keys `first` to `last` - 1.
+
+        Raises:
+            ValueError: it raises.
+        """
+        if not self._may_fail:
+            return
+        for number, part in self._by_block(content):
+            if not len(part):
+                continue
+            rows = {name: np.zeros_like(part.values) for name in ("values", *self._update.states)}
+            if (block := self._blocks.get(number)) is not None:
+                for name, row in rows.items():
+                    block.read_into(Entries(part.first, row, part.keys), name)
+            pushed = part.values.view()
+            pushed.flags.writeable = False  # replicas get it, too
+            try:
+                self._update.apply(rows.pop("values"), rows, pushed)
+            except Exception as error:  # whatever a user's code does
+                raise ValueError(f"the update cannot take what was pushed: {error!r}") from error
 
     def apply(self, first: int, last: int, content: Entries) -> None:
         """Take what was pushed for keys `first` to `last` - 1; of those that it does not list, nothing."""
@@ -199,9 +223,9 @@ class _Block:
             for name, rows in states.items():
                 self.arrays[name][places] = rows
 
-    def read_into(self, wanted: Entries) -> None:
-        """Write the values of these keys into their rows."""
-        values = self.arrays["values"]
+    def read_into(self, wanted: Entries, name: str = "values") -> None:
+        """Write what is kept of these keys under a name into their rows."""
+        values = self.arrays[name]
         if self._keys is None:
             wanted.values[...] = values[self._places(wanted)]
         elif len(self._keys):

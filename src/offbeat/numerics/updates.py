@@ -19,7 +19,8 @@ Rows: TypeAlias = NDArray[np.floating]  # (K,) or (K, width)
 class Update(Protocol):
     """A function from values, their state and what was pushed to new values and state.
 
-    It must be deterministic: replicas compute it anew.
+    It must be deterministic and keep nothing to itself: replicas compute it anew. One that raises changes
+    nothing, for it is tried on copies first: the push is refused.
     """
 
     @property

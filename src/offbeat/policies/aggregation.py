@@ -15,10 +15,15 @@ from offbeat.policies.parcels import Push
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A part of a client's push that waits for operations to reach all holders."""
+    """A part of a client's push that waits for operations to reach all holders.
+
+    Attributes:
+        refusal: why some of it was not applied; empty as long as all was.
+    """
 
     push: Push
     waits_for: int = 0
+    refusal: str = ""
 
 
 class Sum(NamedTuple):

@@ -19,6 +19,7 @@ from offbeat.policies.parcels import (
     Push,
     Pushed,
     Reached,
+    Refused,
     Stale,
     ToClient,
     View,
@@ -39,6 +40,13 @@ class Done(NamedTuple):
 
     number: int
     parts: tuple[tuple[int, int, Content], ...]
+
+
+class Failed(NamedTuple):
+    """A request cannot be done: some server has refused its part of it; others may have done theirs."""
+
+    number: int
+    reason: str
 
 
 @dataclass(slots=True, eq=False)
@@ -95,9 +103,11 @@ class Client:
         self._enlisted: set[str] = set()
         self._withdrawn: set[str] = set()
         self._spans: dict[tuple[str, int, int], list[Span]] = {}  # of this epoch, as far as it was asked for
-        self._out: list[Send | Done] = []
+        self._out: list[Send | Done | Failed] = []
 
-    def push(self, namespace: str, content: Content, first: int, last: int) -> tuple[int, list[Send | Done]]:
+    def push(
+        self, namespace: str, content: Content, first: int, last: int
+    ) -> tuple[int, list[Send | Done | Failed]]:
         """Push what `content` has for keys `first` to `last` - 1; return the request's number.
 
         Raises:
@@ -108,11 +118,11 @@ class Client:
 
     def pull(
         self, namespace: str, first: int, last: int, keys: Content | None = None
-    ) -> tuple[int, list[Send | Done]]:
+    ) -> tuple[int, list[Send | Done | Failed]]:
         """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
         return self._ask(namespace, keys, first, last, is_push=False)
 
-    def enlist(self, namespace: str) -> list[Send | Done]:
+    def enlist(self, namespace: str) -> list[Send | Done | Failed]:
         """Take part in a namespace that aggregates, from a time on that a view says.
 
         Clients that begin together enlist before the first of them pushes; the first push does it at last.
@@ -125,7 +135,7 @@ class Client:
         self._enlist(namespace)
         return self._said()
 
-    def withdraw(self, namespace: str) -> list[Send | Done]:
+    def withdraw(self, namespace: str) -> list[Send | Done | Failed]:
         """Take no part any more in a namespace that aggregates: others wait for whoever does.
 
         Raises:
@@ -143,14 +153,14 @@ class Client:
 
     def _ask(
         self, namespace: str, content: Content, first: int, last: int, *, is_push: bool
-    ) -> tuple[int, list[Send | Done]]:
+    ) -> tuple[int, list[Send | Done | Failed]]:
         self._number += 1
         asked = _Asked(self._number, namespace, content, first, last, [(first, last)], is_push)
         self._asked[self._number] = asked
         self._send(asked)
         return self._number, self._said()
 
-    def hear(self, message: ToClient) -> list[Send | Done]:
+    def hear(self, message: ToClient) -> list[Send | Done | Failed]:
         """Take a server's answer."""
         asked = self._asked.get(message.number)
         if asked is not None:
@@ -161,11 +171,14 @@ class Client:
                     for first, last in _within(asked.missing, message.first, message.last):
                         asked.parts.append((first, last, self._cut(message.content, first, last)))
                     self._answered(asked, message.first, message.last)
+                case Refused():
+                    del self._asked[asked.number]
+                    self._out.append(Failed(asked.number, message.reason))
                 case Stale():
                     pass  # it is sent again with the view of that epoch, if it was not already
         return self._said()
 
-    def see(self, view: View) -> list[Send | Done]:
+    def see(self, view: View) -> list[Send | Done | Failed]:
         """Go by a new view; in a new epoch, send again what has not been answered, in order."""
         if self._view is None or view.epoch > self._view.epoch:
             self._view = view
@@ -274,7 +287,7 @@ class Client:
             content=content,
         )
 
-    def _said(self) -> list[Send | Done]:
+    def _said(self) -> list[Send | Done | Failed]:
         said, self._out = self._out, []
         return said
 

@@ -121,6 +121,16 @@ class Stale:
     epoch: int
 
 
+@dataclass(kw_only=True, slots=True)
+class Refused:
+    """This part of a request cannot be; of a push, nothing of it was applied by who says so."""
+
+    number: int
+    first: int
+    last: int
+    reason: str
+
+
 # Between servers
 
 
@@ -294,4 +304,4 @@ class Reached:
 ToServer: TypeAlias = (
     Push | Pull | Copy | Copied | Handed | Resent | HandEnd | Fetch | Chunk | ChunkTaken | FillEnd
 )
-ToClient: TypeAlias = Pushed | Pulled | Stale
+ToClient: TypeAlias = Pushed | Pulled | Stale | Refused

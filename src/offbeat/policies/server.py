@@ -30,6 +30,7 @@ from offbeat.policies.parcels import (
     Pulled,
     Push,
     Pushed,
+    Refused,
     Resent,
     Stale,
     ToServer,
@@ -50,6 +51,13 @@ class Table(Protocol):
 
     def check(self, content: Content, first: int, last: int) -> None:
         """See whether something can be pushed to keys `first` to `last` - 1.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
+    def rehearse(self, first: int, last: int, content: Content) -> None:
+        """See whether `apply` can take this as things are; nothing changes.
 
         Raises:
             ValueError: it cannot.
@@ -134,7 +142,7 @@ class ServerNode:
     Attributes:
         view: the one that it goes by, None before the first.
         gaps: operations that came although one before them was missing: something that was acknowledged is
-            lost.
+            lost, or was refused.
     """
 
     def __init__(self, server: int, store: Store) -> None:
@@ -340,7 +348,15 @@ class ServerNode:
         )
 
     def _begin(self, operation: Operation, requests: list[Request]) -> None:
-        """Apply an operation as its master, and send it down its chains."""
+        """Apply an operation as its master, and send it down its chains; one that cannot be goes nowhere."""
+        if requests:
+            table = self._store.table(self._now().spaces[operation.namespace])
+            try:
+                table.rehearse(operation.first, operation.last, operation.content)
+            except ValueError as error:
+                for request in requests:
+                    request.refusal = str(error)
+                return
         self._apply(operation)
         for request in requests:
             request.waits_for += 1  # for it as a whole, so that no part of it ends the waiting
@@ -370,7 +386,11 @@ class ServerNode:
 
     def _acknowledge(self, request: Request) -> None:
         push = request.push
-        self._tell_client(push.client, Pushed(number=push.number, first=push.first, last=push.last))
+        if request.refusal:
+            answer: Pushed | Refused = refused(push, ValueError(request.refusal))
+        else:
+            answer = Pushed(number=push.number, first=push.first, last=push.last)
+        self._tell_client(push.client, answer)
 
     # Chains ----------------------------------------------------------------------------------------------
 
@@ -507,7 +527,10 @@ class ServerNode:
         self._serve_deferred()
         for number in sorted(number for number in self._early if number <= view.number):
             for sender, message in self._early.pop(number):
-                self._hear(sender, message)
+                if isinstance(message, _OF_CLIENTS):
+                    self._serve_late(message)
+                else:
+                    self._hear(sender, message)
 
     def _send_again(self, operation: Operation, requests: list[Request]) -> None:
         """Send an operation of an earlier view down its chains, or see to it that its master does."""
@@ -556,7 +579,14 @@ class ServerNode:
     def _serve_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
         for message in deferred:
+            self._serve_late(message)
+
+    def _serve_late(self, message: Push | Pull) -> None:
+        """Serve what waited; who has just said something is not to blame for it."""
+        try:
             self._serve(message)
+        except ProtocolError as error:
+            self._tell_client(message.client, refused(message, error))
 
     # Places ----------------------------------------------------------------------------------------------
 
@@ -672,7 +702,7 @@ class ServerNode:
     def _tell(self, server: int, message: ToServer) -> None:
         self._out.append(Send(f"server-{server}", message))
 
-    def _tell_client(self, client: int, message: Pushed | Pulled | Stale) -> None:
+    def _tell_client(self, client: int, message: Pushed | Pulled | Stale | Refused) -> None:
         self._out.append(Send(f"client-{client}", message))
 
     # Filling others --------------------------------------------------------------------------------------
@@ -768,6 +798,11 @@ def _is_of(operation: Operation, push: Push) -> bool:
         and push.first < operation.last
         and any((mark.client, mark.time) == (push.client, push.time) for mark in operation.marks)
     )
+
+
+def refused(request: Push | Pull, error: Exception) -> Refused:
+    """Return what to tell the client of a request that cannot be."""
+    return Refused(number=request.number, first=request.first, last=request.last, reason=str(error))
 
 
 def _server(sender: str) -> int:

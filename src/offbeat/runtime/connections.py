@@ -6,6 +6,7 @@ This module never decides anything and never sends; what is received goes where 
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from offbeat.runtime.addresses import Address
@@ -72,13 +73,13 @@ class Peer:
 def tune(link: Link, outbox: Outbox) -> None:
     """Set how much goes out at once: on one host memory is the limit, and what is urgent is soon through."""
     assert link.sock is not None
-    if link.sock.family == socket.AF_UNIX:
-        outbox.frame_bytes = LOCAL_FRAME_BYTES
-    elif link.sock.getpeername()[0] == link.sock.getsockname()[0]:
-        outbox.frame_bytes = LOCAL_FRAME_BYTES
-        link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOCAL_UNSENT_BYTES)
-    else:
-        outbox.frame_bytes = TCP_FRAME_BYTES
+    outbox.frame_bytes = TCP_FRAME_BYTES
+    with suppress(OSError):  # the peer may be gone already, which is noticed soon enough
+        if link.sock.family == socket.AF_UNIX:
+            outbox.frame_bytes = LOCAL_FRAME_BYTES
+        elif link.sock.getpeername()[0] == link.sock.getsockname()[0]:
+            outbox.frame_bytes = LOCAL_FRAME_BYTES
+            link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOCAL_UNSENT_BYTES)
 
 
 def share(link: Link) -> None:

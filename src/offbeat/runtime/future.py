@@ -15,16 +15,17 @@ class Future:
     """What a request will have come to.
 
     Attributes:
+        what: was asked for.
         is_done: there is a result, or an error.
         error: why there will be no result.
         followers: called in the links' thread when it is done.
     """
 
-    __slots__ = ("_lock", "_value", "_what", "_who", "error", "followers", "is_done")
+    __slots__ = ("_lock", "_value", "_who", "error", "followers", "is_done", "what")
 
     def __init__(self, what: str, who: Callable[[], str]) -> None:
         self.is_done = False
-        self._what, self._who = what, who
+        self.what, self._who = what, who
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
@@ -40,7 +41,7 @@ class Future:
         """
         if not self.is_done:
             if not self._lock.acquire(timeout=timeout_s):
-                raise OffbeatError(f"{self._what} is not done after {timeout_s:g} s: {self._who()}")
+                raise OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self._who()}")
             self._lock.release()
         if self.error is not None:
             raise self.error

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from zlib import crc32
 
 import msgspec
 
@@ -129,7 +130,7 @@ class Node:
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message)
-        self.filtering = Filtering(int(name.rpartition("-")[2]))
+        self.filtering = Filtering(crc32(name.encode()))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self._functions = functions
 

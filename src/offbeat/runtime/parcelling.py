@@ -198,7 +198,14 @@ class Unpacker:
                 raise ValueError(f"expected an array in {end} bytes, got {len(data)}")
             return array
         if code == _ENCODED:
-            return Encoded(*self._encoded.decode(data))
+            keys, values, body, notes = self._encoded.decode(data)
+            if not all(one is None or isinstance(one, np.ndarray) for one in (keys, values)):
+                raise ValueError("expected arrays as what filters have left of keys and values")
+            if not all(_is_noted(one) for note in notes.values() for one in note.values()):
+                raise ValueError(
+                    "expected numbers and texts, or lists of whole numbers, as what filters note"
+                )
+            return Encoded(keys, values, body, notes)
         if code != _ENTRIES:
             raise ValueError(f"expected an array or Entries, got extension {code}")
         first, is_listed = _FIRST.unpack_from(data)
@@ -229,3 +236,9 @@ class Unpacker:
             raise ValueError(f"expected {size} bytes of an array, got {len(data) - begin}")
         flat = np.frombuffer(data, dtype, math.prod(shape), begin)
         return flat.reshape(shape), begin + size
+
+
+def _is_noted(thing: Any) -> bool:
+    if isinstance(thing, list):
+        return all(isinstance(one, int) for one in thing)
+    return isinstance(thing, int | float | str | bytes)

@@ -241,7 +241,8 @@ class Post:
             raise ProtocolError(str(error)) from None
 
     def _hand_on(self, peer: str, one: _Correspondent) -> None:
-        """Hand on what has come, in order."""
+        """Hand on what has come, in order; one message that is refused is not the fault of the others."""
+        refused: ProtocolError | None = None
         while one.coming and not one.coming[0].missing_bytes and self._known.get(peer) is one:
             coming = one.coming.popleft()
             packet = Packet(number=coming.number, received=0, message=coming.messages)
@@ -251,6 +252,11 @@ class Post:
             one.untold_bytes += coming.size_bytes
             for messages in due:
                 for message in messages:
-                    self._on_message(peer, message)
+                    try:
+                        self._on_message(peer, message)
+                    except ProtocolError as error:
+                        refused = refused or error
         if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
             self._write_soon(peer)
+        if refused is not None:
+            raise refused

@@ -39,7 +39,7 @@ from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
 from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.numerics.updates import Sum, Update
-from offbeat.policies.client import Client, Done
+from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send
@@ -81,7 +81,7 @@ class _Request:
         keys: that a pull lists.
     """
 
-    make: Callable[[], tuple[int, list[Send | Done]]] | None
+    make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
     future: Future
     iteration: _Iteration | None
     before: list[Future]
@@ -400,7 +400,7 @@ class PS:
 
     def _request(
         self,
-        make: Callable[[], tuple[int, list[Send | Done]]],
+        make: Callable[[], tuple[int, list[Send | Done | Failed]]],
         what: str,
         span: tuple[str, int, int],
         after: Iterable[Future],
@@ -504,11 +504,14 @@ class PS:
             return ((first, last),)
         return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
 
-    def _take_up(self, said: Iterable[Send | Done]) -> None:
+    def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
         for one in said:
             if isinstance(one, Done):
                 future, _ = self._asked.pop(one.number)
                 future.finish(_rows_of(one.parts) if one.parts else None)
+            elif isinstance(one, Failed):
+                future, _ = self._asked.pop(one.number)
+                future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
             elif one.to == MANAGER:
                 self._node.tell(self._told(one.message))
             else:

@@ -23,10 +23,11 @@ from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable
 from offbeat.policies.manager import server_of
-from offbeat.policies.parcels import Filled, Pull, Pulled, Push, View
+from offbeat.policies.parcels import Copy, Filled, Pull, Pulled, Push, View
 from offbeat.policies.placement import Space
-from offbeat.policies.server import MANAGER, Send, ServerNode
+from offbeat.policies.server import MANAGER, Send, ServerNode, refused
 from offbeat.runtime.node import Cluster, Node
+from offbeat.runtime.parcelling import Encoded
 
 _LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
 
@@ -82,6 +83,7 @@ class Server:
         server = configuration.server
         self.server = 1000 + secrets.randbelow(2**31) if server is None else server
         self._core = ServerNode(self.server, Tables(functions))
+        self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
         self._changed = threading.Condition()
         self._is_leaving = self._is_in = self._is_out = self._is_last = False
         self._gone: str | None = None
@@ -133,6 +135,10 @@ class Server:
 
     def _see(self, view: View) -> None:
         self._take_up(self._core.see(view))
+        held, self._held = self._held, {}
+        for peer, messages in held.items():
+            for message in messages:
+                self._take_late(peer, message)
         is_in = self.server in view.ring.servers or (
             view.target is not None and self.server in view.target.servers
         )
@@ -149,7 +155,28 @@ class Server:
             may_say = server_of(peer) is not None
         if not may_say:
             raise ProtocolError(f"{peer} may not send a {type(message).__name__} of another node")
-        self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
+        if peer in self._held or self._is_ahead(message):
+            self._held.setdefault(peer, []).append(message)
+        else:
+            self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
+
+    def _take_late(self, peer: str, message: Any) -> None:
+        """Take what was held; whose turn it is now is not to blame for it."""
+        try:
+            self._hear(peer, message)
+        except ProtocolError as error:
+            if not isinstance(message, Push | Pull):
+                raise
+            self._node.send(peer, refused(message, error))
+
+    def _is_ahead(self, message: Any) -> bool:
+        """Whether only a view to come says which filters undo this."""
+        one: Any = message.operation if isinstance(message, Copy) else message
+        content = one.keys if isinstance(message, Pull) else getattr(one, "content", None)
+        if not isinstance(content, Encoded) or self._node.filtering.knows(one.namespace):
+            return False
+        number = message.epoch if isinstance(message, Push | Pull) else message.view
+        return self._core.view is None or number > self._core.view.number
 
     def _take_up(self, said: Sequence[Send]) -> None:
         for to, message in said:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.policies.channels import Channel, Packet
-from offbeat.policies.client import Client, Done
+from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import (
     Content,
     Copy,
@@ -58,6 +58,9 @@ class Counts:
 
     def check(self, content: dict[int, int], first: int, last: int) -> None:
         """See `Table.check`."""
+
+    def rehearse(self, first: int, last: int, content: Content) -> None:
+        """See `Table.rehearse`."""
 
     def apply(self, first: int, last: int, content: Content) -> None:
         """See `Table.apply`."""
@@ -428,12 +431,14 @@ class Serving:
             self._doom_a_client(0.006)
             self._cut([f"server-{server}" for server in servers])
 
-    def _take_up(self, name: str, said: Iterable[Send | Done]) -> None:
+    def _take_up(self, name: str, said: Iterable[Send | Done | Failed]) -> None:
         """Sends what a node says, and takes note of a client's requests that are done."""
         by_receiver: dict[str, list[Any]] = {}
         for one in said:
             if isinstance(one, Done):
                 self._done(_number(name), one)
+            elif isinstance(one, Failed):
+                raise AssertionError(f"{name} was refused a request: {one.reason}")
             else:
                 if isinstance(one.message, Push):
                     self._note_time(one.message)
