@@ -278,6 +278,25 @@ def test_what_does_not_fit_is_refused_at_once(ps, values, options, text):
         w.push(values, **options)
 
 
+def test_more_than_a_message_may_have_is_refused_at_once(ps, name):
+    """The arrays take no memory, for nobody looks at them."""
+    w = ps.namespace(name, keys=2**40)
+    with pytest.raises(ValueError, match=f"at most {2**31} bytes .* got {2**31 + 8}; push or pull ranges"):
+        w.push(np.zeros(2**28 + 1, np.float32), keys=np.zeros(2**28 + 1, np.int64))
+    with pytest.raises(ValueError, match="push or pull ranges of keys"):
+        w.pull(keys=np.zeros(2**28 + 1, np.int64))
+    wide = ps.namespace(f"{name}, wide", keys=10, width=2**27)
+    with pytest.raises(ValueError, match="push or pull ranges of keys"):
+        wide.push(np.zeros((5, 2**27), np.float32), keys=range(5))
+    with pytest.raises(ValueError, match="push or pull ranges of keys"):
+        wide.pull(keys=range(5))
+    wider = ps.namespace(f"{name}, wider", keys=10, width=2**30)
+    with pytest.raises(ValueError, match=f"at most {2**31} bytes .* got {2**32}"):
+        wider.push(np.zeros((1, 2**30), np.float32))
+    with pytest.raises(ValueError, match=f"at most {2**31} bytes .* got {2**32}"):
+        wider.pull()
+
+
 def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
     ps.namespace(name, keys=10)
     ps.namespace(name, keys=10).push(np.ones(10)).result()

@@ -26,7 +26,7 @@ from offbeat.policies.parcels import (
 )
 
 INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
-_ARRAY_BYTES_MAX: Final = 2**31
+ARRAY_BYTES_MAX: Final = 2**31
 _LOT_BYTES: Final = 256 * 1024
 _BUFFERS_BYTES_MAX: Final = 64 * 1024 * 1024
 _UNUSED: Final = (
@@ -223,8 +223,8 @@ class Unpacker:
         shape = (rows,) if dimensions == 1 else (rows, width)
         size = math.prod(shape) * dtype.itemsize
         begin += _HEAD.size
-        if size > _ARRAY_BYTES_MAX:
-            raise ValueError(f"expected an array of at most {_ARRAY_BYTES_MAX} bytes, got {size}")
+        if size > ARRAY_BYTES_MAX:
+            raise ValueError(f"expected an array of at most {ARRAY_BYTES_MAX} bytes, got {size}")
         if is_beside:
             self._beside_bytes += size
             if self._beside_bytes > _BESIDE_BYTES_MAX:

@@ -11,6 +11,7 @@ update says; `pull` fetches rows. Both return a `Future` at once.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -48,6 +49,7 @@ from offbeat.runtime.cluster import LocalServers
 from offbeat.runtime.dense import Tensors
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.node import Cluster, Node
+from offbeat.runtime.parcelling import ARRAY_BYTES_MAX
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
@@ -622,10 +624,11 @@ class Namespace:
             after: requests that have to be done before this one is sent.
 
         Raises:
-            ValueError: rows or keys that the namespace has not got.
+            ValueError: rows or keys that the namespace has not got, or more than 2 GiB with `keys`.
             OffbeatError: this client is out of the parameter server.
         """
         rows = np.ascontiguousarray(values, dtype=self._dtype)
+        self._check_size(1 if keys is None else len(rows))
         listed = None if keys is None else self._listed(keys)
         if rows.shape[1:] != self._shape or rows.ndim != 1 + len(self._shape):
             raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
@@ -662,9 +665,10 @@ class Namespace:
             A future of the rows, (K,) or (K, width).
 
         Raises:
-            ValueError: keys that the namespace has not got.
+            ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
             OffbeatError: this client is out of the parameter server.
         """
+        self._check_size(1 if keys is None else np.size(keys))
         listed = None if keys is None else self._listed(keys)
         if listed is not None and not len(listed):
             return self._nothing(np.zeros((0, *self._shape), self._dtype))
@@ -708,6 +712,15 @@ class Namespace:
             OffbeatError: pushes to it are not done.
         """
         self._ps._withdraw(self.name, timeout_s)
+
+    def _check_size(self, rows: int) -> None:
+        """See whether so many rows, or their keys, can be one array; neighbours travel in pieces anyway."""
+        row_bytes = max(self._dtype.itemsize * math.prod(self._shape), np.dtype(np.int64).itemsize)
+        if rows * row_bytes > ARRAY_BYTES_MAX:
+            raise ValueError(
+                f"expected at most {ARRAY_BYTES_MAX} bytes of rows or of keys at once, "
+                f"got {rows * row_bytes}; push or pull ranges of keys, one after the other"
+            )
 
     def _listed(self, keys: ArrayLike) -> Keys:
         found = np.ascontiguousarray(keys)
