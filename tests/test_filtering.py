@@ -366,9 +366,16 @@ def test_the_report_still_has_what_went_to_a_node_that_is_gone() -> None:
 # What cannot be
 
 
-def test_a_namespace_with_filters_that_are_none_is_a_protocol_error() -> None:
+@pytest.mark.parametrize("about", ["nonsense", None, 3])
+def test_who_uses_a_namespace_with_filters_that_are_none_breaks_the_protocol(about: Any) -> None:
+    """Not the manager, which tells all nodes of it."""
+    one = Filtering(1)
+    one.learn({"w": Space("w", KEYS, 100, about)})
+    for message in (push(some(1)), pull(some(1).keys)):
+        with pytest.raises(ProtocolError, match="expected a namespace with filters"):
+            one.encoded("there", message)
     with pytest.raises(ProtocolError, match="expected a namespace with filters"):
-        Filtering(1).learn({"w": Space("w", KEYS, 100, "nonsense")})
+        one.decoded("there", push(Encoded(None, ONES, None, {})))  # type: ignore[arg-type]
 
 
 ONES = np.ones(KEYS, np.float32)

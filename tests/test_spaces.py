@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.numerics.entries import Entries
-from offbeat.numerics.spaces import UPDATES, Function, describe, load, make_table
+from offbeat.numerics.spaces import (
+    FILTERS,
+    NO_FILTERS,
+    UPDATES,
+    Filters,
+    FilterSpec,
+    Function,
+    describe,
+    load,
+    make_filters,
+    make_table,
+)
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
 
@@ -183,6 +194,113 @@ def test_an_update_that_servers_do_not_know_is_not_described(update: Any) -> Non
         describe(update, width=0, dtype="float32")
 
 
+# Means, tensors and filters
+
+
+SPECS = [
+    FilterSpec("KeyCaching", {"entries": 4}),
+    FilterSpec("RandomSkip", {"probability": 0.5}),
+    FilterSpec("FixedPoint", {"bytes_per_value": 2}),
+    FilterSpec("Compression"),
+    FilterSpec("Compression", {"level": 9, "size_bytes_max": 100}),
+    FilterSpec("SignificantlyModified", {"threshold": 0.5}),
+]
+CHAINS = [
+    (Sum(), NO_FILTERS),
+    (Sum(), Filters((SPECS[1], SPECS[0], *SPECS[2:4]), (SPECS[0], SPECS[2], SPECS[4]))),
+    (Assign(), Filters((SPECS[5], SPECS[0], SPECS[2], SPECS[3]), ())),
+    (SGD(lr=0.1), Filters((), (SPECS[3],))),
+]
+
+
+def test_every_filter_that_nodes_know_is_among_the_examples() -> None:
+    assert {spec.kind for spec in SPECS} == set(FILTERS)
+
+
+@pytest.mark.parametrize(("update", "filters"), CHAINS, ids=str)
+def test_every_node_makes_the_filters_that_were_described(update: Any, filters: Filters) -> None:
+    about = describe(update, width=0, dtype="float32", filters=filters)
+    assert make_filters(about) == filters
+    assert describe(update, width=0, dtype="float32", filters=make_filters(about)) == about
+    assert served(about).tobytes() == by_hand(update).tobytes()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_spec_makes_a_filter_of_its_kind_anew(spec: FilterSpec) -> None:
+    one, other = spec.make(1), spec.make(1)
+    assert type(one) is type(other) is FILTERS[spec.kind]
+    assert one is not other
+
+
+def test_filters_for_replicas_are_those_that_lose_nothing_in_their_order() -> None:
+    filters = Filters(tuple(SPECS[:4]), ())
+    assert [spec.kind for spec in filters.copy] == ["KeyCaching", "Compression"]
+    assert [filters.caches_keys, Filters((), (SPECS[0],)).caches_keys] == [False, True]
+    assert NO_FILTERS.copy == ()
+
+
+def test_means_and_tensors_are_described_and_nothing_else_is_alike() -> None:
+    tensors = {"a": [0, [2, 3]]}
+    described = [
+        describe(Sum(), width=0, dtype="float32", means=means, tensors=of, filters=filters)
+        for means in (False, True)
+        for of in (None, tensors, {"b": [0, [2, 3]]})
+        for filters in (NO_FILTERS, Filters((SPECS[3],), ()), Filters((), (SPECS[3],)))
+    ]
+    assert len(set(described)) == len(described)
+    assert json.loads(described[-1])["tensors"] == {"b": [0, [2, 3]]}
+    assert "tensors" not in json.loads(described[0])
+
+
+@pytest.mark.parametrize(("means", "expected"), [(False, 6.0), (True, 3.0)])
+def test_what_is_pushed_together_is_summed_or_averaged_as_described(means: bool, expected: float) -> None:
+    table = make_table(describe(Sum(), width=0, dtype="float32", means=means), 10, 4, {})
+    contents = [Entries(2, np.full(3, value, np.float32)) for value in (2.0, 4.0)]
+    assert table.sum(contents, 2, 5).values.tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "why"),
+    [
+        ("Nonsense", {}, "expected one of the filters KeyCaching, "),
+        ("KKT", {"l1": 1.0}, "expected one of the filters"),
+        ("", {}, "expected one of the filters"),
+        ("KeyCaching", {}, "arguments that KeyCaching takes"),
+        ("KeyCaching", {"entries": 0}, "at least 1 entry"),
+        ("KeyCaching", {"entries": "4"}, "KeyCaching"),
+        ("Compression", {"level": 10}, "level from 0 to 9"),
+        ("Compression", {"speed": 1}, "arguments that Compression takes"),
+        ("FixedPoint", {"bytes_per_value": 4}, "1, 2 or 3 bytes"),
+        ("FixedPoint", {"bytes_per_value": 1, "seed": 1}, "arguments that FixedPoint takes"),
+        ("RandomSkip", {"probability": 0}, "a probability above 0"),
+        ("RandomSkip", {"probability": None}, "RandomSkip"),
+        ("SignificantlyModified", {"threshold": -1}, "threshold of at least 0"),
+    ],
+)
+def test_a_spec_of_no_filter_is_refused(kind: str, arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        FilterSpec(kind, arguments)
+
+
+@pytest.mark.parametrize(
+    ("update", "push", "pull", "why"),
+    [
+        (Assign(), (1,), (), "no RandomSkip with update=Assign"),
+        (Sum(), (5,), (), "SignificantlyModified with update=Assign"),
+        (Sum(), (), (1,), "filters of pulls among Compression, FixedPoint, KeyCaching, got RandomSkip"),
+        (Assign(), (), (5,), "filters of pulls among .*, got SignificantlyModified"),
+        (Sum(), (3, 2), (), "no fixed point behind compression"),
+        (Sum(), (0, 1), (), "no random skip behind key caching"),
+        (Sum(), (0, 0), (), "key caching once"),
+        (Sum(), (), (3, 4), "compression once"),
+    ],
+)
+def test_filters_that_do_not_go_together_are_not_described(update, push, pull, why) -> None:
+    filters = Filters(tuple(SPECS[one] for one in push), tuple(SPECS[one] for one in pull))
+    with pytest.raises(ValueError, match=why):
+        describe(update, width=0, dtype="float32", filters=filters)
+
+
 # Nonsense
 
 GOOD = json.loads(describe(SGD(lr=0.1), width=2, dtype="float32"))
@@ -234,6 +352,7 @@ def changed(**different: Any) -> str:
         changed(function=["a"]),
         changed(function={}),
         changed(function=7),
+        changed(means=None),
         changed(update="Adam", arguments={"lr": 0.1, "betas": 0.9}),
         changed(update="Adam", arguments={"lr": 0.1, "betas": [0.9]}),
         changed(update="Adam", arguments={"lr": 0.1, "betas": [0.9, 0.9, 0.9]}),
@@ -243,7 +362,7 @@ def changed(**different: Any) -> str:
     ids=lambda about: about[:60],
 )
 def test_nonsense_is_a_protocol_error(about: str) -> None:
-    with pytest.raises(ProtocolError, match="expected a namespace that can be served"):
+    with pytest.raises(ProtocolError, match=r"expected a namespace (that can be served|with filters)"):
         make_table(about, 10, 4, {})
 
 
@@ -251,6 +370,50 @@ def test_nonsense_is_a_protocol_error(about: str) -> None:
 def test_blocks_that_cannot_be_are_a_protocol_error(keys: int, block_keys: int) -> None:
     with pytest.raises(ProtocolError, match="expected blocks of"):
         make_table(json.dumps(GOOD), keys, block_keys, {})
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        "",
+        "nonsense",
+        "null",
+        "3",
+        "[]",
+        "{}",
+        changed(filters=None),
+        changed(filters=[]),
+        changed(filters=[[]]),
+        changed(filters=[[], [], []]),
+        changed(filters={"push": []}),
+        changed(filters=3),
+        changed(filters="no"),
+        changed(filters=[[], 3]),
+        changed(filters=[["Compression"], []]),
+        changed(filters=[[["Compression"]], []]),
+        changed(filters=[[["Compression", {}, {}]], []]),
+        changed(filters=[[["Compression", 3]], []]),
+        changed(filters=[[["Compression", ["level"]]], []]),
+        changed(filters=[[["Compression", {"level": "high"}]], []]),
+        changed(filters=[[["Compression", {"level": 99}]], []]),
+        changed(filters=[[["Nonsense", {}]], []]),
+        changed(filters=[[[["Compression"], {}]], []]),
+        changed(filters=[[[{}, {}]], []]),
+        changed(filters=[[[None, None]], []]),
+        changed(filters=[[["KeyCaching", {"entries": 10**400}]], [["KeyCaching", {"entries": None}]]]),
+        changed(filters=[[["SignificantlyModified", {"threshold": "x"}]], []]),
+        changed(filters=[[["RandomSkip", {"probability": [0.5]}]], []]),
+        changed(filters=[[["RandomSkip", {"probability": 0.5}]], [["Compression", {"level": 1.5j.imag}], 1]]),
+        changed(filters=[[["Compression", {}], ["FixedPoint", {"bytes_per_value": 1}]], []]),
+        changed(filters=[[["Compression", {}], ["Compression", {}]], []]),
+        "[" * 100_000,
+    ],
+    ids=lambda about: about[:90],
+)
+def test_nonsense_of_filters_is_a_protocol_error(about: str) -> None:
+    for make in (make_filters, lambda about: make_table(about, 10, 4, {})):
+        with pytest.raises(ProtocolError, match="expected a namespace with filters"):
+            make(about)
 
 
 json_values = st.recursive(
@@ -281,3 +444,20 @@ def test_a_text_makes_a_table_that_can_be_used_or_is_a_protocol_error(about: str
     shape = table.read(0, 10, None).values.shape
     table.apply(0, 10, Entries(0, np.ones(shape, json.loads(about)["dtype"])))
     assert shape[0] == 10
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=20)
+    | st.lists(
+        st.lists(st.tuples(st.sampled_from((*FILTERS, "", "x")), json_values), max_size=2), max_size=3
+    ).map(lambda filters: json.dumps(GOOD | {"filters": filters}))
+    | json_values.map(lambda filters: json.dumps(GOOD | {"filters": filters}))
+)
+def test_a_text_makes_filters_that_can_be_made_or_is_a_protocol_error(about: str) -> None:
+    try:
+        filters = make_filters(about)
+    except ProtocolError:
+        return
+    for spec in (*filters.push, *filters.pull):
+        spec.make(1)

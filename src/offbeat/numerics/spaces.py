@@ -190,11 +190,14 @@ def make_filters(about: str) -> Filters:
     """
     try:
         push, pull = json.loads(about)["filters"]
-        return Filters(
+        filters = Filters(
             tuple(FilterSpec(kind, arguments) for kind, arguments in push),
             tuple(FilterSpec(kind, arguments) for kind, arguments in pull),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        for chain in filters:
+            FilterChain([spec.make(0) for spec in chain])
+        return filters
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"expected a namespace with filters, got {about}: {error}") from error
 
 
@@ -209,6 +212,7 @@ def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, A
     Raises:
         ProtocolError: the namespace is none that `describe` describes, or its function is not here.
     """
+    make_filters(about)
     try:
         said = json.loads(about)
         arguments = dict(said["arguments"])

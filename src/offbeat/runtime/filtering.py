@@ -36,24 +36,21 @@ class Filtering:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._filters: dict[str, Filters] = {}  # by namespace
+        self._abouts: dict[str, Any] = {}  # by namespace
+        self._filters: dict[str, Filters] = {}  # likewise, as far as they were asked for
         self._chains: dict[tuple[str, str, str], FilterChain] = {}  # by node, namespace and kind
         self._cachings: dict[tuple[str, str, str], KeyCaching] = {}  # likewise
         self._passed: dict[tuple[str, str], dict[str, Passed]] = {}  # in chains that ended, without the node
         self._ended = 0
 
     def learn(self, spaces: Mapping[str, Space]) -> None:
-        """Take note of namespaces.
-
-        Raises:
-            ProtocolError: the filters of one are none.
-        """
-        for name in spaces.keys() - self._filters.keys():
-            self._filters[name] = make_filters(spaces[name].about)
+        """Take note of namespaces; who uses one whose filters are none is to blame, not who tells of it."""
+        for name in spaces.keys() - self._abouts.keys():
+            self._abouts[name] = spaces[name].about
 
     def knows(self, namespace: str) -> bool:
         """Whether it is one that was learned."""
-        return namespace in self._filters
+        return namespace in self._abouts
 
     def forget(self, node: str) -> None:
         """A node is gone."""
@@ -141,12 +138,17 @@ class Filtering:
         self._ended += 1
 
     def _of(self, namespace: str) -> Filters:
-        return self._filters.get(namespace, NO_FILTERS)
+        found = self._filters.get(namespace)
+        if found is None:
+            if namespace not in self._abouts:
+                return NO_FILTERS
+            found = self._filters[namespace] = make_filters(self._abouts[namespace])
+        return found
 
     def _chain(self, node: str, namespace: str, kind: str) -> FilterChain:
         chain = self._chains.get((node, namespace, kind))
         if chain is None:
-            if namespace not in self._filters:
+            if not self.knows(namespace):
                 raise ProtocolError(f"expected a namespace that was opened, got {namespace}")
             filters = getattr(self._of(namespace), kind.partition(" ")[0])
             seed = crc32(f"{self._seed} {self._ended} {node} {namespace} {kind}".encode())
