@@ -42,6 +42,8 @@ def viewed(target=()):
         target=target,
         filling=(),
         namespaces=(),
+        participants=(),
+        paused=(),
         servers=(),
         reason="",
     )

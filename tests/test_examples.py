@@ -1,4 +1,4 @@
-"""The examples run under torchrun, are short, and do what their docstrings say."""
+"""The examples run, those with torchrun under it, are short, and do what their docstrings say."""
 
 import os
 import re
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.libsvm import write_libsvm
+from offbeat.numerics.powerlaw import power_law
+from offbeat.numerics.sparse import joined
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -16,6 +20,18 @@ def run(name, *options, workers=2):
     done = subprocess.run(
         [*TORCHRUN, str(workers), str(EXAMPLES / name), *options],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_alone(name, *options):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *options],
         capture_output=True,
         text=True,
         timeout=300,
@@ -58,3 +74,22 @@ def test_own_loop_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path)
 
     assert len(whole) == 2
     assert begun + resumed == whole
+
+
+@pytest.mark.parametrize("options", [(), ("--tau", "0"), ("--no-kkt",)], ids=" ".join)
+def test_sparse_logistic_regression_of_made_up_rows_finds_the_optimum(options):
+    said = run_alone("sparse_logistic_regression.py", *options)
+
+    *passes, last = said.splitlines()
+    assert [int(one.split()[1].rstrip(":")) for one in passes] == list(range(1, len(passes) + 1))
+    gap, differ = re.fullmatch(r"relative gap .*: (.*); weights that .*: (.*)", last).groups()
+    assert abs(float(gap)) < 1e-6
+    assert differ == "0"
+
+
+def test_sparse_logistic_regression_of_a_file(tmp_path):
+    rows = joined(list(power_law(300, 50, 1, draws=6, exponent=0.5)))
+    write_libsvm(tmp_path / "rows", rows)
+    said = run_alone("sparse_logistic_regression.py", str(tmp_path / "rows"), "--l1", "3", "--blocks", "5")
+
+    assert abs(float(re.search(r"relative gap .*: (.*); ", said)[1])) < 1e-6

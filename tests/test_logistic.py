@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -11,16 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError
+from offbeat.numerics.entries import Entries
 from offbeat.numerics.logistic import (
     WIDTH_FIRST,
     WIDTH_MAX,
     BlockProximal,
     BlockPush,
     BlockWorker,
+    Passes,
     aggregated,
     curvature_bounds,
     gradient,
     loss,
+    may_be_skipped,
     mistrust,
     next_widths,
     rate_that_descends,
@@ -30,7 +34,8 @@ from offbeat.numerics.logistic import (
     violations,
 )
 from offbeat.numerics.powerlaw import power_law
-from offbeat.numerics.proximal_newton import hessian, solve
+from offbeat.numerics.proximal_newton import compare, hessian, solve
+from offbeat.numerics.spaces import describe, make_table
 from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
 
 
@@ -301,89 +306,209 @@ def test_with_a_rate_of_1_correlated_columns_never_settle():
     columns = SignedColumns.of(rows_of(np.ones((40, 8)), np.repeat([1.0, -1.0], [30, 10])))
     ends = {}
     for rate in (1.0, rate_that_descends(columns)):
-        worker, update = BlockWorker(columns), BlockProximal(l1=1.0, rate=rate)
+        worker, update = BlockWorker(columns, 1.0), BlockProximal(l1=1.0, rate=rate)
         weights, widths = np.zeros(8), np.full(8, WIDTH_FIRST)
         for _ in range(50):
             push = worker.push(0, 1000)
             update.step(weights, widths, push.gradients, push.bounds)
-            worker.pull(push.keys, weights)
+            worker.pull(push.keys, weights, push.gradients)
         ends[rate] = standing(columns, weights, 1.0)
     assert ends[1 / 8].gap < 1e-9 * ends[1 / 8].objective
     assert ends[1.0].objective > 1.01 * ends[1 / 8].objective
 
 
 def test_only_what_is_zero_and_clearly_held_there_may_be_skipped():
-    update = BlockProximal(l1=1.0, rate=0.9)
     weights, gradients = np.array([0.0, 0.0, 0.0, 1e-9]), np.array([0.5, -0.9, 0.81, 0.0])
-    assert update.may_be_skipped(weights, gradients, 0.2).tolist() == [True, False, False, False]
-    assert update.may_be_skipped(weights, gradients, 0.0).tolist() == [True, True, True, False]
+    assert may_be_skipped(weights, gradients, 1.0, 0.2).tolist() == [True, False, False, False]
+    assert may_be_skipped(weights, gradients, 1.0, 0.0).tolist() == [True, True, True, False]
+    assert not may_be_skipped(weights, gradients, 1.0, math.inf).any()
     assert slack_after(0.5, rows=100) == 0.05
 
 
 def test_margins_that_pulls_move_are_those_of_the_weights():
     _, columns, weights = problem(8)
-    worker = BlockWorker(columns)
+    worker = BlockWorker(columns, 1.0)
     rng = random.Random(8)
     for _ in range(30):
         keys = np.array(sorted(rng.sample([1, *columns.keys.tolist(), 1000], 4)))
-        worker.pull(keys, np.array([rng.gauss(0, 1) for _ in keys]))
-    worker.pull(np.append(columns.keys, 1000), np.append(weights, 5.0))
+        worker.pull(keys, np.array([rng.gauss(0, 1) for _ in keys]), np.zeros(4))
+    worker.pull(np.append(columns.keys, 1000), np.append(weights, 5.0), np.zeros(len(weights) + 1))
+    assert worker.loss == loss(worker.margins_N)
     np.testing.assert_array_equal(worker.weights_D, weights)
     np.testing.assert_allclose(worker.margins_N, columns.times(weights), atol=1e-12)
+
+
+def test_what_a_worker_skips_it_does_not_push_until_all_are_looked_at_again():
+    _, columns, _ = problem(10)
+    worker = BlockWorker(columns, 1.0)
+    zero, gradients = np.zeros(3), np.array([0.5, -0.95, 3.0])
+    worker.pull(columns.keys[:3], zero, gradients)
+    assert not worker.skipped_D.any()  # the first pass looks at all
+    assert worker.violation == 2.0
+    worker.begin_pass(0.1)
+    assert worker.violation == 0
+    worker.pull(columns.keys[:3], zero, gradients)
+    assert worker.skipped_D.tolist() == [True, *[False] * 7]
+    assert worker.push(0, 1000).keys.tolist() == columns.keys[1:].tolist()
+    worker.begin_pass(0.0)
+    assert worker.skipped_D[0], "only who is looked at may change"
+    worker.begin_pass(math.inf)
+    push = worker.push(0, 1000)
+    assert push.keys.tolist() == columns.keys.tolist()
+    np.testing.assert_array_equal(push.rows, np.stack([push.gradients, push.bounds], 1))
+
+
+# The update, on servers ---------------------------------------------------------------------------------
+
+
+def one_step(w, width, g, u, l1, rate):
+    """The formulas of the paper's appendix and its code, one key at a time."""
+    bound = u / rate + 1e-10
+    if g + l1 <= bound * w:
+        change = -(g + l1) / bound
+    elif g - l1 >= bound * w:
+        change = -(g - l1) / bound
+    else:
+        change = -w
+    after = w + min(width, max(-width, change))
+    return after, min(5.0, 2 * abs(after - w) + 0.1)
+
+
+@pytest.mark.parametrize("block_keys", [1, 7, 40])
+def test_a_namespace_takes_the_steps_of_the_formulas(block_keys):
+    """Rows (gradient, bound) in, rows (weight, gradient) out; whatever blocks a server has it in."""
+    update, rng = BlockProximal(l1=0.7, rate=0.9), np.random.default_rng(11)
+    table = make_table(describe(update, width=2, dtype="float64"), 40, block_keys, {})
+    weights, widths, gradients = np.zeros(40), np.ones(40), np.zeros(40)
+    for _ in range(20):
+        keys = np.flatnonzero(rng.random(40) < 0.6)
+        pushed = np.stack([rng.normal(size=len(keys)), rng.random(len(keys)) * 2], 1)
+        table.apply(0, 40, Entries(0, pushed, keys))
+        for key, (g, u) in zip(keys, pushed, strict=True):
+            weights[key], widths[key] = one_step(weights[key], widths[key], g, u, 0.7, 0.9)
+            gradients[key] = g
+    found = table.read(0, 40, None).values
+    np.testing.assert_array_equal(found, np.stack([weights, gradients], 1))
+    assert np.count_nonzero(weights) not in (0, 40)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_replicas_that_have_the_namespace_in_other_blocks_hold_the_same_bits(dtype):
+    update, rng = BlockProximal(l1=0.7, rate=0.9), np.random.default_rng(12)
+    about = describe(update, width=2, dtype=dtype)
+    tables = [make_table(about, 40, block_keys, {}) for block_keys in (40, 9)]
+    for first in (0, 5, 0, 20, 3):
+        pushed = Entries(first, np.abs(rng.normal(size=(20, 2))).astype(dtype))
+        tables[0].apply(first, first + 20, pushed)
+        for at in range(first, first + 20, 4):
+            tables[1].apply(at, at + 4, pushed.cut(at, at + 4))
+    found = [table.read(0, 40, None).values for table in tables]
+    assert found[0].dtype == dtype
+    assert found[0].any()
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+def test_a_worker_has_the_widths_that_the_servers_have():
+    """It computes them from the weights that it pulls; only rows (weight, gradient) travel."""
+    _, columns, _ = problem(13)
+    worker, update = BlockWorker(columns, 0.5), BlockProximal(l1=0.5, rate=0.3)
+    values, states = np.zeros((8, 2)), {"widths": np.zeros((8, 2))}
+    for _ in range(10):
+        push = worker.push(0, 1000)
+        update.apply(values, states, push.rows)
+        worker.pull(push.keys, *values.T)
+        np.testing.assert_array_equal(worker._widths_D, states["widths"][:, 0])
+    assert len(set(worker._widths_D)) > 2
+
+
+# Passes -------------------------------------------------------------------------------------------------
+
+
+def test_all_keys_are_looked_at_again_when_the_objective_hardly_changes_and_once_more_is_the_end():
+    passes = Passes(100, 4, 50, 0.01)
+    steps = [(100, 5), (90, 2), (89.5, 1), (80, 1), (79.9, 1), (79.8, 1)]
+    slacks, ended = [passes.slack], []
+    for (objective, violation), _ in zip(steps, passes, strict=False):
+        passes.ended(objective, violation)
+        slacks.append(passes.slack)
+        ended.append(passes.is_over)
+    assert slacks == [math.inf, 1.0, 0.4, math.inf, 0.2, math.inf, math.inf]
+    assert ended == [False] * 5 + [True]
+    assert list(passes) == []
+    assert passes.number == 6
+
+
+def test_a_pass_has_every_key_once_in_an_order_that_all_workers_draw():
+    orders = [list(itertools.islice(Passes(10, 4, 1, 0.1, seed=3), 5)) for _ in range(2)]
+    assert orders[0] == orders[1]
+    assert sorted(orders[0][0]) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert len(set(map(tuple, orders[0]))) > 1
+
+
+def test_without_the_filter_all_are_always_looked_at_and_passes_have_a_number_at_most():
+    passes = Passes(10, 3, 50, 0.01, filtered=False, passes_max=3)
+    for number, _ in enumerate(passes):
+        passes.ended(100 / 2**number, 5)
+        assert passes.slack == math.inf
+    assert passes.number == 3
 
 
 class Job:
     """Workers and a server in one process, task after task: workers see results up to tau tasks late.
 
-    A task is one block, with the keys that are skipped in it. In each pass every block comes once, in random
-    order. A worker takes in what finished in order, and at least all tasks before the last tau.
+    A task is one block. A worker takes in what finished in order, and at least all tasks before the last tau;
+    at the end of a pass all of it.
     """
 
-    def __init__(self, parts, l1, *, blocks, tau, seed, rate=None):
+    def __init__(self, parts, l1, *, blocks, tau, seed, rate=None, filtered=True):
         self.rng = random.Random(seed)
-        self.workers = [BlockWorker(SignedColumns.of(part)) for part in parts]
+        self.workers = [BlockWorker(SignedColumns.of(part), l1) for part in parts]
         self.whole = SignedColumns.of(joined(parts))
         self.keys, self.l1, self.tau = self.whole.keys, l1, tau
-        self.weights, self.widths = np.zeros(len(self.keys)), np.full(len(self.keys), WIDTH_FIRST)
-        ends = np.append(self.keys[:: -(-len(self.keys) // blocks)], self.keys[-1] + 1).tolist()
-        self.blocks = list(itertools.pairwise(ends))
+        self.values, self.states = np.zeros((len(self.keys), 2)), {"widths": np.zeros((len(self.keys), 2))}
+        keys = int(self.keys[-1]) + 1
+        self.passes = Passes(keys, blocks, self.whole.height, 1e-12, filtered=filtered, seed=seed)
         self.update = BlockProximal(l1=l1, rate=rate or rate_that_descends(self.whole))
-        self.finished, self.seen = [], [0] * len(self.workers)
-        self.skipped = np.array([], np.int64)
-        self.computed = self.steepest = 0
+        self.computed = 0
+
+    @property
+    def weights(self):
+        return self.values[:, 0]
 
     def objective(self):
         return standing(self.whole, self.weights, self.l1).objective
 
-    def run_a_pass(self, slack):
-        """Returns the largest violation that was seen."""
-        largest = 0.0
-        for first, stop in self.rng.sample(self.blocks, len(self.blocks)):
-            for rank, worker in enumerate(self.workers):
-                lag = self.rng.randint(0, min(self.tau, len(self.finished) - self.seen[rank]))
-                until = len(self.finished) - lag
-                for keys, weights in self.finished[self.seen[rank] : until]:
-                    worker.pull(keys, weights)
-                self.seen[rank] = until
-            total = aggregated([worker.push(first, stop, self.skipped) for worker in self.workers])
+    def run_a_pass(self, blocks):
+        finished, seen = [], [0] * len(self.workers)
+        for first, stop in blocks:
+            for rank in range(len(self.workers)):
+                self.take_in(finished, seen, rank, self.tau)
+            total = aggregated([worker.push(first, stop) for worker in self.workers])
             self.computed += len(total.keys)
             places = np.searchsorted(self.keys, total.keys)
-            weights, widths = self.weights[places], self.widths[places]
-            largest = max(largest, violations(weights, total.gradients, self.l1).max(initial=0.0))
-            self.update.step(weights, widths, total.gradients, total.bounds)
-            self.weights[places], self.widths[places] = weights, widths
-            self.finished.append((total.keys, weights))
-            held = self.update.may_be_skipped(weights, total.gradients, slack)
-            self.skipped = np.union1d(self.skipped, total.keys[held])
-        return largest
+            values, states = self.values[places], {"widths": self.states["widths"][places]}
+            self.update.apply(values, states, total.rows)
+            self.values[places], self.states["widths"][places] = values, states["widths"]
+            finished.append((total.keys, *values.T))
+        for rank in range(len(self.workers)):
+            self.take_in(finished, seen, rank, 0)
+        skipped = [set(worker.columns.keys[worker.skipped_D]) for worker in self.workers]
+        for one, other in itertools.permutations(range(len(self.workers)), 2):
+            assert skipped[one] & set(self.workers[other].columns.keys) <= skipped[other]
 
-    def run(self, passes, *, filtered):
-        rows, slack = self.whole.height, np.inf
-        for number in range(passes):
-            if number % 5 == 4:  # all are looked at again
-                self.skipped = self.skipped[:0]
-            largest = self.run_a_pass(slack)
-            slack = min(slack_after(largest, rows), self.l1) if filtered else np.inf
+    def take_in(self, finished, seen, rank, tau):
+        until = len(finished) - self.rng.randint(0, min(tau, len(finished) - seen[rank]))
+        for step in finished[seen[rank] : until]:
+            self.workers[rank].pull(*step)
+        seen[rank] = until
+
+    def run(self, passes):
+        for blocks in itertools.islice(self.passes, passes):
+            for worker in self.workers:
+                worker.begin_pass(self.passes.slack)
+            self.run_a_pass(blocks)
+            objective = sum(worker.loss for worker in self.workers) + self.l1 * np.abs(self.weights).sum()
+            self.passes.ended(objective, max(worker.violation for worker in self.workers))
 
 
 def generated(rows=240, features=60, seed=5, workers=3):
@@ -407,27 +532,25 @@ def best(parts):
 def test_delayed_steps_reach_the_optimum_and_its_support(parts, best, tau, filtered):
     """The same optimum and support with and without delay and KKT filter, and the end satisfies KKT."""
     assert 0 < np.count_nonzero(best.weights) < len(best.weights)
-    job = Job(parts, 2.0, blocks=12, tau=tau, seed=tau, rate=0.9)
-    job.run(30, filtered=filtered)
-    assert job.objective() <= best.standing.objective * (1 + 1e-6)
-    np.testing.assert_array_equal(job.weights != 0, best.weights != 0)
+    job = Job(parts, 2.0, blocks=12, tau=tau, seed=tau, rate=0.9, filtered=filtered)
+    job.run(200)
+    assert job.passes.is_over
+    assert compare(job.whole, job.weights, 2.0) == (pytest.approx(0, abs=1e-9), 0)
     assert standing(job.whole, job.weights, 2.0).violation < 1e-4
-    everything = 30 * len(job.keys)
+    everything = job.passes.number * len(job.keys)
     assert job.computed < 0.7 * everything if filtered else job.computed == everything
-    for worker, seen in zip(job.workers, job.seen, strict=True):
-        for keys, weights in job.finished[seen:]:
-            worker.pull(keys, weights)
+    for worker in job.workers:
         at = np.searchsorted(job.keys, worker.columns.keys)
         np.testing.assert_array_equal(worker.weights_D, job.weights[at])
         np.testing.assert_allclose(worker.margins_N, worker.columns.times(worker.weights_D), atol=1e-10)
-        np.testing.assert_array_equal(worker._widths_D, job.widths[at])
+        np.testing.assert_array_equal(worker._widths_D, job.states["widths"][at, 0])
 
 
 def test_without_delay_and_with_the_rate_that_descends_no_pass_climbs(parts):
-    job = Job(parts, 2.0, blocks=12, tau=0, seed=0)
+    job = Job(parts, 2.0, blocks=12, tau=0, seed=0, filtered=False)
     objectives = [job.objective()]
     for _ in range(10):
-        job.run_a_pass(np.inf)
+        job.run(1)
         objectives.append(job.objective())
     assert all(after < before for before, after in itertools.pairwise(objectives))
 
@@ -437,6 +560,15 @@ def test_without_delay_and_with_the_rate_that_descends_no_pass_climbs(parts):
     [
         (lambda: BlockProximal(l1=0, rate=1), "l1 above 0, got 0"),
         (lambda: BlockProximal(l1=1, rate=float("nan")), "rate above 0, got nan"),
+        (
+            lambda: Passes(10, 0, 5, 0.1),
+            "at least one key, block, row and pass, .* got 10, 0, 5, 10000 and 0.1",
+        ),
+        (lambda: Passes(10, 1, 5, 0), "an epsilon above 0, got 10, 1, 5, 10000 and 0"),
+        (
+            lambda: describe(BlockProximal(l1=1, rate=1), width=0, dtype="float64"),
+            "rows of 2 numbers for BlockProximal, got 0",
+        ),
         (lambda: aggregated([]), "at least one push, got none"),
         (lambda: solve(problem(0)[1], 0), "l1 and a relative gap above 0, got 0 and 1e-09"),
         (lambda: solve(problem(0)[1], 1, relative_gap=0), "above 0, got 1 and 0"),

@@ -67,6 +67,44 @@ def test_rows_have_as_many_numbers_as_the_namespace_says(ps, name):
     assert w.push(np.zeros((0, 3)), keys=[]).result() is None
 
 
+def test_a_request_for_nothing_waits_for_what_comes_before_it_and_fails_with_it(ps, name):
+    w = ps.namespace(name, keys=10)
+    before = w.push(np.ones(10))
+    assert w.pull(keys=[], after=[before]).result().shape == (0,)
+    assert before.is_done
+
+    def fail():
+        raise ValueError("no")
+
+    broken = ps.when_done([], fail)
+    for future in (w.pull(keys=[], after=[broken]), w.push([], keys=[], after=[broken])):
+        with pytest.raises(ValueError, match="no"):
+            future.result()
+
+
+def test_the_range_of_a_push_may_have_keys_that_it_does_not_list(ps, name):
+    w = ps.namespace(name, keys=20, block_keys=3)
+    w.push([1.0, 2.0], keys=[4, 8], first=2, last=15).result()
+    w.push([], keys=[], first=2, last=15).result()
+    w.push([3.0], first=5, last=6).result()
+    assert np.flatnonzero(w.pull().result()).tolist() == [4, 5, 8]
+    for keys, last in ([1, 8], 15), ([4, 8], 8):
+        with pytest.raises(ValueError, match=f"expected keys from 2 to below {last}"):
+            w.push([1.0, 2.0], keys=keys, first=2, last=last)
+    with pytest.raises(ValueError, match="expected values of 3 keys, got 2"):
+        w.push([1.0, 2.0], first=2, last=5)
+
+
+def test_traffic_is_what_was_sent_and_what_came(ps, name):
+    w = ps.namespace(name, keys=100_000)
+    before = ps.traffic_bytes
+    w.push(np.ones(100_000)).result()
+    pushed = ps.traffic_bytes
+    w.pull().result()
+    assert pushed - before > 400_000
+    assert ps.traffic_bytes - pushed > 400_000
+
+
 def test_arrays_larger_than_a_letter_come_whole(ps, name):
     rng = np.random.default_rng(0)
     w = ps.namespace(name, keys=3_000_000, block_keys=100_000)
@@ -443,6 +481,33 @@ def take_turns(cluster, name, rank, clients, times, results):
             seen.append(w.pull(keys=[0]).result()[0])
         w.withdraw()
         results[rank] = seen
+
+
+def push_own_keys(cluster, name, rank, clients, results):
+    with offbeat.PS(cluster) as ps:
+        w = ps.namespace(name, keys=60, aggregate="sum", dtype="float64", block_keys=7)
+        w.take_part(clients)
+        for _ in range(3):
+            keys = np.arange(rank, 50, clients) if rank else np.zeros(0, np.int64)
+            pushed = w.push(np.full(len(keys), float(rank)), keys=keys, first=0, last=50)
+            results[rank] = w.pull(after=[pushed]).result()
+
+
+def test_who_lists_other_keys_of_the_same_range_or_none_has_pushed_it(ps, name):
+    clients, results = 3, {}
+    threads = [
+        threading.Thread(target=push_own_keys, args=(ps.cluster, name, rank, clients, results))
+        for rank in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = np.zeros(60)
+    expected[1:50:3], expected[2:50:3] = 3, 6
+    assert len(results) == clients
+    for found in results.values():
+        assert np.array_equal(found, expected)
 
 
 def test_what_all_clients_push_at_one_time_is_one_step_of_the_mean(ps, name):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.numerics.entries import Entries
+from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import (
     FILTERS,
     NO_FILTERS,
@@ -39,6 +40,7 @@ EXAMPLES = [
     Adam(lr=0.1, betas=(0.5, 0.75), eps=1e-4, weight_decay=0.1, decoupled=True),
     FTRL(alpha=0.1, beta=0.5, l1=0.01, l2=0.1),
     SoftThreshold(lr=0.1, l1=0.3),
+    BlockProximal(l1=0.3, rate=0.5),
 ]
 
 
@@ -69,6 +71,11 @@ def makes_nothing() -> None:
     pass
 
 
+def widths(update: Any) -> tuple[int, ...]:
+    """Of rows that an update takes."""
+    return (update.width,) if hasattr(update, "width") else (0, 1, 3)
+
+
 def pushed_twice(table: ArrayTable, *, width: int, dtype: str) -> np.ndarray:
     """All rows after two pushes that are the same for every table."""
     rows = np.linspace(-1, 1, 7 * (width or 1)).astype(dtype).reshape((7, width) if width else 7)
@@ -90,9 +97,10 @@ def by_hand(update: Any, *, width: int = 0, dtype: str = "float32") -> np.ndarra
 # There and back
 
 
-@pytest.mark.parametrize("width", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("update", EXAMPLES, ids=str)
+@pytest.mark.parametrize(
+    ("update", "width"), [(update, width) for update in EXAMPLES for width in widths(update)], ids=str
+)
 def test_a_server_makes_the_table_that_was_described(update: Any, dtype: str, width: int) -> None:
     about = describe(update, width=width, dtype=dtype)
     found = served(about, width=width, dtype=dtype)
@@ -108,7 +116,7 @@ def test_every_update_that_servers_know_is_among_the_examples() -> None:
 
 @pytest.mark.parametrize("update", EXAMPLES, ids=str)
 def test_every_argument_of_an_update_is_described(update: Any) -> None:
-    said = json.loads(describe(update, width=0, dtype="float32"))
+    said = json.loads(describe(update, width=widths(update)[0], dtype="float32"))
     assert UPDATES[said["update"]] is type(update)
     assert set(said["arguments"]) == {field.name for field in dataclasses.fields(update)}
 
@@ -117,7 +125,7 @@ def test_the_same_is_described_alike_and_nothing_else_is() -> None:
     described = [
         describe(update, width=width, dtype=dtype)
         for update in EXAMPLES
-        for width in (0, 1)
+        for width in widths(update)
         for dtype in ("float32", "float64")
     ]
     assert len(set(described)) == len(described)

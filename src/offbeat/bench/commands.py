@@ -285,6 +285,49 @@ def failover(
     _report(json, lambda command: run(command=command, kills=kills, workers=workers, size_mb=mb, seed=seed))
 
 
+@bench.command(name="sparse-lr")
+def sparse_lr(
+    path: Annotated[
+        Path | None, typer.Option("--file", help="Rows in LIBSVM's text format; by default made up.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Made-up rows.")] = 10_000,
+    features: Annotated[int, typer.Option(min=1, help="And how many features they have.")] = 100_000,
+    tau: Annotated[list[int] | None, typer.Option(min=0, help="Bounds of the delay, one each.")] = None,
+    workers: Workers = 4,
+    blocks: Annotated[int, typer.Option(min=1, help="Of features.")] = 32,
+    l1: Annotated[float, typer.Option(help="The weight of the penalty.")] = 4.0,
+    rate: Annotated[float, typer.Option(help="Eta.")] = 0.5,
+    epsilon: Annotated[float, typer.Option(help="Change of the objective that is none.")] = 1e-7,
+    passes: Annotated[int, typer.Option(min=1, help="At most.")] = 300,
+    gap: Annotated[float, typer.Option(help="How close to the best objective counts as found.")] = 1e-4,
+    slow: Annotated[
+        str, typer.Option(help="Who takes how many times as long in which tasks; '' for nobody.")
+    ] = "1:10@burst=8/64",
+    task_ms: Annotated[float, typer.Option(min=0.0, help="How long a task takes at least.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of rows, order and slowness.")] = 0,
+    json: Json = None,
+) -> None:
+    """Sparse logistic regression on a parameter server with a slow worker, by bound of the delay; timed."""
+    from offbeat.bench.sparse_lr import Setting, run
+
+    setting = Setting(
+        path="" if path is None else str(path),
+        rows=rows,
+        features=features,
+        seed=seed,
+        workers=workers,
+        blocks=blocks,
+        l1=l1,
+        rate=rate,
+        epsilon=epsilon,
+        passes_max=passes,
+        slow=slow,
+        task_ms=task_ms,
+    )
+    taus = tau or [0, 1, 2, 4, 8, 16]
+    _report(json, lambda command: run(command=command, setting=setting, taus=taus, gap=gap))
+
+
 def _compute(text: str) -> Compute:
     match text:
         case "timed" | "real":

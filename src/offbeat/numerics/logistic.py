@@ -7,9 +7,9 @@ bounds of its rows; a server adds up what workers pushed and steps. Nothing here
 how parameters travel.
 
 Source: M. Li, D. G. Andersen, A. Smola and K. Yu, "Communication efficient distributed machine learning with
-the parameter server", NIPS 2014, sections 4 and 5, and its authors' code (dmlc/parameter_server) for bounds
-and the trust region. Deviations: margins are kept as sums, not as exp(m_i), which would overflow; who may be
-skipped is told by a mask, not by NaN among the weights.
+the parameter server", NIPS 2014, sections 4 and 5, and its authors' code (dmlc/parameter_server) for bounds,
+the trust region and the end. Deviations: margins are kept as sums, not as exp(m_i), which would overflow;
+servers do not mark who may be skipped with NaN among the weights: workers see it in what they pull.
 
 Shapes: N rows, D keys (of a block, where there are blocks), Z values that are not zero.
 """
@@ -18,8 +18,12 @@ Shapes: N rows, D keys (of a block, where there are blocks), Z values that are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,11 +159,11 @@ def _entropies(chances_N: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def soft_threshold_changes(
-    weights_D: NDArray[np.float64],
-    gradients_D: NDArray[np.float64],
-    bounds_D: NDArray[np.float64],
+    weights_D: NDArray[np.floating],
+    gradients_D: NDArray[np.floating],
+    bounds_D: NDArray[np.floating],
     l1: float,
-) -> NDArray[np.float64]:
+) -> NDArray[np.floating]:
     """What to add to each weight so that g d + U d^2 / 2 + l1 |w + d| is smallest, (D,).
 
     d = -(g + l1) / U  where g + l1 <= U w,  -(g - l1) / U  where g - l1 >= U w,  else -w
@@ -179,12 +183,13 @@ def soft_threshold_changes(
     )
 
 
-def next_widths(changes_D: NDArray[np.float64]) -> NDArray[np.float64]:
+def next_widths(changes_D: NDArray[np.floating]) -> NDArray[np.floating]:
     """How far weights may move in their next step, after these changes: min(5, 2 |d| + 0.1), (D,).
 
     Worker and server each compute it for themselves, from the same changes. Source: dmlc/parameter_server.
     """
-    return np.minimum(WIDTH_MAX, 2 * np.abs(changes_D) + 0.1)
+    widths_D: NDArray[np.floating] = np.minimum(WIDTH_MAX, 2 * np.abs(changes_D) + 0.1)
+    return widths_D
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +205,11 @@ class BlockPush:
     keys: NDArray[np.int64]
     gradients: NDArray[np.float64]
     bounds: NDArray[np.float64]
+
+    @property
+    def rows(self) -> NDArray[np.float64]:
+        """Gradient and bound of each key, (D, 2): what `BlockProximal.apply` takes the sum of."""
+        return np.stack([self.gradients, self.bounds], 1)
 
 
 def aggregated(pushes: Iterable[BlockPush]) -> BlockPush:
@@ -225,6 +235,9 @@ def aggregated(pushes: Iterable[BlockPush]) -> BlockPush:
 class BlockProximal:
     """What a server makes of the sum of all workers' pushes; row by row, so that a block may be cut anywhere.
 
+    As an `Update`, for a namespace that aggregates: what is pushed are rows (gradient, bound), what is pulled
+    are rows (weight, the sum of gradients of its last step). Zero is where it begins.
+
     Args:
         l1: the weight of the penalty, above 0.
         rate: eta, above 0. Bounds are of each weight alone, but those of a block move together, and delays
@@ -235,6 +248,8 @@ class BlockProximal:
         ValueError: a number out of range.
     """
 
+    width: ClassVar[int] = 2
+
     l1: float
     rate: float
 
@@ -243,12 +258,30 @@ class BlockProximal:
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} above 0, got {getattr(self, name)}")
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See `Update.states`; the width of each weight is in the first column, 0 before its first step."""
+        return ("widths",)
+
+    def apply(
+        self,
+        values: NDArray[np.floating],
+        states: dict[str, NDArray[np.floating]],
+        pushed: NDArray[np.floating],
+    ) -> None:
+        """See `Update.apply`."""
+        kept_D = states["widths"][:, 0]
+        widths_D = np.where(kept_D == 0, WIDTH_FIRST, kept_D)
+        self.step(values[:, 0], widths_D, pushed[:, 0], pushed[:, 1])
+        kept_D[...] = widths_D
+        values[:, 1] = pushed[:, 0]
+
     def step(
         self,
-        weights_D: NDArray[np.float64],
-        widths_D: NDArray[np.float64],
-        gradients_D: NDArray[np.float64],
-        bounds_D: NDArray[np.float64],
+        weights_D: NDArray[np.floating],
+        widths_D: NDArray[np.floating],
+        gradients_D: NDArray[np.floating],
+        bounds_D: NDArray[np.floating],
     ) -> None:
         """Move weights by a soft-threshold step within their widths, and set the next widths; both in place.
 
@@ -263,20 +296,22 @@ class BlockProximal:
         weights_D += np.clip(changes_D, -widths_D, widths_D)
         widths_D[...] = next_widths(weights_D - before_D)  # as workers see it, to the bit
 
-    def may_be_skipped(
-        self, weights_D: NDArray[np.float64], gradients_D: NDArray[np.float64], slack: float
-    ) -> NDArray[np.bool_]:
-        """The KKT filter: of which keys nothing need be computed or sent until all are looked at again.
 
-        Source: the NIPS paper, section 5: w = 0 and |g| <= l1 - slack.
+def may_be_skipped(
+    weights_D: NDArray[np.float64], gradients_D: NDArray[np.float64], l1: float, slack: float
+) -> NDArray[np.bool_]:
+    """The KKT filter: of which keys nothing need be computed or sent until all are looked at again.
 
-        Args:
-            weights_D: after the step.
-            gradients_D: the last sum of all workers'.
-            slack: 0 to l1; the larger, the fewer are skipped. The code's rule for it is `slack_after`.
-        """
-        skipped_D: NDArray[np.bool_] = (weights_D == 0) & (np.abs(gradients_D) <= self.l1 - slack)
-        return skipped_D
+    Source: the NIPS paper, section 5: w = 0 and |g| <= l1 - slack.
+
+    Args:
+        weights_D: after a step.
+        gradients_D: the sum of all workers' that it was made of.
+        l1: the weight of the penalty.
+        slack: at least 0; the larger, the fewer are skipped, and none if it is above l1.
+    """
+    skipped_D: NDArray[np.bool_] = (weights_D == 0) & (np.abs(gradients_D) <= l1 - slack)
+    return skipped_D
 
 
 def slack_after(violation_max: float, rows: int) -> float:
@@ -289,6 +324,71 @@ def slack_after(violation_max: float, rows: int) -> float:
         rows: of all workers.
     """
     return 10 * violation_max / rows
+
+
+class Passes:
+    """Passes through all blocks: in which order, and what comes after one; the same for all workers.
+
+    When the objective has changed by at most `epsilon` of itself, all keys are looked at in the next pass; if
+    it changes by no more then, that was the last one. Iterating yields the blocks of each pass in random
+    order, as first key and the key after the last; between two passes `ended` has to be told.
+
+    Source: dmlc/parameter_server.
+
+    Args:
+        keys: of all blocks: 0 to `keys` - 1.
+        blocks: of neighbours, how many at most; all but the last have one size.
+        rows: of all workers.
+        epsilon: above 0.
+        passes_max: so many and no more.
+        filtered: whether keys may be skipped at all.
+        seed: of the order.
+
+    Attributes:
+        number: of passes that have ended.
+        slack: of the KKT filter in the next pass; infinite where all keys are to be looked at.
+        is_over: there is no next pass.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        keys: int,
+        blocks: int,
+        rows: int,
+        epsilon: float,
+        *,
+        passes_max: int = 10_000,
+        filtered: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if min(keys, blocks, rows, passes_max) < 1 or not epsilon > 0:
+            raise ValueError(
+                "expected at least one key, block, row and pass, and an epsilon above 0, got "
+                f"{keys}, {blocks}, {rows}, {passes_max} and {epsilon}"
+            )
+        size = -(-keys // blocks)
+        self._blocks = list(itertools.pairwise([*range(0, keys, size), keys]))
+        self._rows, self._epsilon, self._passes_max = rows, epsilon, passes_max
+        self._filtered, self._chance = filtered, random.Random(seed)
+        self._objective = math.inf
+        self._is_last_chance = False
+        self.number, self.slack, self.is_over = 0, math.inf, False
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        while not self.is_over:
+            yield self._chance.sample(self._blocks, len(self._blocks))
+
+    def ended(self, objective: float, violation_max: float) -> None:
+        """A pass has ended, with this objective, and this largest violation of what was looked at."""
+        is_converged = abs(self._objective - objective) <= self._epsilon * abs(objective)
+        self.number += 1
+        self.is_over = (is_converged and self._is_last_chance) or self.number == self._passes_max
+        self._objective, self._is_last_chance = objective, is_converged
+        is_filtered = self._filtered and not is_converged
+        self.slack = slack_after(violation_max, self._rows) if is_filtered else math.inf
 
 
 def rate_that_descends(block: SignedColumns) -> float:
@@ -309,52 +409,80 @@ class BlockWorker:
 
     But a pull also adds one number to each row's margin.
 
+    Which keys are skipped has to be the same for all workers of a task: a sum that lacks the share of one is
+    no gradient. It is, where each block comes once in a pass and all that a pass has made is pulled before
+    the next one begins: then every worker goes by the same weights and sums.
+
+    Args:
+        columns: of its rows.
+        l1: the weight of the penalty.
+
     Attributes:
         columns: of its rows.
         weights_D: one a column; 0 until it hears otherwise.
         margins_N: of its rows at these weights; never computed anew, but moved by what each pull changes.
+        skipped_D: which columns are skipped, true or false.
+        violation: the largest of `violations` that it has seen in this pass.
     """
 
-    def __init__(self, columns: SignedColumns) -> None:
+    def __init__(self, columns: SignedColumns, l1: float) -> None:
         self.columns = columns
         self.weights_D = np.zeros(len(columns))
         self.margins_N = np.zeros(columns.height)
+        self.skipped_D = np.zeros(len(columns), np.bool_)
+        self.violation = 0.0
         self._widths_D = np.full(len(columns), WIDTH_FIRST)
+        self._l1, self._slack = l1, math.inf
 
-    def push(self, first_key: int, stop_key: int, skipped: NDArray[np.int64] | None = None) -> BlockPush:
-        """Gradients and bounds of a block, at the weights as it knows them.
+    @property
+    def loss(self) -> float:
+        """The sum of the losses of its rows."""
+        return loss(self.margins_N)
+
+    def begin_pass(self, slack: float) -> None:
+        """Go by another slack of the KKT filter; if it is infinite, look at all keys again."""
+        self._slack, self.violation = slack, 0.0
+        if slack == math.inf:
+            self.skipped_D[:] = False
+
+    def push(self, first_key: int, stop_key: int) -> BlockPush:
+        """Gradients and bounds of a block's keys that are not skipped, at the weights as it knows them.
 
         Args:
             first_key: of the block.
             stop_key: after the block.
-            skipped: keys of which nothing is computed; None for none. They must be the same for all workers
-                of a task: a sum that lacks the share of one is no gradient.
         """
         places = self.columns.places(first_key, stop_key)
-        block, widths_D = self.columns.block(places), self._widths_D[places]
-        if skipped is not None:
-            choice_D = ~np.isin(block.keys, skipped)
-            block, widths_D = block.chosen(choice_D), widths_D[choice_D]
+        block, looked_at_D = self.columns.block(places), ~self.skipped_D[places]
+        block, widths_D = block.chosen(looked_at_D), self._widths_D[places][looked_at_D]
         return BlockPush(
             keys=block.keys,
             gradients=gradient(block, self.margins_N),
             bounds=curvature_bounds(block, self.margins_N, widths_D),
         )
 
-    def pull(self, keys_D: NDArray[np.int64], weights_D: NDArray[np.float64]) -> None:
+    def pull(
+        self, keys_D: NDArray[np.int64], weights_D: NDArray[np.float64], gradients_D: NDArray[np.float64]
+    ) -> None:
         """Take the weights that one step has made; step after step, none left out, so that widths agree.
 
         Args:
             keys_D: ascending, those that the step moved; those that no row of this worker has do not matter.
             weights_D: one a key.
+            gradients_D: the sums of all workers' that the step was made of.
         """
         if not len(keys_D):
             return
         places = self.columns.places(int(keys_D[0]), int(keys_D[-1]) + 1)
         block = self.columns.block(places)
         _, mine, theirs = np.intersect1d(block.keys, keys_D, assume_unique=True, return_indices=True)
+        weights_D, gradients_D = weights_D[theirs], gradients_D[theirs]
+        before_D = self.weights_D[places][mine]
         changes_D = np.zeros(len(block))
-        changes_D[mine] = weights_D[theirs] - self.weights_D[places][mine]
+        changes_D[mine] = weights_D - before_D
         self.margins_N += block.times(changes_D)
-        self.weights_D[places][mine] = weights_D[theirs]
+        self.weights_D[places][mine] = weights_D
         self._widths_D[places][mine] = next_widths(changes_D[mine])
+        self.skipped_D[places][mine] = may_be_skipped(weights_D, gradients_D, self._l1, self._slack)
+        worst = violations(before_D, gradients_D, self._l1).max(initial=0.0)
+        self.violation = max(self.violation, float(worst))

@@ -81,6 +81,30 @@ def solve(columns: SignedColumns, l1: float, *, relative_gap: float = 1e-9) -> O
     )
 
 
+def compare(
+    columns: SignedColumns, weights_D: NDArray[np.float64], l1: float, *, relative_gap: float = 1e-10
+) -> tuple[float, int]:
+    """Say how far some weights are from the optimum.
+
+    Args:
+        columns: all examples.
+        weights_D: one a column.
+        l1: the weight of the penalty, above 0.
+        relative_gap: of the optimum itself, as for `solve`.
+
+    Returns:
+        By which share of it their objective is above the optimum's, and how many weights are zero in one of
+        both only.
+
+    Raises:
+        OffbeatError: as `solve`.
+    """
+    best = solve(columns, l1, relative_gap=relative_gap)
+    objective = standing(columns, weights_D, l1).objective
+    gap = objective / best.standing.objective - 1
+    return gap, int(np.count_nonzero((weights_D == 0) != (best.weights == 0)))
+
+
 def hessian(
     columns: SignedColumns, margins_N: NDArray[np.float64], *, numbers_at_once: int = 1 << 22
 ) -> NDArray[np.float64]:

@@ -27,11 +27,12 @@ from offbeat.numerics.filters import (
     RandomSkip,
     SignificantlyModified,
 )
+from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
 
 UPDATES: Final[Mapping[str, type]] = {
-    kind.__name__: kind for kind in (Sum, Assign, SGD, Adagrad, Adam, FTRL, SoftThreshold)
+    kind.__name__: kind for kind in (Sum, Assign, SGD, Adagrad, Adam, FTRL, SoftThreshold, BlockProximal)
 }
 FILTERS: Final[Mapping[str, Any]] = {
     kind.__name__: kind for kind in (KeyCaching, Compression, FixedPoint, RandomSkip, SignificantlyModified)
@@ -146,8 +147,9 @@ def describe(
         tensors: whose numbers the values are, as `Offsets.state_dict` gives it; None where they are nobody's.
 
     Raises:
-        ValueError: an update that servers do not know.
+        ValueError: an update that servers do not know, or one of other rows.
     """
+    _check_width(update, width)
     if isinstance(update, Function):
         said: dict[str, Any] = {"function": update.path, "arguments": dict(update.arguments)}
     elif type(update).__name__ in UPDATES and dataclasses.is_dataclass(update):
@@ -223,6 +225,7 @@ def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, A
         else:
             numbers = {name: _numbers(value) for name, value in arguments.items()}
             update = UPDATES[said["update"]](**numbers)
+        _check_width(update, said["width"])
         return ArrayTable(
             keys,
             block_keys,
@@ -251,3 +254,10 @@ def _numbers(value: Any) -> bool | float | tuple[float, ...]:
     if isinstance(value, list):
         return tuple(map(float, value))
     return value if isinstance(value, bool) else float(value)
+
+
+def _check_width(update: object, width: int) -> None:
+    """See whether an update that takes rows of one width only, its attribute `width`, has such rows."""
+    expected = getattr(update, "width", width)
+    if width != expected:
+        raise ValueError(f"expected rows of {expected} numbers for {type(update).__name__}, got {width}")

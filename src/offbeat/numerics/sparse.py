@@ -70,6 +70,10 @@ class SparseRows:
             values=self.values[begin:end],
         )
 
+    def share(self, rank: int, workers: int) -> SparseRows:
+        """The rows of one of several workers, numbers 0 to `workers` - 1; all have as many, or one more."""
+        return self.part(rank * len(self) // workers, (rank + 1) * len(self) // workers)
+
 
 def joined(parts: Sequence[SparseRows]) -> SparseRows:
     """All rows of some parts, in order.

@@ -35,7 +35,7 @@ from offbeat.events import (
     SpaceOpened,
     SpaceRefused,
 )
-from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of
+from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of, problem_of_rows
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
 from offbeat.numerics.tensors import Offsets, Tensor
@@ -269,6 +269,11 @@ class PS:
         )
         space = self._open(name, offsets.keys, None, about, update, aggregate is not None)
         return Tensors(self, Namespace(self, space, width=0, dtype=offsets.dtype), offsets)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """What this client has sent and received, over all connections."""
+        return self._node.endpoint.bytes_sent + self._node.endpoint.bytes_received
 
     @property
     def tau(self) -> int | None:
@@ -613,6 +618,7 @@ class Namespace:
         *,
         keys: ArrayLike | None = None,
         first: int = 0,
+        last: int | None = None,
         after: Iterable[Future] = (),
     ) -> Future:
         """Send rows for some keys.
@@ -620,7 +626,9 @@ class Namespace:
         Args:
             values: one row a key, (K,) or (K, width). They must not change until the push is done.
             keys: (K,) whole numbers, ascending, each once; by default neighbours from `first` on.
-            first: see `keys`.
+            first, last: the range that the push is of, keys `first` to `last` - 1, where `keys` may list
+                some of them or none; by default it goes from the first to the last that are listed. Where
+                pushes are aggregated, it is this range that all have to push.
             after: requests that have to be done before this one is sent.
 
         Raises:
@@ -634,10 +642,20 @@ class Namespace:
             raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
         if listed is not None and len(listed) != len(rows):
             raise ValueError(f"expected a row for each key, got {len(listed)} keys and {len(rows)} rows")
-        if not len(rows):
-            return self._nothing(None)
-        begin, end = self._range(first, first + len(rows)) if listed is None else _ends(listed)
+        if last is None:
+            if not len(rows):
+                return self._nothing(None, after)
+            first, last = (first, first + len(rows)) if listed is None else _ends(listed)
+        begin, end = self._range(first, last)
         content = Entries(begin, rows, listed)
+        if listed is None:
+            problem = problem_of_rows(content, begin, end)
+        elif not len(listed) or (begin <= listed[0] and listed[-1] < end):
+            problem = ""
+        else:
+            problem = f"expected keys from {begin} to below {end}, got {listed[0]} to {listed[-1]}"
+        if problem:
+            raise ValueError(problem)
         client, name = self._ps._client, self.name
         return self._ps._request(
             lambda: client.push(name, content, begin, end),
@@ -671,7 +689,7 @@ class Namespace:
         self._check_size(1 if keys is None else np.size(keys))
         listed = None if keys is None else self._listed(keys)
         if listed is not None and not len(listed):
-            return self._nothing(np.zeros((0, *self._shape), self._dtype))
+            return self._nothing(np.zeros((0, *self._shape), self._dtype), after)
         begin, end = (
             self._range(first, self.keys if last is None else last) if listed is None else _ends(listed)
         )
@@ -736,10 +754,8 @@ class Namespace:
             raise ValueError(f"expected keys from 0 to {self.keys - 1}, got {first} to {last - 1}")
         return first, last
 
-    def _nothing(self, value: Rows | None) -> Future:
-        future = Future("nothing", lambda: "nobody is asked")
-        future.finish(value)
-        return future
+    def _nothing(self, value: Rows | None, after: Iterable[Future]) -> Future:
+        return self._ps.when_done(after, lambda: value)
 
 
 def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
