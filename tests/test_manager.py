@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from offbeat.events import (
     Action,
+    ClientEnlists,
+    ClientPaused,
+    ClientWithdraws,
     Event,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    Participant,
+    Pause,
     Refuse,
     Server,
     ServerFilled,
@@ -64,6 +69,24 @@ def opened(
         function=function,
         aggregates=aggregates,
     )
+
+
+def enlists(client: int, name: str = "s") -> ClientEnlists:
+    return ClientEnlists(now_s=0.0, node=f"client-{client}", namespace=name)
+
+
+def paused(client: int, pause: int, time: int, name: str = "s") -> ClientPaused:
+    return ClientPaused(now_s=0.0, node=f"client-{client}", namespace=name, pause=pause, time=time)
+
+
+def withdraws(client: int, name: str = "s") -> ClientWithdraws:
+    return ClientWithdraws(now_s=0.0, node=f"client-{client}", namespace=name)
+
+
+def begins(view: Viewed) -> dict[int, int]:
+    """Who takes part in the namespace that aggregates, and from which time on."""
+    assert all(one.namespace == "s" for one in view.participants)
+    return {one.client: one.begins for one in view.participants}
 
 
 def filled(server: int, view: int) -> ServerFilled:
@@ -316,6 +339,158 @@ def test_a_namespace_that_was_refused_needs_no_function() -> None:
     assert viewed(manager.handle(joined("server-1"))).target == (0, 1)
 
 
+# Who takes part
+
+
+@pytest.fixture
+def aggregating(manager: Manager) -> Manager:
+    """One with a namespace that aggregates."""
+    view = viewed(manager.handle(opened("client-0", "s", aggregates=True)))
+    assert view_of(view).spaces["s"].aggregates
+    assert view.participants == view.paused == ()
+    return manager
+
+
+def test_the_first_to_take_part_begins_at_once_and_everybody_hears_it(aggregating: Manager) -> None:
+    view = viewed(aggregating.handle(enlists(7)))
+    assert view.node == ""
+    assert view.participants == (Participant(namespace="s", client=7, begins=1),)
+    assert view.paused == ()
+    assert view.epoch == view.number == 2
+    assert view.reason == "client-7 takes part in s"
+    assert view_of(view).participants == {"s": {7: 1}}
+    assert aggregating.handle(enlists(7)) == []
+
+
+def test_clients_that_enlist_before_all_servers_are_there_begin_together() -> None:
+    manager = Manager(1)
+    for said in (opened("client-0", "s", aggregates=True), enlists(3), enlists(1), enlists(2)):
+        assert manager.handle(said) == []
+    view = viewed(manager.handle(joined("server-0")))
+    assert begins(view) == {3: 1, 1: 1, 2: 1}
+    assert view.paused == ()
+
+
+def test_who_comes_later_begins_behind_the_latest_time_once_all_have_paused(aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    view = viewed(aggregating.handle(enlists(2)))
+    assert (begins(view), view.paused) == ({1: 1}, (Pause(namespace="s", view=view.number),))
+    assert view_of(view).paused == {"s": view.number}
+    view = viewed(aggregating.handle(paused(1, view.number, 5)))
+    assert (begins(view), view.paused) == ({1: 1, 2: 6}, ())
+    assert view.reason == "all clients have paused s"
+    pausing = viewed(aggregating.handle(enlists(3)))
+    assert aggregating.handle(enlists(4)) == []  # it comes with the other
+    assert aggregating.handle(paused(1, pausing.number, 9)) == []
+    view = viewed(aggregating.handle(paused(2, pausing.number, 8)))
+    assert begins(view) == {1: 1, 2: 6, 3: 10, 4: 10}
+    assert view.epoch == view.number > pausing.number
+
+
+def test_what_is_said_in_another_pause_or_by_others_ends_none(aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    first = viewed(aggregating.handle(enlists(2)))
+    aggregating.handle(paused(1, first.number, 5))
+    second = viewed(aggregating.handle(enlists(3)))
+    aggregating.handle(paused(2, second.number, 5))
+    for said in (
+        paused(1, first.number, 5),
+        paused(1, second.number + 1, 5),
+        paused(3, second.number, 5),
+        paused(9, second.number, 5),
+        paused(1, second.number, 5, "w"),
+    ):
+        assert aggregating.handle(said) == []
+    assert begins(viewed(aggregating.handle(paused(1, second.number, 5)))) == {1: 1, 2: 6, 3: 6}
+
+
+def test_a_view_that_comes_in_a_pause_still_has_it(aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    pause = viewed(aggregating.handle(enlists(2))).number
+    view = viewed(aggregating.handle(lost("server-1")))
+    assert view.paused == (Pause(namespace="s", view=pause),)
+    assert view.number > pause
+    told = viewed(aggregating.handle(joined("client-9")))
+    assert (told.node, begins(told), told.paused) == ("client-9", {1: 1}, view.paused)
+    assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 2: 3}
+
+
+@pytest.mark.parametrize("gone", [withdraws(1), left("client-1"), lost("client-1")])
+def test_nobody_waits_for_who_takes_no_more_part(gone: Event, aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    pause = viewed(aggregating.handle(enlists(2))).number
+    aggregating.handle(paused(1, pause, 5))
+    pause = viewed(aggregating.handle(enlists(3))).number
+    assert aggregating.handle(paused(2, pause, 7)) == []
+    view = viewed(aggregating.handle(gone))
+    assert (begins(view), view.paused) == ({2: 6, 3: 8}, ())
+    assert "client-1" in view.reason
+    assert aggregating.handle(gone) == []
+
+
+@pytest.mark.parametrize("gone", [withdraws(2), left("client-2"), lost("client-2")])
+def test_a_pause_for_somebody_who_is_gone_is_over(gone: Event, aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    aggregating.handle(enlists(2))
+    view = viewed(aggregating.handle(gone))
+    assert (begins(view), view.paused) == ({1: 1}, ())
+
+
+def test_who_is_gone_does_not_take_part_again(aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    assert begins(viewed(aggregating.handle(lost("client-1")))) == {}
+    assert aggregating.handle(enlists(1)) == []
+    assert begins(viewed(aggregating.handle(enlists(2)))) == {2: 1}
+
+
+@pytest.mark.parametrize(("name", "why"), [("w", "expected a namespace that aggregates"), ("x", "got x")])
+def test_nobody_takes_part_in_what_does_not_aggregate(name: str, why: str, aggregating: Manager) -> None:
+    aggregating.handle(opened("client-0", "w"))
+    (refused,) = aggregating.handle(enlists(7, name))
+    assert isinstance(refused, SpaceRefused)
+    assert (refused.node, refused.name) == ("client-7", name)
+    assert why in refused.reason
+    for said in (paused(7, 1, 1, name), withdraws(7, name)):
+        assert aggregating.handle(said) == []
+
+
+@pytest.mark.parametrize("node", ["server-1", "server-7", "worker-7", "client-", "client-07", "client-x"])
+def test_nobody_but_a_client_may_speak_for_one(node: str, aggregating: Manager) -> None:
+    """A server's number may be a client's."""
+    aggregating.handle(enlists(1))
+    pause = viewed(aggregating.handle(enlists(7))).number
+    for said in (
+        ClientEnlists(now_s=0.0, node=node, namespace="s"),
+        ClientPaused(now_s=0.0, node=node, namespace="s", pause=pause, time=3),
+        ClientWithdraws(now_s=0.0, node=node, namespace="s"),
+    ):
+        (refused,) = aggregating.handle(said)
+        assert isinstance(refused, Refuse)
+        assert refused.peer == node
+        assert f"expected {type(said).__name__} from a client, got it from {node}" in refused.reason
+    assert begins(viewed(aggregating.handle(paused(1, pause, 2)))) == {1: 1, 7: 3}
+
+
+@pytest.mark.parametrize("aggregates", [False, True])
+def test_a_namespace_aggregates_for_all_or_for_none(aggregates: bool, manager: Manager) -> None:
+    manager.handle(opened("client-0", aggregates=aggregates))
+    (refused,) = manager.handle(opened("client-1", aggregates=not aggregates))
+    assert isinstance(refused, SpaceRefused)
+    assert "expected the namespace w as it is" in refused.reason
+
+
+def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(aggregating: Manager) -> None:
+    aggregating.handle(enlists(1))
+    aggregating.handle(paused(1, viewed(aggregating.handle(enlists(2))).number, 5))
+    pause = viewed(aggregating.handle(enlists(3))).number
+    assert aggregating.handle(paused(1, pause, 9)) == []
+    again = Manager(SERVERS, virtual_nodes=4, copies=1)
+    again.load_state_dict(json.loads(json.dumps(aggregating.state_dict())))
+    told = viewed(again.handle(joined("client-9")))
+    assert (begins(told), told.paused) == ({1: 1, 2: 6}, (Pause(namespace="s", view=pause),))
+    assert begins(viewed(again.handle(paused(2, pause, 7)))) == {1: 1, 2: 6, 3: 10}
+
+
 # Configuration
 
 
@@ -331,6 +506,7 @@ def test_a_cluster_that_cannot_be_is_refused(arguments: dict[str, int]) -> None:
 
 NODES = (*(f"server-{number}" for number in range(7)), "client-0", "client-3", "worker-1", "server-x")
 nodes = st.sampled_from(NODES)
+clients = st.integers(0, 5)
 numbers = st.integers(0, 8)
 FUNCTIONS = st.sampled_from(((), ("m:f",), ("m:f", "m:g")))
 events = st.one_of(
@@ -339,12 +515,24 @@ events = st.one_of(
     st.builds(left, nodes),
     st.builds(lost, nodes),
     st.builds(
-        lambda node, name, keys, function: opened(node, name, keys=keys, function=function),
+        lambda node, name, keys, function, aggregates: opened(
+            node, name, keys=keys, function=function, aggregates=aggregates
+        ),
         nodes,
         st.sampled_from("wv"),
         st.sampled_from((50, 100)),
         st.sampled_from(("", "m:f", "m:g")),
+        st.booleans(),
     ),
+    st.builds(lambda node: opened(node, "s", aggregates=True), nodes),
+    st.builds(enlists, clients, st.sampled_from("ssw")),
+    st.builds(enlists, clients),
+    st.builds(paused, clients, st.integers(0, 20), st.integers(0, 9)),
+    st.builds(lambda client, time: ("paused", client, time), clients, st.integers(0, 9)),
+    st.builds(lambda client, time: ("paused", client, time), clients, st.integers(0, 9)),
+    st.builds(withdraws, clients),
+    st.builds(lambda client: lost(f"client-{client}"), clients),
+    st.builds(lambda node: ClientEnlists(now_s=0.0, node=node, namespace="s"), nodes),
     st.builds(leaves, numbers),
     st.builds(missed, nodes, numbers),
     st.builds(lambda server: ("filled", server), numbers),
@@ -354,18 +542,24 @@ events = st.one_of(
 
 
 class History:
-    """A manager and what it was told; who is there may say that it is filled in the view in force."""
+    """A manager and what it was told.
+
+    Who is there may say that it is filled in the view in force, and who takes part that it has paused.
+    """
 
     def __init__(self, *, has_begun: bool) -> None:
         self.manager = Manager(2, virtual_nodes=2, copies=1)
         if has_begun:
             self.manager.handle(joined("server-0", "m:f", "m:g"))
             self.manager.handle(joined("server-1", "m:f", "m:g"))
+            self.manager.handle(opened("client-0", "s", aggregates=True))
 
     def event(self, said: Any) -> Event:
         if not isinstance(said, tuple):
             return said
         view, there = self.manager._group.view, sorted(self.manager._addresses)
+        if said[0] == "paused":
+            return paused(said[1], -1 if view is None else view.paused.get("s", -1), said[2])
         return filled(there[said[1] % len(there)] if there else 0, 0 if view is None else view.number)
 
 
@@ -429,6 +623,32 @@ def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reache
                 assert told.number > number
                 assert epoch <= told.epoch <= told.number
             number, epoch = told.number, told.epoch
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=60))
+def test_who_takes_part_begins_once_and_not_behind_a_time_that_nobody_said(said: list[Any]) -> None:
+    history = History(has_begun=True)
+    before: dict[int, int] = {}
+    latest, gone = 0, set()
+    for one in said:
+        event = history.event(one)
+        assert history.manager._group.view is not None
+        pause = history.manager._group.view.paused.get("s")
+        if isinstance(event, ClientPaused) and (event.namespace, event.pause) == ("s", pause):
+            latest = max(latest, event.time if int(event.node[7:]) in before else 0)
+        if isinstance(event, NodeLost | NodeLeft) and event.node.startswith("client-"):
+            gone.add(int(event.node[7:]))
+        for told in [one for one in history.manager.handle(event) if isinstance(one, Viewed)]:
+            view = view_of(told)
+            now = view.participants.get("s", {})
+            assert not gone & now.keys()
+            assert all(now[client] == before[client] for client in before.keys() & now.keys())
+            for client in now.keys() - before.keys():
+                assert not before or "s" not in view.paused
+                assert 1 <= now[client] <= latest + 1
+            assert all(view.spaces[name].aggregates for name in (*view.paused, *view.participants))
+            before = now
 
 
 def test_a_view_with_a_target_and_fillings_comes_back_as_it_was_told(manager: Manager) -> None:
