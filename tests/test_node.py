@@ -51,6 +51,7 @@ from offbeat.runtime.cluster import start_cluster
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Encoded
 from offbeat.runtime.ps import PS
+from offbeat.runtime.server import Server, ServerConfiguration
 from runlogs import wait_for_entry, wait_until
 
 node = nodes.node  # the fixture
@@ -484,9 +485,22 @@ def test_who_says_what_cannot_be_read_is_lost_alone(mark, by_hand):
         assert not broken(ps._node)
 
 
-def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_waits_for_it(mark, by_hand):
+@pytest.fixture
+def cluster(mark) -> Cluster:
+    return start_cluster(1, host="127.0.0.1")
+
+
+@pytest.fixture
+def server(cluster) -> Iterator[Server]:
+    """The only one of its cluster, in this process."""
+    server = Server(ServerConfiguration(cluster=cluster, host="127.0.0.1", server=0))
+    yield server
+    server._node.close()
+
+
+def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_waits(server, cluster, by_hand):
     """A client may hear of a namespace before a server does."""
-    with PS.local(servers=1) as ps:
+    with PS(cluster) as ps:
         early = by_hand("client-1", ps.cluster)
         early.node.join()
         number = early.view().number
@@ -494,6 +508,7 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         early.say("server-0", push(made_by_filters(), number=1, **then))
         early.say("server-0", push(made_by_filters(keys=None), number=2, time=2, **then))
         early.say("server-0", pull(None, number=4, **then))
+        wait_until(lambda: len(server._held.get("client-1", ())) == 4, "what waits for a namespace")
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
         answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(3)]
         assert [(type(one), one.number) for one in answers] == [
@@ -503,4 +518,5 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         ]
         assert answers[2].content.values.tolist() == [2.0] * 4
         assert f.pull().result().tolist() == [2.0] * 4 + [0.0] * (KEYS - 4)
+        assert not server._held
         assert not broken(early.node)
