@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,3 +154,22 @@ def test_what_is_for_idle_turns_and_asks_for_more_of_it_does_not_keep_others_wai
     one.loop.call(lambda: one.loop.when_idle(idle))
     one.wait()
     assert count[0] >= 1
+
+
+def test_however_many_calls_there_are_timers_come_in_between(run) -> None:
+    one = run()
+
+    def take_time() -> None:
+        until_s = time.monotonic() + 0.03
+        while time.monotonic() < until_s:
+            pass
+        one.said.append("call")
+
+    def begin() -> None:
+        for _ in range(20):
+            one.loop.call(take_time)
+        one.loop.call(one.end)
+        one.loop.later(0.0, one.say("timer"))
+
+    one.loop.call(begin)
+    assert "timer" in one.wait()[:10]
