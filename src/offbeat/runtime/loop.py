@@ -23,7 +23,7 @@ READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
 _CALLS_S = 0.05
-_IDLE_TURNS_MAX = 2
+_IDLE_TURNS_MAX = 8
 
 Watcher = Callable[[int], None]
 
