@@ -301,8 +301,8 @@ def sparse_lr(
     passes: Annotated[int, typer.Option(min=1, help="At most.")] = 300,
     gap: Annotated[float, typer.Option(help="How close to the best objective counts as found.")] = 1e-4,
     slow: Annotated[
-        str, typer.Option(help="Who takes how many times as long in which tasks; '' for nobody.")
-    ] = "1:10@burst=8/64",
+        list[str] | None, typer.Option(help="Who is slow when, by default 1:10@burst=8/64 (of tasks).")
+    ] = None,
     task_ms: Annotated[float, typer.Option(min=0.0, help="How long a task takes at least.")] = 5.0,
     seed: Annotated[int, typer.Option(min=0, help="Of rows, order and slowness.")] = 0,
     json: Json = None,
@@ -321,7 +321,7 @@ def sparse_lr(
         rate=rate,
         epsilon=epsilon,
         passes_max=passes,
-        slow=slow,
+        slow=tuple(slow or ["1:10@burst=8/64"]),
         task_ms=task_ms,
     )
     taus = tau or [0, 1, 2, 4, 8, 16]

@@ -2,7 +2,7 @@
 
 Gradients are real; but a task takes at least as long as it is told to, so that a few cores stand for as many
 machines, and the slow worker's bursts as many times longer. The larger the bound of the delay, the less
-workers wait for it, and the more passes they need: how long it takes in all is least in between.
+workers wait for it, and the more passes they may need.
 
 Each of `VARIANTS` is a set of filters. Those of the wire have their place there once namespaces have them.
 """
@@ -42,7 +42,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: of a file in LIBSVM's format; "" for made-up rows.
         rows, features: of the made-up ones.
-        slow: a rule of slowness, whose steps are tasks.
+        slow: rules of slowness, whose steps are tasks and whose epochs are passes.
         task_ms: how long a task takes at least.
         kkt: whether keys may be skipped.
     """
@@ -57,7 +57,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     epsilon: float
     passes_max: int
-    slow: str
+    slow: tuple[str, ...]
     task_ms: float
     tau: int = 0
     kkt: bool = False
@@ -188,7 +188,7 @@ class _Worker:
             filtered=setting.kkt,
             seed=setting.seed,
         )
-        rules = [parse(setting.slow)] if setting.slow else []
+        rules = [parse(rule) for rule in setting.slow]
         self.slowness = Slowness(rules, workers=setting.workers, seed=setting.seed)
         self.tasks = self.pushed_keys = 0
         self.busy_s = self.waiting_s = 0.0
@@ -231,7 +231,7 @@ class _Worker:
         for number, (first, last) in enumerate(blocks, 1):
             begun_s = time.monotonic()
             block = self.worker.push(first, last)
-            self._seem_slow(begun_s)
+            self._seem_slow(begun_s, number - 1, len(blocks))
             pushed = self.w.push(block.rows, keys=block.keys, first=first, last=last)
             under_way.append((block.keys, self.w.pull(keys=block.keys, after=[pushed])))
             self.pushed_keys += len(block.keys)
@@ -249,9 +249,9 @@ class _Worker:
             self.waiting_s += time.monotonic() - begun_s
             yield keys, rows
 
-    def _seem_slow(self, begun_s: float) -> None:
-        """Let the task take as long as it is to."""
-        factor = self.slowness.factor(self.rank, 0, 0, None, self.tasks)
+    def _seem_slow(self, begun_s: float, task: int, tasks: int) -> None:
+        """Let a task of a pass take as long as it is to."""
+        factor = self.slowness.factor(self.rank, self.passes.number, task, tasks, self.tasks)
         self.tasks += 1
         task_s = max(self.setting.task_ms / 1000, time.monotonic() - begun_s) * factor
         time.sleep(max(0.0, begun_s + task_s - time.monotonic()))
