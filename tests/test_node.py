@@ -42,6 +42,7 @@ from offbeat.policies.parcels import (
     Pulled,
     Push,
     Pushed,
+    Refused,
     Resent,
     Stale,
     View,
@@ -507,16 +508,19 @@ def test_what_filters_made_for_a_namespace_that_a_server_has_yet_to_hear_of_wait
         then = {"client": 1, "epoch": number + 1, "namespace": "f"}
         early.say("server-0", push(made_by_filters(), number=1, **then))
         early.say("server-0", push(made_by_filters(keys=None), number=2, time=2, **then))
+        early.say("server-0", push(made_by_filters(body=b"garbage"), number=3, time=3, **then))
         early.say("server-0", pull(None, number=4, **then))
         wait_until(lambda: len(server._held.get("client-1", ())) == 4, "what waits for a namespace")
         f = ps.namespace("f", keys=KEYS, push_filters=FILTERS)
-        answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(3)]
+        answers = [early.messages.get(timeout=DEADLINE_S) for _ in range(4)]
         assert [(type(one), one.number) for one in answers] == [
             (Pushed, 1),
             (Pushed, 2),
+            (Refused, 3),
             (Pulled, 4),
         ]
-        assert answers[2].content.values.tolist() == [2.0] * 4
+        assert "zlib" in answers[2].reason
+        assert answers[3].content.values.tolist() == [2.0] * 4
         assert f.pull().result().tolist() == [2.0] * 4 + [0.0] * (KEYS - 4)
         assert not server._held
         assert not broken(early.node)

@@ -184,7 +184,7 @@ class Client:
             self._view = view
             self._spans.clear()
             for namespace, pause in view.paused.items():
-                if self.client in view.participants[namespace]:
+                if self.client in view.participants.get(namespace, {}):
                     self._pause(namespace, pause)
             for asked in self._asked.values():
                 self._send(asked)

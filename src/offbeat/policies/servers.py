@@ -206,7 +206,7 @@ class ServerGroup:
         return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
 
     def _who_takes_part(self) -> dict[str, Any]:
-        begins = {namespace: dict(times) for namespace, times in self._participants.begins.items()}
+        begins = {name: dict(times) for name, times in self._participants.begins.items() if times}
         return {"participants": begins, "paused": dict(self._participants.paused)}
 
     def _say(
