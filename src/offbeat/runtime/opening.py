@@ -190,21 +190,22 @@ class Opening:
         """Begin to connect; return why that is impossible, or None."""
         try:
             family, where = found or address.resolve()
-            sock = prepare(socket.socket(family, socket.SOCK_STREAM))
+            sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             return _why(error)
+        self.sockets.add(sock)  # at once: another thread may fork while this one connects
         try:
-            code = sock.connect_ex(where)
+            code = prepare(sock).connect_ex(where)
         except OSError as error:
             code = error.errno or errno.EINVAL
         if code not in (0, errno.EINPROGRESS):
+            self.sockets.discard(sock)
             sock.close()
             return os.strerror(code).lower()
         link = dial.link = Link(sock, address.text)
         share(link)  # memory may be lent right behind the WELCOME
         dial.spoken = False
         link.greeting = Dialler(job=self._job, token=self._token, me=self._name, you=peer.name)
-        self.sockets.add(sock)
         self._loop.watch(sock, WRITE, partial(self._connected, peer, dial, link))
         if dial.left:  # leave time for the addresses that are still to be tried
             share_s = (dial.deadline_s - monotonic()) / (len(dial.left) + 1)
