@@ -1,12 +1,14 @@
 """`offbeat bench allreduce`: offbeat's ring over links beside gloo's, on lines of known rate.
 
 Four network namespaces on one machine, each shaped to the rate, stand for four hosts; one worker runs in
-each. Blocks of all-reduces, back to back, take turns between the two sides in one run.
+each. Blocks of all-reduces, back to back, take turns between the two sides in one run. A third side, plain
+sockets that move as many bytes and sum nothing, shows what the lines and this machine carry at all.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from offbeat.bench.gloo import GlooSide, bound_s
 from offbeat.bench.namespaces import hosts
 from offbeat.bench.result import Result, machine
+from offbeat.bench.sockets import SocketRing
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.errors import OffbeatError
 from offbeat.runtime.environment import read_environment
@@ -30,6 +33,7 @@ from offbeat.runtime.links import Endpoint
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
 _ROUNDS = {"35KB": 40, "600KB": 20, "5MB": 6, "67MB": 2}
 _DEADLINE_S = 120.0
+_Side = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def run(
@@ -64,9 +68,11 @@ def run(
     rows, figures = [], {}
     for size, nbytes in SIZES_BYTES.items():
         least_s = bound_s(nbytes, workers, rate_bit_per_s)
-        links_s, gloo_s = (median(times_s[size][side]) for side in ("links", "gloo"))
+        links_s, gloo_s, sockets_s = (median(times_s[size][side]) for side in ("links", "gloo", "sockets"))
         figures[f"ratio_to_bound_{size}"] = links_s / least_s
         figures[f"ratio_to_gloo_{size}"] = links_s / gloo_s
+        figures[f"ratio_to_sockets_{size}"] = links_s / sockets_s
+        figures[f"sockets_ratio_to_bound_{size}"] = sockets_s / least_s
         for side, all_s in times_s[size].items():
             rows.append(
                 {
@@ -115,12 +121,33 @@ def main() -> None:
             gloo.all_reduce(tensor)
             return tensor
 
-        sides = {"links": over_links, "gloo": over_gloo}
-        times_s = {size: _measure(sides, size, settings) for size in settings["sizes"]}
+        times_s = {}
+        for size in settings["sizes"]:
+            with _open_sockets(rank, addresses, size) as sockets:
+
+                def over_sockets(tensor: torch.Tensor, ring: SocketRing = sockets) -> None:
+                    ring.move(2 * (world - 1) * tensor.nbytes // world)
+
+                sides: dict[str, _Side] = {"links": over_links, "gloo": over_gloo, "sockets": over_sockets}
+                times_s[size] = _measure(sides, size, settings)
+                dist.barrier()
         if rank == 0:
             answer(times_s)
-        dist.barrier()
         endpoint.close()
+
+
+def _open_sockets(rank: int, addresses: list[str], size: str) -> SocketRing:
+    """This worker's place in a ring of plain sockets.
+
+    Each size has a new one: a window that TCP once made small, thinking that packets which overtook each
+    other were lost, grows so slowly that it would hold up all that comes after.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    listener = socket.create_server((addresses[rank], 0))
+    store.set(f"sockets/{size}/{rank}", str(listener.getsockname()[1]))
+    following = (rank + 1) % len(addresses)
+    port = int(store.get(f"sockets/{size}/{following}"))
+    return SocketRing(listener, (addresses[following], port), limit_s=_DEADLINE_S)
 
 
 def _open_links(rank: int, addresses: list[str]) -> Endpoint:
@@ -143,10 +170,11 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
     return endpoint
 
 
-def _measure(
-    sides: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], size: str, settings: dict[str, Any]
-) -> dict[str, list[float]]:
-    """Mean seconds an all-reduce, a block each; the first block of each side warms up and checks the sum."""
+def _measure(sides: Mapping[str, _Side], size: str, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """Mean seconds an all-reduce, a block each; the first block of each side warms up and checks the sum.
+
+    A side that gives None sums nothing.
+    """
     generator = torch.Generator().manual_seed(settings["seed"] + dist.get_rank())
     own = torch.randint(-8, 8, (SIZES_BYTES[size] // 4,), generator=generator).float()
     expected = own.clone()
@@ -157,7 +185,8 @@ def _measure(
             tensor = own.clone()
             dist.barrier()
             if not block:
-                if not torch.equal(sides[side](tensor), expected):
+                total = sides[side](tensor)
+                if total is not None and not torch.equal(total, expected):
                     raise OffbeatError(f"{side} gave a wrong sum for {size}")
                 continue
             began_s = time.perf_counter()

@@ -1,0 +1,70 @@
+"""What plain sockets carry over a line: the floor under an exchange that has to move the same bytes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import TracebackType
+
+_PIECE_BYTES = 1 << 20
+
+
+class SocketRing:
+    """One worker's place in a ring of plain TCP connections; a context manager that closes them.
+
+    Every worker sends to the next one and receives from the one before; what is sent is at hand from the
+    start and nothing is done with what comes. An exchange that moves as many bytes over one connection each
+    way has all this to do and more.
+
+    Args:
+        listener: where the worker before this one connects; closed here.
+        next_address: of the next worker's listener, host and port.
+        limit_s: how long to wait for the others, at the start and in every move.
+
+    Raises:
+        OSError: a neighbour was not there in time.
+    """
+
+    def __init__(self, listener: socket.socket, next_address: tuple[str, int], *, limit_s: float) -> None:
+        with listener:
+            listener.settimeout(limit_s)
+            self._next = socket.create_connection(next_address, timeout=limit_s)
+            self._before = listener.accept()[0]
+        self._before.settimeout(limit_s)
+        for connection in (self._next, self._before):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sent, self._received = memoryview(bytes(_PIECE_BYTES)), memoryview(bytearray(_PIECE_BYTES))
+
+    def move(self, nbytes: int) -> None:
+        """Sends and receives `nbytes`, at once.
+
+        Raises:
+            OSError: a neighbour is gone or did not move its bytes in time.
+        """
+        sender = threading.Thread(target=self._send, args=(nbytes,))
+        sender.start()
+        try:
+            while nbytes:
+                received = self._before.recv_into(self._received[: min(nbytes, _PIECE_BYTES)])
+                if not received:
+                    raise ConnectionResetError("the worker before this one closed its connection")
+                nbytes -= received
+        finally:
+            sender.join()
+
+    def _send(self, nbytes: int) -> None:
+        while nbytes:
+            nbytes -= self._next.send(self._sent[: min(nbytes, _PIECE_BYTES)])
+
+    def close(self) -> None:
+        """Closes both connections."""
+        self._next.close()
+        self._before.close()
+
+    def __enter__(self) -> SocketRing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
