@@ -302,6 +302,21 @@ def test_a_small_message_waits_for_a_large_one_before_it(pair):
     same(b.wait_for("server-0", 4), messages)
 
 
+def test_a_node_is_told_of_little_that_has_not_gone_out(pair):
+    a, b = pair
+    a.write("server-1", small(0))
+    b.wait_for("server-0", 1)
+    may_go_on = threading.Event()
+    b.links.call(lambda: may_go_on.wait(DEADLINE_S))  # it reads nothing
+    messages = [large(number, 4 * MIB) for number in range(40)]
+    a.write("server-1", *messages)
+    wait_until(lambda: a.kept("server-1") > 1, "a letter of these")
+    told_of = a.kept("server-1")
+    may_go_on.set()
+    same(b.wait_for("server-0", 41)[1:], messages)
+    assert told_of < 12  # 8 MiB, what a connection holds, and the first that was small
+
+
 def test_what_has_come_is_not_kept_for_long_though_nothing_is_said_in_return(pair):
     a, b = pair
     a.write("server-1", *[small(number) for number in range(1000)])

@@ -10,8 +10,9 @@ Everything here runs in the links' thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Final
 
@@ -31,6 +32,9 @@ _LONG_BYTES_MAX: Final = 2**31
 _NONE: Final = msgspec.Raw(msgspec.msgpack.encode([]))
 _UNTOLD_MAX: Final = 64  # letters that came, after which the sender is told in a letter of its own
 _UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
+# Beside letters that went out: a letter overtakes what travels beside those before it, and a receiver that is
+# told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
+_BESIDE_BYTES_MAX: Final = 8 * 1024 * 1024
 _NEVER_S: Final = float("inf")  # links lose nothing but with a connection
 
 
@@ -72,7 +76,9 @@ class _Correspondent:
     """What is known of another node."""
 
     channel: Channel = field(default_factory=lambda: Channel(resend_s=_NEVER_S, resend_max_s=_NEVER_S))
-    outgoing: list[Any] = field(default_factory=list)  # messages that wait for the others of this turn
+    outgoing: deque[Any] = field(default_factory=deque)  # messages that are in no letter yet
+    beside: dict[int, int] = field(default_factory=dict)  # bytes by tag, of what is still to go out
+    beside_bytes: int = 0
     coming: deque[_Coming] = field(default_factory=deque)
     connection: int = 0
     received: int = 0
@@ -143,6 +149,8 @@ class Post:
         one = self._known.get(peer)
         if one is not None:
             one.coming.clear()
+            one.beside.clear()
+            one.beside_bytes = 0
 
     def again(self, peer: str) -> None:
         """Send again, on a new connection, what may have been lost; the other node does likewise."""
@@ -172,9 +180,15 @@ class Post:
         peers, self._to_write = self._to_write, []
         for peer in peers:
             one = self._known.get(peer)
-            if one is not None and (one.outgoing or one.untold):
-                messages, one.outgoing = one.outgoing, []
-                self._write(peer, one, one.channel.send(self._packer.pack(messages), monotonic()))
+            if one is None:
+                continue
+            if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
+                for lot in self._packer.pack(_taken(one.outgoing)):
+                    self._write(peer, one, one.channel.send([lot], monotonic()))
+                    if one.beside_bytes >= _BESIDE_BYTES_MAX:
+                        break
+            elif one.untold:
+                self._write(peer, one, [])
 
     def _write(self, peer: str, one: _Correspondent, packets: list[Packet]) -> None:
         """Send letters; without any, only word of what has come."""
@@ -193,13 +207,22 @@ class Post:
             self._tag += len(beside)
             self._endpoint.send(peer, self._encoder.encode(letter))
             for tag, array in enumerate(beside, letter.tag):
-                self._put(peer, tag, memoryview(array).cast("B"))  # type: ignore[arg-type]
+                self._put(peer, one, tag, memoryview(array).cast("B"))  # type: ignore[arg-type]
 
-    def _put(self, peer: str, tag: int, data: memoryview) -> None:
+    def _put(self, peer: str, one: _Correspondent, tag: int, data: memoryview) -> None:
+        one.beside[tag] = len(data)
+        one.beside_bytes += len(data)
+        done = partial(self._went, peer, one, tag)
         if len(data) >= MIN_STAGED_BYTES and self._endpoint.shares_memory(peer):
-            self._staging.put(peer, tag, data)
+            self._staging.put(peer, tag, data, done)
         else:
-            self._endpoint.put(peer, tag, data)
+            self._endpoint.put(peer, tag, data, done=done)
+
+    def _went(self, peer: str, one: _Correspondent, tag: int) -> None:
+        """Something has gone out that travels beside a letter."""
+        one.beside_bytes -= one.beside.pop(tag, 0)
+        if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
+            self._write_soon(peer)
 
     # In --------------------------------------------------------------------------------------------------
 
@@ -260,3 +283,9 @@ class Post:
             self._write_soon(peer)
         if refused is not None:
             raise refused
+
+
+def _taken(messages: deque[Any]) -> Iterator[Any]:
+    """Yield messages, each no longer kept when it is."""
+    while messages:
+        yield messages.popleft()

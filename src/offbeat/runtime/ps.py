@@ -53,7 +53,7 @@ from offbeat.runtime.parcelling import ARRAY_BYTES_MAX
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
-_PIECE_BYTES: Final = 1024 * 1024
+_PIECE_BYTES: Final = 4 * 1024 * 1024
 _CALLEE: Final = "servers"
 
 

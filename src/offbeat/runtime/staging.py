@@ -9,8 +9,10 @@ Everything here runs in the links' thread.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Final
 
 from offbeat.runtime.links import Endpoint
@@ -22,12 +24,14 @@ _SLABS_MAX: Final = 16
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An array on its way: `sent` bytes of it are in slabs, or were."""
+    """An array on its way: `sent` bytes of it are in slabs, or were, of which `read` are free again."""
 
     peer: str
     tag: int
     data: memoryview
+    done: Callable[[], None]
     sent: int = 0
+    read: int = 0
 
 
 class Staging:
@@ -40,20 +44,20 @@ class Staging:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._free: list[memoryview] = []
-        self._lent: dict[int, str] = {}  # to whom, by slab
-        self._slabs: dict[int, memoryview] = {}
+        self._lent: dict[int, tuple[_Job, memoryview]] = {}  # what for, by number
+        self._numbers = count()
         self._jobs: deque[_Job] = deque()
 
-    def put(self, peer: str, tag: int, data: memoryview) -> None:
+    def put(self, peer: str, tag: int, data: memoryview, done: Callable[[], None]) -> None:
         """Send an array's bytes to a node that shares memory with this one; see `Endpoint.put`."""
-        self._jobs.append(_Job(peer, tag, data))
+        self._jobs.append(_Job(peer, tag, data, done))
         self._go_on()
 
     def lost(self, peer: str) -> None:
         """A connection broke. Its node may still read what it was told of, so these slabs are let go."""
         self._jobs = deque(job for job in self._jobs if job.peer != peer)
-        for slab in [slab for slab, to in self._lent.items() if to == peer]:
-            del self._lent[slab], self._slabs[slab]
+        for number in [number for number, (job, _) in self._lent.items() if job.peer == peer]:
+            del self._lent[number]
         self._go_on()
 
     def _go_on(self) -> None:
@@ -65,14 +69,15 @@ class Staging:
             size = min(len(slab), len(job.data) - job.sent)
             piece = slab[:size]
             piece[:] = job.data[job.sent : job.sent + size]
-            self._lent[id(slab)], self._slabs[id(slab)] = job.peer, slab
+            number = next(self._numbers)
+            self._lent[number] = job, slab
             self._endpoint.put(
                 job.peer,
                 job.tag,
                 piece,
                 offset=job.sent,
                 total=len(job.data),
-                done=partial(self._back, id(slab)),
+                done=partial(self._back, number, size),
             )
             job.sent += size
             if job.sent == len(job.data):
@@ -85,8 +90,13 @@ class Staging:
             return None
         return self._endpoint.allocate(_SLAB_BYTES)
 
-    def _back(self, slab: int) -> None:
-        if slab in self._lent:
-            del self._lent[slab]
-            self._free.append(self._slabs.pop(slab))
-            self._go_on()
+    def _back(self, number: int, size: int) -> None:
+        lent = self._lent.pop(number, None)
+        if lent is None:  # its connection broke
+            return
+        job, slab = lent
+        self._free.append(slab)
+        job.read += size
+        if job.read == len(job.data):
+            job.done()
+        self._go_on()
