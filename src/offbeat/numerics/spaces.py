@@ -28,7 +28,7 @@ from offbeat.numerics.filters import (
     SignificantlyModified,
 )
 from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.tables import ArrayTable
+from offbeat.numerics.tables import ArrayTable, Empty
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
 
 UPDATES: Final[Mapping[str, type]] = {
@@ -203,13 +203,16 @@ def make_filters(about: str) -> Filters:
         raise ProtocolError(f"expected a namespace with filters, got {about}: {error}") from error
 
 
-def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, Any]) -> ArrayTable:
+def make_table(
+    about: str, keys: int, block_keys: int, functions: Mapping[str, Any], empty: Empty = np.empty
+) -> ArrayTable:
     """Return an empty table for a namespace.
 
     Args:
         about: as `describe` returns it.
         keys, block_keys: as `ArrayTable` takes them.
         functions: the user's own updates, by path.
+        empty: likewise.
 
     Raises:
         ProtocolError: the namespace is none that `describe` describes, or its function is not here.
@@ -234,6 +237,7 @@ def make_table(about: str, keys: int, block_keys: int, functions: Mapping[str, A
             dtype=np.dtype(said["dtype"]),
             means=said["means"] is True,
             may_fail="function" in said,
+            empty=empty,
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error

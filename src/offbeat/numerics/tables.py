@@ -6,7 +6,7 @@ Nothing here knows which blocks a server is to have, or how they come to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from offbeat.numerics.entries import Entries, Keys, Rows, problem_of, problem_of
 from offbeat.numerics.updates import Update
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
+Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # a new array, whose values are anything
 
 _READ_BYTES_MAX = 2**31  # in one message
 _DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
@@ -36,6 +37,7 @@ class ArrayTable:
         dtype: float32 or float64.
         means: what is pushed together counts as its mean, not its sum.
         may_fail: the update may raise, as one of the user's own; `rehearse` is to find out.
+        empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
 
     Raises:
         ValueError: an argument out of range.
@@ -51,6 +53,7 @@ class ArrayTable:
         dtype: DTypeLike = np.float32,
         means: bool = False,
         may_fail: bool = False,
+        empty: Empty = np.empty,
     ) -> None:
         if not 0 < block_keys <= keys:
             raise ValueError(f"expected blocks of 1 to {keys} keys, got {block_keys}")
@@ -63,6 +66,7 @@ class ArrayTable:
         self._dtype = np.dtype(dtype)
         self._means, self._may_fail = means, may_fail
         self._blocks: dict[int, _Block] = {}
+        self._empty = empty
 
     @property
     def size_bytes(self) -> int:
@@ -132,11 +136,12 @@ class ArrayTable:
         size_bytes = count * math.prod(self._shape) * self._dtype.itemsize
         if size_bytes > _READ_BYTES_MAX:
             raise ValueError(f"expected values of at most {_READ_BYTES_MAX} bytes, got {size_bytes}")
-        values = np.zeros((count, *self._shape), self._dtype)
-        wanted = Entries(first, values, keys)
+        wanted = Entries(first, self._empty((count, *self._shape), self._dtype), keys)
         for number, part in self._by_block(wanted):
             block = self._blocks.get(number)
-            if block is not None:
+            if block is None:
+                part.values[...] = 0
+            else:
                 block.read_into(part)
         return wanted
 
@@ -232,7 +237,10 @@ class _Block:
             keys = wanted.listed()
             places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             is_there = self._keys[places] == keys
+            wanted.values[...] = 0
             wanted.values[is_there] = values[places[is_there]]
+        else:
+            wanted.values[...] = 0
 
     def copy_out(self) -> Contents:
         """Return all of it, as it is now."""

@@ -25,7 +25,7 @@ from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
-from offbeat.runtime.post import Post
+from offbeat.runtime.post import Place, Post, nowhere
 
 SILENT_S: Final = 3.0  # who has said nothing for so long is lost
 _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
@@ -91,6 +91,7 @@ class Node:
         on_view: there is a new view.
         on_message: (node, message) from a server or a client; may raise ProtocolError.
         on_refused: a namespace cannot be as this node wants it.
+        place: where what travels beside messages is to come, see `Post`.
         on_gone: this node takes part no more, with the cause; called once.
         functions: import paths of the user's own updates that a server has.
         unix: nodes on this host may reach it over Unix sockets, instead of TCP.
@@ -106,6 +107,7 @@ class Node:
         on_message: Callable[[str, Any], None],
         on_gone: Callable[[str], None],
         on_refused: Callable[[SpaceRefused], None] | None = None,
+        place: Place = nowhere,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
@@ -129,7 +131,7 @@ class Node:
             silent_s=SILENT_S,
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
-        self.post = Post(self.endpoint, kinds, on_message)
+        self.post = Post(self.endpoint, kinds, on_message, place)
         self.filtering = Filtering(crc32(name.encode()))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self._functions = functions

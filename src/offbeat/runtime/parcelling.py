@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, get_args
 
@@ -20,18 +19,12 @@ from numpy.typing import NDArray
 
 from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries
-from offbeat.policies.parcels import (
-    ToClient,
-    ToServer,
-)
+from offbeat.policies.parcels import ToClient, ToServer
+from offbeat.runtime.buffers import Buffers
 
 INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
 ARRAY_BYTES_MAX: Final = 2**31
 _LOT_BYTES: Final = 256 * 1024
-_BUFFERS_BYTES_MAX: Final = 64 * 1024 * 1024
-_UNUSED: Final = (
-    3  # references to a buffer of which there is no array: the list's, the loop's, and the call's
-)
 _BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message
 
 TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
@@ -135,26 +128,6 @@ class Packer:
             pieces.append(array.tobytes())
 
 
-class _Buffers:
-    """Memory for arrays that come, taken again when nobody has the array any more: it need not be cleared."""
-
-    def __init__(self) -> None:
-        self._buffers: list[NDArray[np.uint8]] = []
-        self._bytes = 0
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array whose values are anything."""
-        size = math.prod(shape) * dtype.itemsize
-        for buffer in self._buffers:
-            if size <= buffer.nbytes < 2 * size and sys.getrefcount(buffer) == _UNUSED:
-                return buffer[:size].view(dtype).reshape(shape)
-        buffer = np.empty(size, np.uint8)
-        if self._bytes + size <= _BUFFERS_BYTES_MAX:
-            self._buffers.append(buffer)
-            self._bytes += size
-        return buffer.view(dtype).reshape(shape)
-
-
 class Unpacker:
     """Makes messages of bytes.
 
@@ -164,7 +137,7 @@ class Unpacker:
 
     def __init__(self, kinds: Collection[type]) -> None:
         self._beside: list[Array] = []
-        self._buffers = _Buffers()
+        self._buffers = Buffers()
         self._encoded = msgspec.msgpack.Decoder(
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
         )

@@ -86,6 +86,14 @@ class _Correspondent:
     untold_bytes: int = 0
 
 
+Place = Callable[[str, Any, Array], Array | None]
+
+
+def nowhere(node: str, message: Any, array: Array) -> Array | None:
+    """Leave an array where it is."""
+    return None
+
+
 class Post:
     """What a node and the others say to each other.
 
@@ -93,12 +101,18 @@ class Post:
         endpoint: the node's links.
         kinds: of the messages that may come.
         on_message: (node, message), in the order in which that node sent them; may raise ProtocolError.
+        place: (node, message, array): puts another array like this one, which is to come beside the message,
+            in its place there, and returns it; None to leave it.
     """
 
     def __init__(
-        self, endpoint: Endpoint, kinds: Collection[type], on_message: Callable[[str, Any], None]
+        self,
+        endpoint: Endpoint,
+        kinds: Collection[type],
+        on_message: Callable[[str, Any], None],
+        place: Place = nowhere,
     ) -> None:
-        self._endpoint, self._on_message = endpoint, on_message
+        self._endpoint, self._on_message, self._place = endpoint, on_message, place
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Letter)
@@ -139,6 +153,8 @@ class Post:
         coming = _Coming(letter.number, messages)
         one.coming.append(coming)
         if beside:
+            if len(beside) == 1 and (other := self._place(peer, messages[-1], beside[0])) is not None:
+                beside = [other]
             self._expect_arrays(peer, one, coming, beside, letter.tag)
         else:
             self._hand_on(peer, one)

@@ -35,7 +35,7 @@ from offbeat.events import (
     SpaceOpened,
     SpaceRefused,
 )
-from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of, problem_of, problem_of_rows
+from offbeat.numerics.entries import Entries, Keys, Rows, places_of, problem_of, problem_of_rows
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
 from offbeat.numerics.tensors import Offsets, Tensor
@@ -45,11 +45,13 @@ from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send
 from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
+from offbeat.runtime.answers import Answer
+from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.cluster import LocalServers
 from offbeat.runtime.dense import Tensors
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.node import Cluster, Node
-from offbeat.runtime.parcelling import ARRAY_BYTES_MAX
+from offbeat.runtime.parcelling import ARRAY_BYTES_MAX, Array
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
@@ -87,7 +89,7 @@ class _Request:
     future: Future
     iteration: _Iteration | None
     before: list[Future]
-    keys: Keys | None
+    answer: Answer | None
     finish: Callable[[], Any] = lambda: None
 
 
@@ -122,7 +124,8 @@ class PS:
         self._view: View | None = None
         self._refused: dict[str, str] = {}
         self._failure: str | None = None
-        self._asked: dict[int, tuple[Future, Keys | None]] = {}  # with the keys that a pull has listed
+        self._asked: dict[int, tuple[Future, Answer | None]] = {}  # with what is put together of a pull
+        self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
         self._waiting: set[Future] = set()  # for others, or for their iteration
         self._graph = TaskGraph()
         self._tau: int | None = None
@@ -137,6 +140,7 @@ class PS:
             on_message=self._hear,
             on_gone=self._end,
             on_refused=self._refuse,
+            place=self._place,
         )
         self._node.join()
         try:
@@ -411,13 +415,13 @@ class PS:
         what: str,
         span: tuple[str, int, int],
         after: Iterable[Future],
-        keys: Keys | None = None,
+        answer: Answer | None = None,
     ) -> Future:
         if self._failure is not None:
             raise OffbeatError(f"{what} cannot be: {self._failure}")
         future = Future(what, lambda: self._who_is_asked(*span))
         iteration = getattr(self._current, "iteration", None)
-        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), keys))
+        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), answer))
         return future
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
@@ -495,7 +499,7 @@ class PS:
         except ProtocolError as error:  # it has withdrawn
             future.finish(None, error)
             return
-        self._asked[number] = future, request.keys
+        self._asked[number] = future, request.answer
         self._take_up(said)
 
     def _pieces(
@@ -514,8 +518,8 @@ class PS:
     def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
         for one in said:
             if isinstance(one, Done):
-                future, _ = self._asked.pop(one.number)
-                future.finish(_rows_of(one.parts) if one.parts else None)
+                future, answer = self._asked.pop(one.number)
+                future.finish(None if answer is None else answer.rows(one.parts))
             elif isinstance(one, Failed):
                 future, _ = self._asked.pop(one.number)
                 future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
@@ -546,13 +550,24 @@ class PS:
 
     def _hear(self, peer: str, message: Any) -> None:
         if isinstance(message, Pulled):
-            _, keys = self._asked.get(message.number, (None, None))
-            if keys is not None:  # it comes without them
-                keys = keys[places_of(keys, message.first, message.last)]
+            _, answer = self._asked.get(message.number, (None, None))
+            keys = None if answer is None else answer.keys_of(message.first, message.last)
             rows = message.last - message.first if keys is None else len(keys)
             values = self._node.filtering.answer(peer, message, rows)
+            if answer is not None:
+                answer.came(message.first, message.last, values)
             message.content = Entries(message.first, values, keys)
         self._take_up(self._client.hear(message))
+
+    def _place(self, peer: str, message: Any, coming: Array) -> Array | None:
+        """Where rows that were pulled belong."""
+        if not isinstance(message, Pulled) or not isinstance(message.content, Entries):
+            return None
+        _, answer = self._asked.get(message.number, (None, None))
+        place = None if answer is None else answer.place(peer, message.first, message.last, coming)
+        if place is not None:
+            message.content = Entries(message.first, place)
+        return place
 
     def _refuse(self, refused: SpaceRefused) -> None:
         with self._changed:
@@ -699,7 +714,7 @@ class Namespace:
             f"a pull from {name}",
             (name, begin, end),
             after,
-            listed,
+            Answer(begin, end, listed, self._shape, self._dtype, self._ps._buffers),
         )
 
     def report(self) -> dict[str, dict[str, Passed]]:
@@ -762,13 +777,6 @@ def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
     return (
         content.cut(first, last) if isinstance(content, Entries) else content[places_of(content, first, last)]
     )
-
-
-def _rows_of(parts: tuple[tuple[int, int, Entries], ...]) -> Rows:
-    """The rows of a pull, ascending."""
-    if len(parts) == 1 and parts[0][2].values.flags.writeable:
-        return parts[0][2].values
-    return gathered([part for _, _, part in parts]).values
 
 
 def _ends(listed: Keys) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from offbeat.policies.manager import server_of
 from offbeat.policies.parcels import Copy, Filled, Pull, Pulled, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode, refused
+from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Encoded
 
@@ -56,13 +57,14 @@ class Tables:
     def __init__(self, functions: Mapping[str, Any]) -> None:
         self._functions = functions
         self._tables: dict[str, ArrayTable] = {}
+        self._buffers = Buffers()
 
     def table(self, space: Space) -> ArrayTable:
         """Return a namespace's table, made if need be."""
         found = self._tables.get(space.name)
         if found is None:
             found = self._tables[space.name] = make_table(
-                space.about, space.keys, space.block_keys, self._functions
+                space.about, space.keys, space.block_keys, self._functions, self._buffers.array
             )
         return found
 
@@ -184,10 +186,8 @@ class Server:
                 assert isinstance(message, Filled)
                 self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
             else:
-                if isinstance(message, Pulled) and message.content.keys is not None:
-                    message.content = Entries(
-                        message.first, message.content.values
-                    )  # the client has the keys
+                if isinstance(message, Pulled) and message.content.keys is not None:  # the client has them
+                    message.content = Entries(message.first, message.content.values)
                 self._node.send(to, message)
 
     def _end(self, cause: str) -> None:

@@ -1,0 +1,101 @@
+"""The rows of a pull, put together as they come: large parts land in their place, with no copy between."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of
+from offbeat.runtime.buffers import Buffers
+
+_LAND_BYTES_MIN: Final = 64 * 1024
+
+
+class Answer:
+    """What becomes of one pull; all of it in the links' thread.
+
+    Args:
+        first, last: of all its keys.
+        keys: those that it lists; None for all.
+        shape: of a row.
+        dtype: of its numbers.
+        buffers: memory for rows.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        keys: Keys | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        buffers: Buffers,
+    ) -> None:
+        self._buffers = buffers
+        self._first, self._last, self._keys = first, last, keys
+        self._shape, self._dtype = shape, dtype
+        self._rows: Rows | None = None
+        self._placed: dict[tuple[int, int], str] = {}  # who sends, or has sent, these keys to their place
+        self._landing: set[tuple[int, int]] = set()  # of these, what has not all come
+
+    def keys_of(self, first: int, last: int) -> Keys | None:
+        """Return which keys from `first` to `last` - 1 it lists; None where it is for all."""
+        return None if self._keys is None else self._keys[places_of(self._keys, first, last)]
+
+    def place(self, peer: str, first: int, last: int, coming: Rows) -> Rows | None:
+        """Return where rows that a server sends belong; None where they have to come elsewhere.
+
+        A place is given to one server only, which may send the same again after a connection broke: what
+        another one sends meanwhile could not be told from it.
+        """
+        span = first, last
+        where = self._where(first, last)
+        shape = (where.stop - where.start, *self._shape)
+        if coming.nbytes < _LAND_BYTES_MIN or coming.shape != shape or coming.dtype != self._dtype:
+            return None
+        if not self._first <= first < last <= self._last:
+            return None
+        if span in self._placed:
+            if self._placed[span] != peer or span not in self._landing:
+                return None
+        elif any(first < end and begin < last for begin, end in self._placed):
+            return None
+        self._placed[span] = peer
+        self._landing.add(span)
+        return self._whole()[where]
+
+    def came(self, first: int, last: int, values: Rows) -> None:
+        """Rows have come, wherever they were put."""
+        if self._is_here(values):
+            self._landing.discard((first, last))
+
+    def rows(self, parts: tuple[tuple[int, int, Entries], ...]) -> Rows:
+        """Return all rows, of parts that ascend.
+
+        What is still landing, though another server has answered since, goes where nobody looks any more.
+        """
+        if self._rows is None:
+            if len(parts) == 1 and parts[0][2].values.flags.writeable:
+                return parts[0][2].values
+            return gathered([part for _, _, part in parts]).values
+        for first, last, content in parts:
+            if not self._is_here(content.values):
+                self._rows[self._where(first, last)] = content.values
+        return self._rows.copy() if self._landing else self._rows
+
+    def _is_here(self, values: Rows) -> bool:
+        return self._rows is not None and values.base is (
+            self._rows if self._rows.base is None else self._rows.base
+        )
+
+    def _whole(self) -> Rows:
+        if self._rows is None:
+            count = self._last - self._first if self._keys is None else len(self._keys)
+            self._rows = self._buffers.array((count, *self._shape), self._dtype)
+        return self._rows
+
+    def _where(self, first: int, last: int) -> slice:
+        if self._keys is None:
+            return slice(first - self._first, last - self._first)
+        return places_of(self._keys, first, last)

@@ -1,0 +1,130 @@
+"""What becomes of a pull: parts land in their place, and what comes late changes no answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offbeat.numerics.entries import Entries
+from offbeat.runtime.answers import Answer
+from offbeat.runtime.buffers import Buffers
+
+FLOATS = np.dtype(np.float32)
+PART = 50_000  # keys of a part, large enough to have a place
+
+
+def answer(last: int = 4 * PART, keys: np.ndarray | None = None, width: tuple[int, ...] = ()) -> Answer:
+    return Answer(0, last, keys, width, FLOATS, Buffers())
+
+
+def coming(count: int, *width: int, dtype: type = np.float32) -> np.ndarray:
+    return np.empty((count, *width), dtype)
+
+
+def land(one: Answer, peer: str, first: int, last: int, value: float) -> Entries:
+    """All of a part comes."""
+    place = one.place(peer, first, last, coming(last - first))
+    assert place is not None
+    place[...] = value
+    one.came(first, last, place)
+    return Entries(first, place)
+
+
+def parts(*found: Entries) -> tuple[tuple[int, int, Entries], ...]:
+    return tuple((one.first, one.first + len(one), one) for one in found)
+
+
+def test_parts_land_in_the_rows_that_are_returned():
+    one = answer(2 * PART)
+    first, second = land(one, "server-0", 0, PART, 1), land(one, "server-1", PART, 2 * PART, 2)
+    rows = one.rows(parts(first, second))
+    assert np.shares_memory(rows, first.values)
+    assert np.shares_memory(rows, second.values)
+    assert (rows == np.repeat([1, 2], PART)).all()
+    assert rows.dtype == FLOATS
+
+
+def test_what_came_elsewhere_is_put_in_its_place():
+    one = answer(2 * PART)
+    here, elsewhere = land(one, "server-0", 0, PART, 1), Entries(PART, np.full(PART, 3, FLOATS))
+    one.came(PART, 2 * PART, elsewhere.values)
+    assert (one.rows(parts(here, elsewhere)) == np.repeat([1, 3], PART)).all()
+
+
+def test_rows_of_listed_keys_land_by_their_order():
+    keys = np.arange(0, 8 * PART, 4)
+    one = answer(8 * PART, keys, (2,))
+    assert np.array_equal(one.keys_of(4 * PART, 8 * PART), keys[PART:])
+    place = one.place("server-1", 4 * PART, 8 * PART, coming(PART, 2))
+    assert place is not None
+    place[...] = 5
+    one.came(4 * PART, 8 * PART, place)
+    before = Entries(0, np.zeros((PART, 2), FLOATS), keys[:PART])
+    rows = one.rows(
+        ((0, 4 * PART, before), (4 * PART, 8 * PART, Entries(4 * PART, place, keys[PART:]))),
+    )
+    assert rows.shape == (2 * PART, 2)
+    assert (rows[PART:] == 5).all()
+    assert not rows[:PART].any()
+
+
+def test_a_place_is_given_to_one_server_only():
+    one = answer()
+    assert one.place("server-0", 0, 2 * PART, coming(2 * PART)) is not None
+    assert one.place("server-1", 0, 2 * PART, coming(2 * PART)) is None
+    assert one.place("server-1", PART, 3 * PART, coming(2 * PART)) is None
+    assert one.place("server-1", 2 * PART, 3 * PART, coming(PART)) is not None
+
+
+def test_a_server_may_send_a_part_again_until_it_has_come():
+    one = answer()
+    assert one.place("server-0", 0, PART, coming(PART)) is not None
+    land(one, "server-0", 0, PART, 1)
+    assert one.place("server-0", 0, PART, coming(PART)) is None
+
+
+def test_what_is_still_landing_changes_no_answer():
+    one = answer(PART)
+    late = one.place("server-0", 0, PART, coming(PART))
+    assert late is not None
+    late[...] = 7
+    other = Entries(0, np.full(PART, 1, FLOATS))
+    one.came(0, PART, other.values)
+    rows = one.rows(parts(other))
+    late[...] = 8
+    assert (rows == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "rows"),
+    [
+        (0, PART, coming(PART - 1)),
+        (0, PART, coming(PART, 2)),
+        (0, PART, coming(PART, dtype=np.float64)),
+        (3 * PART, 5 * PART, coming(2 * PART)),
+        (-PART, 0, coming(PART)),
+        (0, 10, coming(10)),
+    ],
+    ids=["too few", "too wide", "other numbers", "too far", "before", "small"],
+)
+def test_what_does_not_fit_has_no_place(first: int, last: int, rows: np.ndarray):
+    assert answer().place("server-0", first, last, rows) is None
+
+
+def test_small_parts_are_put_together():
+    one = answer(4)
+    found = [Entries(0, np.ones(2, FLOATS)), Entries(2, np.zeros(2, FLOATS))]
+    for part in found:
+        one.came(part.first, part.first + 2, part.values)
+    assert one.rows(parts(*found)).tolist() == [1, 1, 0, 0]
+
+
+def test_memory_is_taken_again_when_nobody_has_its_array():
+    buffers = Buffers()
+    array = buffers.array((100, 1000), FLOATS)
+    place = array.__array_interface__["data"][0]
+    view = array[3:]
+    del array
+    assert buffers.array((100, 1000), FLOATS).__array_interface__["data"][0] != place
+    del view
+    assert buffers.array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
