@@ -117,6 +117,18 @@ def test_arrays_larger_than_a_letter_come_whole(ps, name):
     assert np.array_equal(w.pull(keys=keys).result(), values[keys])
 
 
+def test_large_answers_stay_as_they_were_while_others_come(ps, name):
+    w = ps.namespace(name, keys=5_000_000)
+    listed = np.arange(0, 5_000_000, 7)
+    answers = []
+    for _ in range(6):
+        pushed = w.push(np.ones(5_000_000), after=answers[-1] if answers else ())
+        answers.append((w.pull(after=[pushed]), w.pull(keys=listed, after=[pushed])))
+    for count, (all_of_it, some) in enumerate(answers, 1):
+        assert (all_of_it.result() == count).all()
+        assert (some.result() == count).all()
+
+
 def test_a_key_of_quintillions_takes_as_much_as_is_pushed(ps, name):
     w = ps.namespace(name, keys=2**63 - 1)
     w.push([1.0, 2.0], keys=[5, 2**63 - 2]).result()
