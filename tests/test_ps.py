@@ -117,6 +117,32 @@ def test_arrays_larger_than_a_letter_come_whole(ps, name):
     assert np.array_equal(w.pull(keys=keys).result(), values[keys])
 
 
+def test_small_pushes_of_neighbours_go_together_and_each_is_done(ps, name):
+    w = ps.namespace(name, keys=64_000)
+    w.push([1.0]).result()
+    sent = ps._node.endpoint.frames_received
+    ranges = [*range(0, 64_000, 100), *range(63_900, -100, -100)]
+    pushes = [w.push(np.full(100, count), first=first) for count, first in enumerate(ranges)]
+    w.push(np.ones(64_000), after=pushes).result()
+    assert all(one.is_done for one in pushes)
+    expected = np.ones(64_000, np.float32)
+    for count, first in enumerate(ranges):
+        expected[first : first + 100] += count
+    expected[0] += 1
+    assert np.array_equal(w.pull().result(), expected)
+    assert ps._node.endpoint.frames_received - sent < len(ranges) / 2
+
+
+def test_a_pull_comes_behind_the_pushes_before_it(ps, name):
+    w = ps.namespace(name, keys=1000)
+    for count in range(1, 50):
+        pushes = [w.push(np.ones(10), first=first) for first in range(0, 1000, 10)]
+        pulled = w.pull()
+        w.push(np.zeros(10))
+        assert (pulled.result() == count).all()
+        assert all(one.result() is None for one in pushes)
+
+
 def test_large_answers_stay_as_they_were_while_others_come(ps, name):
     w = ps.namespace(name, keys=5_000_000)
     listed = np.arange(0, 5_000_000, 7)

@@ -22,7 +22,7 @@ from offbeat.numerics.entries import Entries
 from offbeat.policies.parcels import ToClient, ToServer
 from offbeat.runtime.buffers import Buffers
 
-INLINE_BYTES: Final = 16 * 1024  # arrays that are smaller are in the message itself
+INLINE_BYTES: Final = 64 * 1024  # arrays that are smaller are in the message itself
 ARRAY_BYTES_MAX: Final = 2**31
 _LOT_BYTES: Final = 256 * 1024
 _BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -48,6 +49,7 @@ from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.cluster import LocalServers
+from offbeat.runtime.combining import COMBINED_BYTES_MAX, Combiner
 from offbeat.runtime.dense import Tensors
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.node import Cluster, Node
@@ -82,14 +84,16 @@ class _Request:
         make: makes it, in the client; None where there is nothing to send.
         finish: what the future comes to, where there is nothing to send.
         before: what has to be done before.
-        keys: that a pull lists.
+        answer: what is put together of a pull.
+        part: namespace and content of a push that may go out as one with others.
     """
 
     make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
     future: Future
     iteration: _Iteration | None
     before: list[Future]
-    answer: Answer | None
+    answer: Answer | None = None
+    part: tuple[str, Entries] | None = None
     finish: Callable[[], Any] = lambda: None
 
 
@@ -124,7 +128,9 @@ class PS:
         self._view: View | None = None
         self._refused: dict[str, str] = {}
         self._failure: str | None = None
-        self._asked: dict[int, tuple[Future, Answer | None]] = {}  # with what is put together of a pull
+        # Who waits for a request, and what is put together of a pull.
+        self._asked: dict[int, tuple[Sequence[Future], Answer | None]] = {}
+        self._combined = Combiner()
         self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
         self._waiting: set[Future] = set()  # for others, or for their iteration
         self._graph = TaskGraph()
@@ -233,15 +239,13 @@ class PS:
         """
         if not 1 <= keys < 2**63:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
+        filters = Filters(tuple(push_filters), tuple(pull_filters))
         about = describe(
-            update or Sum(),
-            width=width,
-            dtype=dtype,
-            means=aggregate == "mean",
-            filters=Filters(tuple(push_filters), tuple(pull_filters)),
+            update or Sum(), width=width, dtype=dtype, means=aggregate == "mean", filters=filters
         )
         space = self._open(name, keys, block_keys, about, update, aggregate is not None)
-        return Namespace(self, space, width=width, dtype=dtype)
+        combines = aggregate is None and not filters.push and not isinstance(update, Function)
+        return Namespace(self, space, width=width, dtype=dtype, combines=combines)
 
     def tensors(
         self,
@@ -272,7 +276,9 @@ class PS:
             tensors=offsets.state_dict(),
         )
         space = self._open(name, offsets.keys, None, about, update, aggregate is not None)
-        return Tensors(self, Namespace(self, space, width=0, dtype=offsets.dtype), offsets)
+        combines = aggregate is None and not isinstance(update, Function)
+        namespace = Namespace(self, space, width=0, dtype=offsets.dtype, combines=combines)
+        return Tensors(self, namespace, offsets)
 
     @property
     def traffic_bytes(self) -> int:
@@ -416,12 +422,13 @@ class PS:
         span: tuple[str, int, int],
         after: Iterable[Future],
         answer: Answer | None = None,
+        part: tuple[str, Entries] | None = None,
     ) -> Future:
         if self._failure is not None:
             raise OffbeatError(f"{what} cannot be: {self._failure}")
         future = Future(what, lambda: self._who_is_asked(*span))
         iteration = getattr(self._current, "iteration", None)
-        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), answer))
+        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), answer, part))
         return future
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
@@ -433,7 +440,7 @@ class PS:
         """
         before = list(requests)
         future = Future("what follows other requests", lambda: f"{len(before)} requests come before it")
-        self._node.endpoint.call(self._admit, _Request(None, future, None, before, None, function))
+        self._node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
     def _space(self, name: str) -> Space | None:
@@ -494,12 +501,32 @@ class PS:
             except Exception as error:
                 future.finish(None, error)
             return
+        if request.part is not None:
+            self._combine(*request.part, future)
+            return
+        self._send_combined()
         try:
             number, said = request.make()
         except ProtocolError as error:  # it has withdrawn
             future.finish(None, error)
             return
-        self._asked[number] = future, request.answer
+        self._asked[number] = (future,), request.answer
+        self._take_up(said)
+
+    def _combine(self, name: str, content: Entries, future: Future) -> None:
+        """Let a push go out as one with others; those with which it does not go before it."""
+        if not self._combined.take(name, content, future):
+            self._send_combined()
+            self._combined.take(name, content, future)
+        if len(self._combined) == 1:
+            self._node.endpoint.when_idle(self._send_combined)
+
+    def _send_combined(self) -> None:
+        if not len(self._combined):
+            return
+        name, content, last, futures = self._combined.give()
+        number, said = self._client.push(name, content, content.first, last)
+        self._asked[number] = futures, None
         self._take_up(said)
 
     def _pieces(
@@ -518,11 +545,14 @@ class PS:
     def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
         for one in said:
             if isinstance(one, Done):
-                future, answer = self._asked.pop(one.number)
-                future.finish(None if answer is None else answer.rows(one.parts))
+                futures, answer = self._asked.pop(one.number)
+                value = None if answer is None else answer.rows(one.parts)
+                for future in futures:
+                    future.finish(value)
             elif isinstance(one, Failed):
-                future, _ = self._asked.pop(one.number)
-                future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
+                futures, _ = self._asked.pop(one.number)
+                for future in futures:
+                    future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
             elif one.to == MANAGER:
                 self._node.tell(self._told(one.message))
             else:
@@ -581,7 +611,9 @@ class PS:
             self._failure = cause
             self._changed.notify_all()
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
-        waiting = [*(future for future, _ in self._asked.values()), *self._waiting]
+        waiting = [*chain.from_iterable(futures for futures, _ in self._asked.values()), *self._waiting]
+        if len(self._combined):
+            waiting += self._combined.give()[-1]
         self._asked.clear()
         self._waiting.clear()
         for future in waiting:
@@ -620,8 +652,9 @@ class Namespace:
         name, keys: of the namespace.
     """
 
-    def __init__(self, ps: PS, space: Space, *, width: int, dtype: str) -> None:
+    def __init__(self, ps: PS, space: Space, *, width: int, dtype: str, combines: bool) -> None:
         self.name, self.keys = space.name, space.keys
+        self._combines = combines
         self._ps = ps
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
@@ -672,11 +705,13 @@ class Namespace:
         if problem:
             raise ValueError(problem)
         client, name = self._ps._client, self.name
+        is_small = listed is None and rows.nbytes <= COMBINED_BYTES_MAX // 2
         return self._ps._request(
             lambda: client.push(name, content, begin, end),
             f"a push to {name}",
             (name, begin, end),
             after,
+            part=(name, content) if is_small and self._combines else None,
         )
 
     def pull(

@@ -1,0 +1,57 @@
+"""Small pushes of neighbouring keys go out as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offbeat.numerics.entries import Entries
+from offbeat.runtime.combining import COMBINED_BYTES_MAX, Combiner
+from offbeat.runtime.future import Future
+
+
+def push(first: int, *numbers: float) -> Entries:
+    return Entries(first, np.array(numbers, np.float32))
+
+
+def future() -> Future:
+    return Future("a push", lambda: "")
+
+
+def taken(*pushes: tuple[str, Entries]) -> tuple[Combiner, list[Future], list[bool]]:
+    combiner, futures = Combiner(), [future() for _ in pushes]
+    return combiner, futures, [combiner.take(*one, who) for one, who in zip(pushes, futures, strict=True)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)], ids=str)
+def test_neighbours_are_one_push_in_the_order_of_their_keys(order):
+    parts = [push(10, 1, 2), push(12, 3), push(13, 4, 5, 6)]
+    combiner, futures, were_taken = taken(*(("w", parts[number]) for number in order))
+    assert all(were_taken)
+    name, content, last, waiting = combiner.give()
+    assert (name, content.first, last, waiting) == ("w", 10, 16, futures)
+    assert content.values.tolist() == [1, 2, 3, 4, 5, 6]
+    assert not len(combiner)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("w", push(13, 1)), ("w", push(10, 1)), ("w", push(11, 1)), ("w", push(8, 1)), ("v", push(12, 1))],
+    ids=["a gap", "the same keys", "some of them", "a gap before", "another namespace"],
+)
+def test_others_are_not(other):
+    combiner, futures, were_taken = taken(("w", push(10, 1, 2)), other)
+    assert were_taken == [True, False]
+    assert combiner.give()[-1] == futures[:1]
+
+
+def test_one_alone_goes_as_it_is():
+    content = push(3, 1)
+    combiner, _, _ = taken(("w", content))
+    assert combiner.give()[1] is content
+
+
+def test_no_more_than_so_much_is_made_one():
+    half = np.zeros(COMBINED_BYTES_MAX // 8, np.float32)
+    pushes = [("w", Entries(number * len(half), half)) for number in range(3)]
+    assert taken(*pushes)[-1] == [True, True, False]
