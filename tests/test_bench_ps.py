@@ -135,6 +135,7 @@ def test_every_size_and_operation_has_its_figures(tmp_path):
     expected.add("sparse_push_100k_fresh_keys_per_s")
     expected |= {f"{name}_2x2" for name in expected}
     expected |= {f"shared_to_tcp_{operation}_4KB" for operation in ("push", "pull", "pushpull")}
+    expected |= {f"sockets_push_4KB_{end}" for end in ("per_s", "gb_per_s")}
     assert result["figures"].keys() == expected
     assert all(value > 0 for value in result["figures"].values())
     threads = {row["where"] for row in result["rows"] if "share" in row}

@@ -2,8 +2,8 @@
 
 Servers add what is pushed, and hold it once. All of it, manager, servers and workers, runs in a network
 namespace of its own, where loopback has an ordinary congestion control; there over TCP, and for comparison
-over what nodes of one host use by themselves. In the end, what the servers hold is compared with what was
-pushed.
+over what nodes of one host use by themselves. Plain sockets to a process that adds are the floor under it.
+In the end, what the servers hold is compared with what was pushed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from offbeat.bench.adding import sockets_per_s
 from offbeat.bench.children import Child, Lines, ask_all
 from offbeat.bench.namespaces import hosts
 from offbeat.bench.pushing import Case
@@ -204,12 +205,32 @@ def measured(settings: Settings) -> dict[str, Any]:
         found += [two.measure(case) for case in every]
         two.check(every)
     rows = [_row(one) for one in found]
+    floors = [_floor(case, settings.seconds) for case in compared if case.operation == "push"]
+    rows += floors
+    made = figures(found) | {
+        f"sockets_{row['what'].replace(' ', '_')}_{unit}": row[unit]
+        for row in floors
+        for unit in ("per_s", "gb_per_s")
+    }
     for size in _WATCHED:
         for case in compared:
             if (case.operation, case.size) == ("push", size):
                 _say(f"where the time of a push of {size} goes")
                 rows += _watched(case, settings)
-    return {"figures": figures(found), "rows": rows}
+    return {"figures": made, "rows": rows}
+
+
+def _floor(case: Case, seconds: float) -> dict[str, Any]:
+    """What plain sockets carry of a push, to a process that adds."""
+    _say(f"plain sockets: {case.title}, {case.in_flight} in flight")
+    per_s = sockets_per_s(case.size_bytes, case.in_flight, seconds)
+    return {
+        "where": "plain sockets",
+        "what": case.title,
+        "in_flight": case.in_flight,
+        "per_s": per_s,
+        "gb_per_s": per_s * case.size_bytes / 1e9,
+    }
 
 
 class _Cluster:
