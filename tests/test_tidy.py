@@ -197,6 +197,11 @@ def test_the_coordinator_needs_no_torch():
     assert in_a_fresh_process(code) == "False"
 
 
+def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
+    code = "import sys, offbeat, offbeat.runtime.server\noffbeat.PS\nprint('torch' in sys.modules)"
+    assert in_a_fresh_process(code) == "False"
+
+
 def test_the_root_exports_few_names_and_all_of_them_are_there():
     import offbeat
 

@@ -13,8 +13,8 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.launch import tied
 from offbeat.runtime.node import SILENT_S, Cluster, new_cluster_secrets
-from offbeat.runtime.rendezvous import start_coordinator
 from offbeat.runtime.server import ServerConfiguration
+from offbeat.runtime.starting import start_coordinator
 
 
 class LocalServers:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -39,7 +39,6 @@ from offbeat.events import (
 from offbeat.numerics.entries import Entries, Keys, Rows, places_of, problem_of, problem_of_rows
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
-from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.numerics.updates import Sum, Update
 from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
@@ -50,10 +49,13 @@ from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.cluster import LocalServers
 from offbeat.runtime.combining import COMBINED_BYTES_MAX, Combiner
-from offbeat.runtime.dense import Tensors
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import ARRAY_BYTES_MAX, Array
+
+if TYPE_CHECKING:
+    from offbeat.numerics.tensors import Tensor
+    from offbeat.runtime.dense import Tensors
 
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
@@ -267,6 +269,9 @@ class PS:
             ValueError: tensors of different types, or of one that servers do not keep.
             OffbeatError: there is another namespace with this name.
         """
+        from offbeat.numerics.tensors import Offsets  # they need torch, which takes a second to load
+        from offbeat.runtime.dense import Tensors
+
         offsets = Offsets.of(named)
         about = describe(
             update or Sum(),

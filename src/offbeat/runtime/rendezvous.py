@@ -9,13 +9,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-import os
 import queue
 import secrets
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
@@ -32,16 +26,13 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.addresses import own_address
 from offbeat.runtime.coordinator import Configuration
 from offbeat.runtime.environment import Environment
+from offbeat.runtime.starting import start_coordinator
 
-_COORDINATOR_START_S = 20.0
 _KEY = "meeting"
 _COUNT = "workers"
 _RUNNING = "offbeat/running"  # where the job meets that has started last; no prefix, for newcomers know none
 _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
 _joins = itertools.count()
-_coordinators: list[
-    subprocess.Popen[bytes]
-] = []  # started here; those that ended are reaped at the next start
 _hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
 _T = TypeVar("_T")
 
@@ -142,35 +133,6 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         start_s=environment.start_s,
         limit_s=limit_s,
     )
-
-
-def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
-    """Starts the coordinator as a process of its own, which outlives its starter, and returns its addresses.
-
-    Raises:
-        OffbeatError: it did not start.
-    """
-    _coordinators[:] = [one for one in _coordinators if one.poll() is None]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offbeat.runtime.coordinator"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    _coordinators.append(process)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(msgspec.json.encode(configuration) + b"\n")
-    process.stdin.close()
-    if not select.select([process.stdout], [], [], _COORDINATOR_START_S)[0]:
-        os.killpg(process.pid, signal.SIGKILL)  # its child too
-        raise OffbeatError(f"the coordinator did not answer within {_COORDINATOR_START_S:g} s of its start")
-    line = process.stdout.readline()
-    process.stdout.close()
-    answer = json.loads(line) if line else {"error": "it ended without a word"}
-    if "error" in answer:
-        raise OffbeatError(f"the coordinator did not start: {answer['error']}")
-    return tuple(answer["addresses"])
 
 
 def open_store(host: str, port: int, *, hosts_it: bool, timeout_s: float = Environment.start_s) -> Store:
