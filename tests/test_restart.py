@@ -99,7 +99,7 @@ def test_training_goes_on_when_the_coordinator_is_killed_again_and_again(name, j
     assert not any(isinstance(entry, Lost) for entry in entries)
 
 
-def test_started_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_path):
+def test_coordinators_killed_as_soon_as_they_are_there_cost_nothing_either(tmp_path):
     path = tmp_path / "log"
     with job(trains, 3, AllReduce(), 10, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         running.said(0, 1, 2)
@@ -195,7 +195,7 @@ def comes_late(rank, say, late):
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_job_comes_together_though_started_are_killed_before_its_start(late, tmp_path):
+def test_a_job_comes_together_though_coordinators_are_killed_before_its_start(late, tmp_path):
     path = tmp_path / "log"
     with job(comes_late, 3, late, env={"OFFBEAT_RUN_LOG": str(path)}) as running:
         running.said(0, 1, 2)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
-from offbeat.errors import OffbeatError
 from offbeat.runtime.coordinator import Configuration, PolicySpec
-from offbeat.runtime.launch import tied
-from offbeat.runtime.node import SILENT_S, Cluster, new_cluster_secrets
+from offbeat.runtime.node import SILENT_S, Cluster
 from offbeat.runtime.server import ServerConfiguration
-from offbeat.runtime.starting import start_coordinator
+from offbeat.runtime.starting import new_secrets, start_coordinator, start_server
 
 
 class LocalServers:
@@ -72,7 +67,7 @@ def start_cluster(
     Raises:
         OffbeatError: it did not start.
     """
-    job, token = new_cluster_secrets()
+    job, token = new_secrets()
     arguments = {"servers": servers, "copies": copies, "virtual_nodes": virtual_nodes}
     addresses = start_coordinator(
         Configuration(
@@ -85,26 +80,3 @@ def start_cluster(
         )
     )
     return Cluster(job=job, token=token, manager=addresses)
-
-
-def start_server(configuration: ServerConfiguration) -> subprocess.Popen[bytes]:
-    """Start a server as a process that ends with the thread that starts it.
-
-    Raises:
-        OffbeatError: it did not start.
-    """
-    process = subprocess.Popen(
-        tied([sys.executable, "-m", "offbeat.runtime.server"]),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(msgspec.json.encode(configuration) + b"\n")
-    process.stdin.close()
-    line = process.stdout.readline()
-    answer = msgspec.json.decode(line) if line else {"error": "it ended without a word"}
-    if "error" in answer:
-        process.wait()
-        raise OffbeatError(f"server {configuration.server} did not start: {answer['error']}")
-    return process

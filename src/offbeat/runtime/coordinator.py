@@ -10,7 +10,6 @@ is killed can be started again (see `offbeat.runtime.supervisor`) and go on as i
 
 from __future__ import annotations
 
-import json
 import queue
 import sys
 import time
@@ -60,6 +59,7 @@ from offbeat.runtime import addresses as places
 from offbeat.runtime.control import Tally, decode_tally, encode_tally
 from offbeat.runtime.journal import Journal
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.starting import say
 from offbeat.runtime.supervisor import supervise
 
 
@@ -550,13 +550,9 @@ def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     try:
         coordinator = Coordinator(msgspec.json.decode(source.readline(), type=Configuration))
     except (OffbeatError, ValueError, OSError) as error:
-        json.dump({"error": str(error)}, answer)
-        answer.write("\n")
-        answer.flush()
+        say(answer, {"error": str(error)})
         return 1
-    json.dump({"addresses": coordinator.addresses}, answer)
-    answer.write("\n")
-    answer.flush()
+    say(answer, {"addresses": coordinator.addresses})
     answer.close()
     return supervise(coordinator.serve, lambda: coordinator.journal.size_bytes, name="the coordinator")
 

@@ -6,8 +6,7 @@ This module never decides who holds what: the manager's views say that.
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -74,11 +73,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             file.write(msgspec.json.encode(self) + b"\n")
 
 
-def new_cluster_secrets() -> tuple[str, str]:
-    """Return a job's id and a token that nobody guesses."""
-    return secrets.token_hex(8), secrets.token_hex(32)
-
-
 class Node:
     """A server or a client.
 
@@ -106,7 +100,7 @@ class Node:
         on_view: Callable[[View], None],
         on_message: Callable[[str, Any], None],
         on_gone: Callable[[str], None],
-        on_refused: Callable[[SpaceRefused], None] | None = None,
+        on_refused: Callable[[SpaceRefused], None] = lambda refused: None,
         place: Place = nowhere,
         functions: tuple[str, ...] = (),
         unix: bool = True,
@@ -141,11 +135,6 @@ class Node:
         addresses = self.endpoint.addresses
         self.tell(NodeJoined(now_s=0.0, node=self.name, addresses=addresses, functions=self._functions))
 
-    @property
-    def servers(self) -> Sequence[str]:
-        """The servers that are there."""
-        return list(self._addresses)
-
     def tell(self, *events: Event) -> None:
         """Say something to the manager; never blocks."""
         self._line.tell(*events)
@@ -175,8 +164,7 @@ class Node:
                 case Viewed():
                     self._see(action)
                 case SpaceRefused():
-                    if self._on_refused is not None:
-                        self._on_refused(action)
+                    self._on_refused(action)
                 case Refuse() | Stop():
                     self._end(action.reason)
 

@@ -10,7 +10,6 @@ import datetime
 import itertools
 import json
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.addresses import own_address
 from offbeat.runtime.coordinator import Configuration
 from offbeat.runtime.environment import Environment
-from offbeat.runtime.starting import start_coordinator
+from offbeat.runtime.starting import new_secrets, start_coordinator
 
 _KEY = "meeting"
 _COUNT = "workers"
@@ -102,7 +101,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
     found: dict[str, Any]
     if environment.rank == 0:
-        job, token = secrets.token_hex(8), secrets.token_hex(32)
+        job, token = new_secrets()
         try:
             addresses = start_coordinator(configure(job, token, host))
             found = {"job": job, "token": token, "coordinator": addresses}

@@ -7,7 +7,6 @@ of the cluster any more.
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import sys
@@ -29,6 +28,7 @@ from offbeat.policies.server import MANAGER, Send, ServerNode, refused
 from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Encoded
+from offbeat.runtime.starting import say
 
 _LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
 
@@ -216,18 +216,10 @@ def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     try:
         server = Server(msgspec.json.decode(source.readline(), type=ServerConfiguration))
     except (OffbeatError, ProtocolError, ValueError, OSError) as error:
-        json.dump({"error": str(error)}, answer)
-        answer.write("\n")
-        answer.flush()
+        say(answer, {"error": str(error)})
         return 1
-
-    def say() -> None:
-        json.dump({"server": server.server}, answer)
-        answer.write("\n")
-        answer.flush()
-
     try:
-        serve(server, say)
+        serve(server, lambda: say(answer, {"server": server.server}))
     except OffbeatError as error:
         print(f"offbeat: {error}", file=sys.stderr)
         return 1
