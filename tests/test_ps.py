@@ -332,6 +332,34 @@ def test_tau_may_change_while_iterations_run(ps, name):
     ps.tau = None
 
 
+def test_who_computes_from_what_was_pulled_waits_for_the_beginning_of_its_iteration(ps, name):
+    w = ps.namespace(name, keys=10)
+    ps.tau = 0
+    seen = []
+    for _ in range(20):
+        with ps.iteration() as begins:
+            begins.result()
+            assert all(one.is_done for one in seen)
+            pushed = w.push(np.ones(10) + (seen[-1].result() if seen else 0))
+            seen.append(w.pull(after=[pushed]))
+    assert [one.result()[0] for one in seen] == [2**turn - 1 for turn in range(1, 21)]
+    ps.tau = None
+
+
+def test_iterations_of_who_leaves_begin_no_more(ps, name):
+    late = offbeat.PS(ps.cluster)
+    own = late.namespace(name, keys=10)
+    late.tau = 0
+    _, finish = begun_in_another_thread(late, own)
+    with late.iteration() as begins:
+        pass
+    assert not begins.is_done
+    late.close()
+    finish()
+    with pytest.raises(OffbeatError, match="this client was closed"):
+        begins.result()
+
+
 # What cannot be -----------------------------------------------------------------------------------------
 
 

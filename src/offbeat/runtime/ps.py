@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -68,14 +68,13 @@ class _Iteration:
     """Requests that belong together, and wait for the iterations before them.
 
     Attributes:
+        begins: done when it may run.
         open_count: the requests that are not done, and one while there may be more.
-        held: requests that wait for it to run.
     """
 
-    may_run: bool = False
+    begins: Future
     open_count: int = 1
     number: int = -1
-    held: list[_Request] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -311,17 +310,25 @@ class PS:
         self._node.endpoint.call(self._scheduler.set_tau, tau)
 
     @contextmanager
-    def iteration(self) -> Iterator[None]:
+    def iteration(self) -> Iterator[Future]:
         """Let all requests that this thread makes in the `with` block be one iteration.
 
         It may begin when all iterations up to `tau` + 1 before it are finished, and is finished when all its
-        requests are done.
+        requests are done. They wait for its beginning by themselves; who computes what it pushes from what
+        iterations before it have pulled waits for it first:
+
+            with ps.iteration() as begins:
+                begins.result()
+                pushed = w.push(gradient(weights))
+
+        Yields:
+            A future that is done when the iteration begins.
         """
-        iteration = _Iteration()
+        iteration = _Iteration(Future("an iteration", lambda: "others before it are not finished"))
         self._node.endpoint.call(self._issue_iteration, iteration)
         self._current.iteration = iteration
         try:
-            yield
+            yield iteration.begins
         finally:
             self._current.iteration = None
             self._node.endpoint.call(self._finish_one, iteration)
@@ -496,9 +503,9 @@ class PS:
             if one.error is not None:
                 future.finish(None, one.error)
                 return
-        if iteration is not None and not iteration.may_run:
+        if iteration is not None and not iteration.begins.is_done:
             self._waiting.add(future)
-            iteration.held.append(request)
+            iteration.begins.followers.append(lambda: self._advance(request))
             return
         if request.make is None:
             try:
@@ -625,13 +632,17 @@ class PS:
             future.finish(None, error)
 
     def _issue_iteration(self, iteration: _Iteration) -> None:
+        if self._failure is not None:
+            iteration.begins.finish(None, OffbeatError(self._failure))
+            return
+        self._waiting.add(iteration.begins)
         iteration.number, told = self._scheduler.issue([_CALLEE])
         self._iterations[iteration.number] = iteration
         self._run(told)
 
     def _finish_one(self, iteration: _Iteration) -> None:
         iteration.open_count -= 1
-        if not iteration.open_count and iteration.may_run:
+        if not iteration.open_count and iteration.begins.is_done and self._failure is None:
             self._finish_iteration(iteration)
 
     def _finish_iteration(self, iteration: _Iteration) -> None:
@@ -642,10 +653,8 @@ class PS:
             if isinstance(one, Run):
                 iteration = self._iterations.pop(one.number)
                 self._graph.started(one.number, _CALLEE)
-                iteration.may_run = True
-                held, iteration.held = iteration.held, []
-                for request in held:
-                    self._advance(request)
+                self._waiting.discard(iteration.begins)
+                iteration.begins.finish(None)
                 if not iteration.open_count:
                     self._finish_iteration(iteration)
 
