@@ -401,6 +401,16 @@ def test_more_than_a_message_may_have_is_refused_at_once(ps, name):
         wider.pull()
 
 
+def test_no_block_is_too_large_to_travel(ps, name):
+    with pytest.raises(ValueError, match=f"blocks of up to {2**31} bytes, here 1024 keys, got 1025"):
+        ps.namespace(name, keys=10_000, width=2**19, block_keys=1025)
+    wide = ps.namespace(name, keys=10_000_000, width=2**19)
+    wide.push(np.ones((1, 2**19)), first=9_999_999).result()
+    assert ps._space(name).block_keys == 2**31 // 2**21
+    assert ps.namespace(f"{name}, short", keys=640).keys == 640
+    assert ps._space(f"{name}, short").block_keys == 10
+
+
 def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
     ps.namespace(name, keys=10)
     ps.namespace(name, keys=10).push(np.ones(10)).result()

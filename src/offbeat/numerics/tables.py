@@ -19,7 +19,7 @@ Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
 Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # a new array, whose values are anything
 
 _READ_BYTES_MAX = 2**31  # in one message
-_DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
+DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
 
 
 class ArrayTable:
@@ -180,7 +180,7 @@ class ArrayTable:
         first = number * self._block_keys
         count = min(self._block_keys, self._keys - first)
         names = ("values", *self._update.states)
-        is_sparse = count > _DENSE_KEYS_MAX
+        is_sparse = count > DENSE_KEYS_MAX
         rows = 0 if is_sparse else count
         arrays = {name: np.zeros((rows, *self._shape), self._dtype) for name in names}
         return _Block(first, arrays, np.zeros(0, np.int64) if is_sparse else None)

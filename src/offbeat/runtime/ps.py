@@ -39,6 +39,7 @@ from offbeat.events import (
 from offbeat.numerics.entries import Entries, Keys, Rows, places_of, problem_of, problem_of_rows
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
+from offbeat.numerics.tables import DENSE_KEYS_MAX
 from offbeat.numerics.updates import Sum, Update
 from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
@@ -230,7 +231,8 @@ class PS:
                 itself.
             width: numbers in a row; 0 for one number a key.
             dtype: of the numbers.
-            block_keys: neighbouring keys that are held together; by default a 64th of all.
+            block_keys: neighbouring keys that are held together, of which a server sends all in one to
+                another one; by default a 64th of all, or fewer of long rows.
             push_filters: what pushes go through, in this order: see `offbeat.numerics.filters`.
             pull_filters: likewise, what comes back.
 
@@ -244,6 +246,7 @@ class PS:
         about = describe(
             update or Sum(), width=width, dtype=dtype, means=aggregate == "mean", filters=filters
         )
+        block_keys = _block_keys(keys, block_keys, np.dtype(dtype).itemsize * max(width, 1))
         space = self._open(name, keys, block_keys, about, update, aggregate is not None)
         combines = aggregate is None and not filters.push and not isinstance(update, Function)
         return Namespace(self, space, width=width, dtype=dtype, combines=combines)
@@ -279,7 +282,9 @@ class PS:
             means=aggregate == "mean",
             tensors=offsets.state_dict(),
         )
-        space = self._open(name, offsets.keys, None, about, update, aggregate is not None)
+        space = self._open(
+            name, offsets.keys, -(-offsets.keys // _BLOCKS), about, update, aggregate is not None
+        )
         combines = aggregate is None and not isinstance(update, Function)
         namespace = Namespace(self, space, width=0, dtype=offsets.dtype, combines=combines)
         return Tensors(self, namespace, offsets)
@@ -380,12 +385,12 @@ class PS:
         self,
         name: str,
         keys: int,
-        block_keys: int | None,
+        block_keys: int,
         about: str,
         update: Update | Function | None,
         aggregates: bool,
     ) -> Space:
-        space = Space(name, keys, block_keys or -(-keys // _BLOCKS), about, aggregates)
+        space = Space(name, keys, block_keys, about, aggregates)
         with self._changed:
             self._refused.pop(name, None)
             is_new = self._space(name) != space
@@ -826,6 +831,23 @@ def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
     return (
         content.cut(first, last) if isinstance(content, Entries) else content[places_of(content, first, last)]
     )
+
+
+def _block_keys(keys: int, block_keys: int | None, row_bytes: int) -> int:
+    """How many keys are in a block, which travels in one when a server is filled.
+
+    Raises:
+        ValueError: too many for that.
+    """
+    most = ARRAY_BYTES_MAX // row_bytes
+    if block_keys is None:
+        usual = -(-keys // _BLOCKS)
+        return usual if usual > DENSE_KEYS_MAX else min(usual, max(most, 1))
+    if min(block_keys, DENSE_KEYS_MAX) > most:
+        raise ValueError(
+            f"expected blocks of up to {ARRAY_BYTES_MAX} bytes, here {most} keys, got {block_keys}"
+        )
+    return block_keys
 
 
 def _ends(listed: Keys) -> tuple[int, int]:
