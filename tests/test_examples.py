@@ -87,6 +87,13 @@ def test_sparse_logistic_regression_of_made_up_rows_finds_the_optimum(options):
     assert differ == "0"
 
 
+def test_worker_group_finds_the_weights_though_a_worker_is_killed():
+    killed, found = run_alone("worker_group.py").splitlines()
+
+    assert killed == "worker 0 was killed, and another takes its place"
+    assert float(found.removeprefix("the largest error of a weight is ")) < 1e-6
+
+
 def test_sparse_logistic_regression_of_a_file(tmp_path):
     rows = joined(list(power_law(300, 50, 1, draws=6, exponent=0.5)))
     write_libsvm(tmp_path / "rows", rows)

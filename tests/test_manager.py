@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from offbeat.events import (
     ClientPaused,
     ClientWithdraws,
     Event,
+    GroupViewed,
     NodeJoined,
     NodeLeft,
     NodeLost,
     Participant,
     Pause,
+    ProgressWanted,
     Refuse,
     Server,
     ServerFilled,
@@ -27,8 +30,14 @@ from offbeat.events import (
     ServerMissed,
     SpaceOpened,
     SpaceRefused,
+    TaskDone,
+    TaskIssued,
+    TaskWanted,
+    TauSet,
     Tick,
     Viewed,
+    WorkerJoins,
+    WorkerLeaves,
 )
 from offbeat.policies.manager import Manager, view_of
 from offbeat.policies.parcels import View
@@ -81,6 +90,20 @@ def paused(client: int, pause: int, time: int, name: str = "s") -> ClientPaused:
 
 def withdraws(client: int, name: str = "s") -> ClientWithdraws:
     return ClientWithdraws(now_s=0.0, node=f"client-{client}", namespace=name)
+
+
+def joins(client: int, on_loss: str = "replace") -> WorkerJoins:
+    return WorkerJoins(
+        now_s=0.0, node=f"client-{client}", group="g", shards=6, on_loss=on_loss, patience_s=1.0
+    )
+
+
+def wants(client: int, passes: int = 9) -> TaskWanted:
+    return TaskWanted(now_s=0.0, node=f"client-{client}", group="g", passes=passes, shards_max=2)
+
+
+def done(client: int, task: int) -> TaskDone:
+    return TaskDone(now_s=0.0, node=f"client-{client}", group="g", task=task)
 
 
 def begins(view: Viewed) -> dict[int, int]:
@@ -463,6 +486,7 @@ def test_nobody_but_a_client_may_speak_for_one(node: str, aggregating: Manager) 
         ClientEnlists(now_s=0.0, node=node, namespace="s"),
         ClientPaused(now_s=0.0, node=node, namespace="s", pause=pause, time=3),
         ClientWithdraws(now_s=0.0, node=node, namespace="s"),
+        replace(joins(7), node=node),
     ):
         (refused,) = aggregating.handle(said)
         assert isinstance(refused, Refuse)
@@ -489,6 +513,46 @@ def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(agg
     told = viewed(again.handle(joined("client-9")))
     assert (begins(told), told.paused) == ({1: 1, 2: 6}, (Pause(namespace="s", view=pause),))
     assert begins(viewed(again.handle(paused(2, pause, 7)))) == {1: 1, 2: 6, 3: 10}
+
+
+# Groups of workers
+
+
+def workers(view: Action) -> list[str]:
+    assert isinstance(view, GroupViewed)
+    return [one.node for one in view.workers]
+
+
+def test_a_client_that_is_lost_or_leaves_is_a_worker_no_more(aggregating: Manager) -> None:
+    for client in (1, 2, 3):
+        aggregating.handle(joins(client))
+    aggregating.handle(enlists(2))
+    view, found = aggregating.handle(lost("client-2"))
+    assert isinstance(view, Viewed)
+    assert workers(found) == ["client-1", "client-3"]
+    assert found.waiting == ((3, 4),)
+    (found,) = aggregating.handle(left("client-3"))
+    assert workers(found) == ["client-1"]
+
+
+def test_what_waits_for_a_newcomer_waits_for_as_many_ticks_as_it_takes(manager: Manager) -> None:
+    manager.handle(joins(1))
+    manager.handle(joins(2))
+    manager.handle(lost("client-2"))
+    assert manager.handle(Tick(now_s=0.75)) == []
+    (view,) = manager.handle(Tick(now_s=1.0))
+    assert isinstance(view, GroupViewed)
+    assert view.workers[0].shards == ((0, 5),)
+
+
+def test_a_manager_that_is_started_again_knows_whose_tasks_are_whose(manager: Manager) -> None:
+    manager.handle(joins(1))
+    (task,) = manager.handle(wants(1))
+    assert isinstance(task, TaskIssued)
+    again = Manager(SERVERS, virtual_nodes=4, copies=1)
+    again.load_state_dict(json.loads(json.dumps(manager.state_dict())))
+    assert again.handle(done(1, task.task)) == []
+    assert again.handle(done(1, task.task)) != []
 
 
 # Configuration
@@ -538,6 +602,14 @@ events = st.one_of(
     st.builds(lambda server: ("filled", server), numbers),
     st.builds(lambda server: ("filled", server), numbers),
     st.just(Tick(now_s=1.0)),
+    st.builds(joins, clients, st.sampled_from(("replace", "replace", "continue", "hope"))),
+    st.builds(wants, clients, st.integers(0, 3)),
+    st.builds(done, clients, numbers),
+    st.builds(
+        lambda client, tau: TauSet(now_s=0.0, node=f"client-{client}", group="g", tau=tau), clients, numbers
+    ),
+    st.builds(lambda node: WorkerLeaves(now_s=0.0, node=node, group="g"), nodes),
+    st.builds(lambda node: ProgressWanted(now_s=0.0, node=node, group="g"), nodes),
 )
 
 

@@ -364,6 +364,69 @@ class ServerMissed(NodeEvent):
     cause: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerEvent(NodeEvent):
+    """What a client says to a group of workers.
+
+    Attributes:
+        group: its name.
+    """
+
+    group: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJoins(WorkerEvent):
+    """It wants to be a member; the first to want it makes the group (see `ShardScheduler`).
+
+    Attributes:
+        shards: of the group's data.
+        on_loss: what becomes of a lost worker's shards.
+        patience_s: how long a newcomer, or a slow worker, is waited for.
+    """
+
+    shards: int
+    on_loss: str
+    patience_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLeaves(WorkerEvent):
+    """It hands its shards and its unfinished tasks back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskWanted(WorkerEvent):
+    """It asks for a task.
+
+    Attributes:
+        passes: the task is to be in one of the first so many.
+        shards_max: the task is to have so many shards at most.
+    """
+
+    passes: int
+    shards_max: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskDone(WorkerEvent):
+    """It has done a task, and what it has pushed for it is done."""
+
+    task: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TauSet(WorkerEvent):
+    """It bounds how many passes a shard may be ahead of another one; None for no bound."""
+
+    tau: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressWanted(WorkerEvent):
+    """It asks who is how far."""
+
+
 Event: TypeAlias = (
     Joined
     | Ready
@@ -389,6 +452,12 @@ Event: TypeAlias = (
     | ServerLeaves
     | ServerFilled
     | ServerMissed
+    | WorkerJoins
+    | WorkerLeaves
+    | TaskWanted
+    | TaskDone
+    | TauSet
+    | ProgressWanted
 )
 
 
@@ -691,6 +760,79 @@ class SpaceRefused:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A member of a group of workers.
+
+    Attributes:
+        shards: that are its own, as ranges: the first and the last of each.
+        passes: that all of these have been through.
+        done: passes over a shard that it has reported done.
+    """
+
+    node: str
+    shards: tuple[tuple[int, int], ...]
+    passes: int
+    done: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupViewed:
+    """Whose data is whose in a group of workers, from now on, and who is how far.
+
+    Attributes:
+        node: who hears it; all members where it is empty.
+        passes: that all shards have been through which are not lost.
+        waiting: shards that wait for a worker, as ranges.
+        lost: shards that nobody has, and that the group goes on without.
+    """
+
+    node: str
+    group: str
+    tau: int | None
+    passes: int
+    workers: tuple[Worker, ...]
+    waiting: tuple[tuple[int, int], ...]
+    lost: tuple[tuple[int, int], ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskIssued:
+    """A worker is to do a pass over some of its shards; it alone hears it.
+
+    Attributes:
+        task: a number that no other task of the group has or had.
+        pass_number: from 0 on.
+    """
+
+    node: str
+    group: str
+    task: int
+    pass_number: int
+    shards: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassesEnded:
+    """All shards that are not lost have been through as many passes as a worker asked for, or more."""
+
+    node: str
+    group: str
+    passes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRefused:
+    """A client, which alone hears it, is no member of a group any more, or cannot have what it asked for."""
+
+    node: str
+    group: str
+    reason: str
+
+
 Action: TypeAlias = (
     Start
     | Halt
@@ -706,4 +848,8 @@ Action: TypeAlias = (
     | Refuse
     | Viewed
     | SpaceRefused
+    | GroupViewed
+    | TaskIssued
+    | PassesEnded
+    | WorkerRefused
 )

@@ -16,11 +16,13 @@ from offbeat.events import (
     Event,
     Filling,
     Namespace,
+    NodeEvent,
     NodeJoined,
     NodeLeft,
     NodeLost,
     Participant,
     Pause,
+    ProgressWanted,
     Refuse,
     Server,
     ServerFilled,
@@ -28,20 +30,28 @@ from offbeat.events import (
     ServerMissed,
     SpaceOpened,
     SpaceRefused,
+    TaskDone,
+    TaskWanted,
+    TauSet,
+    Tick,
     Viewed,
+    WorkerJoins,
+    WorkerLeaves,
 )
 from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
 from offbeat.policies.placement import Ring, Space
 from offbeat.policies.servers import ServerGroup
+from offbeat.policies.workers import Said, WorkerGroups
 
 _SERVER, _CLIENT = "server-", "client-"
 
 
 class Manager:
-    """Tells every server and client the views of a `ServerGroup`.
+    """Tells servers and clients the views of a `ServerGroup`, and clients what `WorkerGroups` have for them.
 
-    Source: the parameter server of OSDI'14, sections 3 and 4.5 ("server manager"). Deviation: who another
-    server cannot reach has to go, though the manager may reach it.
+    Source: the parameter server of OSDI'14, sections 3 and 4.5 ("server manager"). Deviations: who another
+    server cannot reach has to go, though the manager may reach it; the paper's task schedulers, one in each
+    group of workers, are here too.
 
     Args:
         servers: how many there are at the start, at least 1.
@@ -54,6 +64,7 @@ class Manager:
     def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
         self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, copies=copies)
         self._virtual_nodes, self._copies = virtual_nodes, copies
+        self._workers = WorkerGroups()
         self._addresses: dict[int, tuple[str, ...]] = {}
         self._functions: dict[int, tuple[str, ...]] = {}
         self._needed: set[str] = set()  # functions, by namespaces that were opened
@@ -73,12 +84,17 @@ class Manager:
                 return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
             case ServerFilled() | ServerMissed():
                 return self._hear_server(event)
+            case WorkerJoins() | WorkerLeaves() | TaskWanted() | TaskDone() | TauSet() | ProgressWanted():
+                return self._hear_worker(event)
+            case Tick():
+                return self._workers.tick(event)
         return []
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
         return {
             "group": self._group.state_dict(),
+            "workers": self._workers.state_dict(),
             "servers": [
                 [server, list(found), list(self._functions[server])]
                 for server, found in self._addresses.items()
@@ -89,6 +105,7 @@ class Manager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Policy.load_state_dict`."""
         self._group.load_state_dict(state["group"])
+        self._workers.load_state_dict(state["workers"])
         self._addresses = {server: tuple(found) for server, found, _ in state["servers"]}
         self._functions = {server: tuple(found) for server, _, found in state["servers"]}
         self._needed = set(state["needed"])
@@ -115,7 +132,8 @@ class Manager:
         server = server_of(event.node)
         if server is None:
             client = _client_of(event.node)
-            return [] if client is None else self._say(self._group.client_gone(client), f"{event.node} {how}")
+            view = None if client is None else self._group.client_gone(client)
+            return [*self._say(view, f"{event.node} {how}"), *self._workers.part(event)]
         self._forget(server)
         return self._say(self._group.lost(server), f"server {server} {how}")
 
@@ -154,12 +172,13 @@ class Manager:
             self._needed.add(event.function)
         return self._say(view, f"the namespace {event.name} was opened")
 
+    def _hear_worker(self, event: Said) -> list[Action]:
+        return [_no_client(event)] if _client_of(event.node) is None else self._workers.hear(event)
+
     def _hear_client(self, event: ClientEnlists | ClientPaused | ClientWithdraws) -> list[Action]:
         client, name = _client_of(event.node), event.namespace
         if client is None:
-            kind = type(event).__name__
-            reason = f"expected {kind} from a client, got it from {event.node}"
-            return [Refuse(peer=event.node, reason=reason)]
+            return [_no_client(event)]
         match event:
             case ClientEnlists():
                 try:
@@ -242,6 +261,11 @@ def view_of(viewed: Viewed) -> View:
 def server_of(node: str) -> int | None:
     """Return the number of a server by its name; None where that is no server's."""
     return _number(node, _SERVER)
+
+
+def _no_client(event: NodeEvent) -> Refuse:
+    reason = f"expected {type(event).__name__} from a client, got it from {event.node}"
+    return Refuse(peer=event.node, reason=reason)
 
 
 def _client_of(node: str) -> int | None:

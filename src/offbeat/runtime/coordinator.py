@@ -28,6 +28,7 @@ from offbeat.events import (
     Deal,
     Event,
     Failed,
+    GroupViewed,
     Joined,
     Left,
     Lend,
@@ -35,15 +36,18 @@ from offbeat.events import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    PassesEnded,
     Recall,
     Refuse,
     Settle,
     SpaceRefused,
     Start,
     Stop,
+    TaskIssued,
     Tick,
     Used,
     Viewed,
+    WorkerRefused,
 )
 from offbeat.policies import decide
 from offbeat.record import (
@@ -397,6 +401,10 @@ class Coordinator:
         match action:
             case Viewed() | SpaceRefused():
                 return action.node == speaker or (not action.node and isinstance(speaker, str))
+            case TaskIssued() | PassesEnded() | WorkerRefused():
+                return action.node == speaker
+            case GroupViewed():
+                return speaker in ([action.node] if action.node else [one.node for one in action.workers])
             case Deal() | Used() | Recall() | Settle():
                 return action.worker == speaker
             case Lend():

@@ -15,7 +15,20 @@ from zlib import crc32
 import msgspec
 
 from offbeat.errors import LinkError, OffbeatError
-from offbeat.events import Event, NodeJoined, NodeLeft, Refuse, ServerMissed, SpaceRefused, Stop, Viewed
+from offbeat.events import (
+    Event,
+    GroupViewed,
+    NodeJoined,
+    NodeLeft,
+    PassesEnded,
+    Refuse,
+    ServerMissed,
+    SpaceRefused,
+    Stop,
+    TaskIssued,
+    Viewed,
+    WorkerRefused,
+)
 from offbeat.policies.manager import view_of
 from offbeat.policies.parcels import View
 from offbeat.runtime import addresses as places
@@ -85,6 +98,7 @@ class Node:
         on_view: there is a new view.
         on_message: (node, message) from a server or a client; may raise ProtocolError.
         on_refused: a namespace cannot be as this node wants it.
+        on_group: the manager has said something of a group of workers.
         place: where what travels beside messages is to come, see `Post`.
         on_gone: this node takes part no more, with the cause; called once.
         functions: import paths of the user's own updates that a server has.
@@ -101,12 +115,16 @@ class Node:
         on_message: Callable[[str, Any], None],
         on_gone: Callable[[str], None],
         on_refused: Callable[[SpaceRefused], None] = lambda refused: None,
+        on_group: Callable[[GroupViewed | TaskIssued | PassesEnded | WorkerRefused], None] = lambda said: (
+            None
+        ),
         place: Place = nowhere,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
         self.name = name
-        self._on_view, self._on_gone, self._on_refused = on_view, on_gone, on_refused
+        self._on_view, self._on_gone = on_view, on_gone
+        self._on_refused, self._on_group = on_refused, on_group
         self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
         self._gone: set[str] = set()  # servers that were there
         self._unreached_s: dict[str, float] = {}
@@ -165,6 +183,8 @@ class Node:
                     self._see(action)
                 case SpaceRefused():
                     self._on_refused(action)
+                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
+                    self._on_group(action)
                 case Refuse() | Stop():
                     self._end(action.reason)
 

@@ -32,9 +32,13 @@ from offbeat.events import (
     ClientPaused,
     ClientWithdraws,
     Event,
+    GroupViewed,
+    PassesEnded,
     ServerLeaves,
     SpaceOpened,
     SpaceRefused,
+    TaskIssued,
+    WorkerRefused,
 )
 from offbeat.numerics.entries import Entries, Keys, Rows, places_of, problem_of, problem_of_rows
 from offbeat.numerics.filters import Passed
@@ -51,6 +55,7 @@ from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.cluster import LocalServers
 from offbeat.runtime.combining import COMBINED_BYTES_MAX, Combiner
 from offbeat.runtime.future import TIMEOUT_S, Future
+from offbeat.runtime.group import WorkerGroup
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import ARRAY_BYTES_MAX, Array
 
@@ -140,6 +145,7 @@ class PS:
         self._scheduler = IterationScheduler(self._graph, None)
         self._iterations: dict[int, _Iteration] = {}  # by their task's number
         self._current = threading.local()
+        self._groups: dict[str, WorkerGroup] = {}
         self._node = Node(
             f"client-{number}",
             self.cluster,
@@ -148,6 +154,7 @@ class PS:
             on_message=self._hear,
             on_gone=self._end,
             on_refused=self._refuse,
+            on_group=self._hear_group,
             place=self._place,
         )
         self._node.join()
@@ -288,6 +295,50 @@ class PS:
         combines = aggregate is None and not isinstance(update, Function)
         namespace = Namespace(self, space, width=0, dtype=offsets.dtype, combines=combines)
         return Tensors(self, namespace, offsets)
+
+    def join_group(
+        self,
+        name: str,
+        shards: int,
+        *,
+        on_worker_loss: Literal["replace", "continue", "drop_slowest"] = "replace",
+        patience_s: float = 30.0,
+        timeout_s: float = TIMEOUT_S,
+    ) -> WorkerGroup:
+        """Become a worker of a group that goes through data together, in shards 0 to `shards` - 1.
+
+        Args:
+            name: whoever joins under this name works in the same group, which the first one makes. It
+                remembers what was done for as long as the cluster is there.
+            shards: parts of the data, 1 to 65536; what they hold is for the program to know.
+            on_worker_loss: what becomes of the shards of a worker that is lost. "replace": they wait
+                `patience_s` seconds for a newcomer, and then the others share them; "continue": the group
+                goes on without them; "drop_slowest": the others share them at once, and who is furthest
+                behind when somebody has waited `patience_s` seconds for a task is dropped as well.
+            patience_s: seconds, as above.
+            timeout_s: how long to wait for the manager, in seconds.
+
+        Raises:
+            ValueError: this client is in that group already; an argument out of range.
+            OffbeatError: the group was made with other arguments, or cannot be; the manager has not answered
+                in time.
+        """
+        if name in self._groups:
+            raise ValueError(f"expected a group that this client is not in, got {name}")
+
+        def leave() -> None:
+            self._groups.pop(name, None)
+
+        group = WorkerGroup(name, self._node.name, self._node.tell, self.when_done, leave)
+        self._groups[name] = group
+        if self._failure is not None:
+            group.end(self._failure)
+        try:
+            group.join(shards, on_worker_loss, patience_s, timeout_s)
+        except BaseException:
+            leave()
+            raise
+        return group
 
     @property
     def traffic_bytes(self) -> int:
@@ -621,12 +672,19 @@ class PS:
             self._refused[refused.name] = refused.reason
             self._changed.notify_all()
 
+    def _hear_group(self, action: GroupViewed | TaskIssued | PassesEnded | WorkerRefused) -> None:
+        group = self._groups.get(action.group)
+        if group is not None:
+            group.hear(action)
+
     def _end(self, cause: str) -> None:
         with self._changed:
             if self._failure is not None:
                 return
             self._failure = cause
             self._changed.notify_all()
+        for group in list(self._groups.values()):
+            group.end(cause)
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
         waiting = [*chain.from_iterable(futures for futures, _ in self._asked.values()), *self._waiting]
         if len(self._combined):

@@ -20,11 +20,13 @@ from offbeat.events import (
     EpochEnded,
     Event,
     Group,
+    GroupViewed,
     Halt,
     Joined,
     Left,
     Lend,
     Lost,
+    PassesEnded,
     Ready,
     Recall,
     Refuse,
@@ -32,9 +34,11 @@ from offbeat.events import (
     SpaceRefused,
     Start,
     Stop,
+    TaskIssued,
     Tick,
     Used,
     Viewed,
+    WorkerRefused,
 )
 from offbeat.policies import Policy, decide
 from offbeat.policies.lockstep import Lockstep
@@ -382,6 +386,8 @@ class Cluster:
                 case Dismiss():
                     self.is_dismissed = True
                 case Start() | EpochEnded() | Viewed() | SpaceRefused():
+                    pass
+                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
                     pass
                 case _:
                     assert_never(action)

@@ -1,0 +1,124 @@
+"""The groups of workers of a parameter server, by name; a part that `Manager` owns.
+
+Nothing here decides who gets what: see `offbeat.policies.shards`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, assert_never
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    NodeLeft,
+    NodeLost,
+    ProgressWanted,
+    TaskDone,
+    TaskWanted,
+    TauSet,
+    Tick,
+    WorkerJoins,
+    WorkerLeaves,
+    WorkerRefused,
+)
+from offbeat.policies.shards import ShardScheduler
+
+Said: TypeAlias = WorkerJoins | WorkerLeaves | TaskWanted | TaskDone | TauSet | ProgressWanted
+
+
+class WorkerGroups:
+    """Gives data and tasks to groups of clients.
+
+    A group begins when somebody joins it, and stays for as long as the manager does: when all its workers are
+    gone, whoever joins goes on where they were. What cannot be is told to whoever said it, and changes
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, ShardScheduler] = {}
+
+    def hear(self, event: Said) -> list[Action]:
+        """Answer what a client says."""
+        try:
+            return self._answer(event)
+        except ProtocolError as error:
+            return [WorkerRefused(node=event.node, group=event.group, reason=str(error))]
+
+    def part(self, event: NodeLeft | NodeLost) -> list[Action]:
+        """A client is gone, and with it all that it was a member of."""
+        node, now_s = event.node, event.now_s
+        return [
+            action
+            for group in self._groups.values()
+            if node in group
+            for action in (
+                group.lose(node, now_s, f"{node} was lost: {event.cause}")
+                if isinstance(event, NodeLost)
+                else group.leave(node, now_s)
+            )
+        ]
+
+    def tick(self, event: Tick) -> list[Action]:
+        """Time has passed."""
+        return [action for group in self._groups.values() for action in group.tick(event.now_s)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as plain data."""
+        return {
+            "groups": [
+                [group.name, group.shards, group.on_loss, group.patience_s, group.state_dict()]
+                for group in self._groups.values()
+            ]
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._groups = {}
+        for name, shards, on_loss, patience_s, group in state["groups"]:
+            self._groups[name] = ShardScheduler(name, shards, on_loss, patience_s)
+            self._groups[name].load_state_dict(group)
+
+    def _answer(self, event: Said) -> list[Action]:
+        node, now_s = event.node, event.now_s
+        if isinstance(event, WorkerJoins):
+            return self._join(event)
+        group = self._groups.get(event.group)
+        if isinstance(event, WorkerLeaves):
+            return [] if group is None else self._leave(group, node, now_s)
+        if group is None or node not in group:
+            raise ProtocolError(f"expected a member of the group {event.group}, got {node}, which is none")
+        match event:
+            case TaskWanted():
+                return group.want(node, event.passes, event.shards_max, now_s)
+            case TaskDone():
+                return group.done(node, event.task, now_s)
+            case TauSet():
+                return group.set_tau(event.tau, now_s)
+            case ProgressWanted():
+                return [group.view(node, f"{node} has asked")]
+        assert_never(event)
+
+    def _join(self, event: WorkerJoins) -> list[Action]:
+        group = self._groups.get(event.group)
+        wanted = (event.shards, event.on_loss, event.patience_s)
+        if group is None:
+            group = ShardScheduler(event.group, *wanted)
+        known = (group.shards, group.on_loss, group.patience_s)
+        if known != wanted:
+            raise ProtocolError(
+                f"expected the group {event.group} as it is, {_shown(known)}, got {_shown(wanted)}"
+            )
+        if event.node in group:
+            raise ProtocolError(f"expected a newcomer in the group {event.group}, got {event.node}, a member")
+        self._groups[event.group] = group
+        return group.join(event.node, event.now_s)
+
+    def _leave(self, group: ShardScheduler, node: str, now_s: float) -> list[Action]:
+        """Who was dropped may say so as well; whoever it is hears of a group without it."""
+        said = group.leave(node, now_s) if node in group else []
+        return [*said, group.view(node, f"{node} has left")]
+
+
+def _shown(what: tuple[int, str, float]) -> str:
+    shards, on_loss, patience_s = what
+    return f"{shards} shards, on_worker_loss={on_loss!r}, patience_s={patience_s:g}"

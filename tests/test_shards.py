@@ -1,0 +1,574 @@
+"""Groups of workers: every shard is somebody's, waits or is lost; every pass over it counts once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.events import (
+    Action,
+    GroupViewed,
+    NodeLeft,
+    NodeLost,
+    PassesEnded,
+    ProgressWanted,
+    TaskDone,
+    TaskIssued,
+    TaskWanted,
+    TauSet,
+    Tick,
+    WorkerJoins,
+    WorkerLeaves,
+    WorkerRefused,
+)
+from offbeat.policies.shards import POLICIES, SHARDS_MAX
+from offbeat.policies.workers import WorkerGroups
+
+PATIENCE_S = 10.0
+
+
+class Group:
+    """The group "g", spoken to by the workers "client-0", "client-1", ..., at a time that a test sets."""
+
+    def __init__(self, shards: int, on_loss: str = "replace", *joined: int) -> None:
+        self.groups = WorkerGroups()
+        self.shards, self.on_loss = shards, on_loss
+        self.now_s = 0.0
+        for client in joined:
+            self.join(client)
+
+    def join(self, client: int) -> list[Action]:
+        return self._hear(
+            WorkerJoins,
+            client,
+            shards=self.shards,
+            on_loss=self.on_loss,
+            patience_s=PATIENCE_S,
+        )
+
+    def leave(self, client: int) -> list[Action]:
+        return self._hear(WorkerLeaves, client)
+
+    def want(self, client: int, passes: int = 100, shards_max: int = 1) -> list[Action]:
+        return self._hear(TaskWanted, client, passes=passes, shards_max=shards_max)
+
+    def done(self, client: int, task: int) -> list[Action]:
+        return self._hear(TaskDone, client, task=task)
+
+    def set_tau(self, client: int, tau: int | None) -> list[Action]:
+        return self._hear(TauSet, client, tau=tau)
+
+    def lose(self, client: int) -> list[Action]:
+        return self.groups.part(NodeLost(now_s=self.now_s, node=name(client), cause="it was silent"))
+
+    def quit(self, client: int) -> list[Action]:
+        return self.groups.part(NodeLeft(now_s=self.now_s, node=name(client)))
+
+    def tick(self, after_s: float) -> list[Action]:
+        self.now_s += after_s
+        return self.groups.tick(Tick(now_s=self.now_s))
+
+    def task(self, client: int, **options: int) -> TaskIssued:
+        """The task that a worker gets which asks for one."""
+        (task,) = self.want(client, **options)
+        assert isinstance(task, TaskIssued)
+        assert task.node == name(client)
+        return task
+
+    def work(self, client: int, **options: int) -> TaskIssued:
+        """The same, and it is done."""
+        task = self.task(client, **options)
+        self.done(client, task.task)
+        return task
+
+    @property
+    def scheduler(self) -> Any:
+        return self.groups._groups["g"]
+
+    @property
+    def view(self) -> GroupViewed:
+        return self.scheduler.view("", "r")
+
+    def owned(self) -> dict[int, list[int]]:
+        return {int(one.node[7:]): spread(one.shards) for one in self.view.workers}
+
+    def _hear(self, kind: type, client: int, **fields: Any) -> list[Action]:
+        return self.groups.hear(kind(now_s=self.now_s, node=name(client), group="g", **fields))
+
+
+def name(client: int) -> str:
+    return f"client-{client}"
+
+
+def spread(ranges: tuple[tuple[int, int], ...]) -> list[int]:
+    return [shard for first, last in ranges for shard in range(first, last + 1)]
+
+
+def viewed(actions: list[Action]) -> GroupViewed:
+    """The one view among what was said, which is for everybody."""
+    (found,) = [action for action in actions if isinstance(action, GroupViewed)]
+    assert found.node == ""
+    return found
+
+
+# Who has what
+
+
+def test_the_first_worker_has_all_shards_and_those_who_come_later_their_part_of_neighbours():
+    group = Group(12, "replace", 0)
+    assert group.owned() == {0: [*range(12)]}
+    group.join(1)
+    assert group.owned() == {0: [*range(6)], 1: [*range(6, 12)]}
+    view = viewed(group.join(2))
+    assert group.owned() == {0: [0, 1, 2, 3], 1: [6, 7, 8, 9], 2: [4, 5, 10, 11]}
+    assert [one.shards for one in view.workers] == [((0, 3),), ((6, 9),), ((4, 5), (10, 11))]
+    assert view.reason == "client-2 has come"
+
+
+@pytest.mark.parametrize("members", range(1, 8))
+def test_a_newcomer_gets_its_part_and_nobody_else_anything(members):
+    group = Group(30, "replace", *range(members))
+    before = group.owned()
+    group.join(members)
+    after = group.owned()
+    assert len(after[members]) == 30 // (members + 1)
+    assert all(set(after[one]) <= set(before[one]) for one in range(members))
+
+
+def test_a_shard_in_a_task_moves_when_that_is_done():
+    group = Group(4, "replace", 0)
+    task = group.task(0, shards_max=4)
+    group.join(1)
+    assert group.owned() == {0: [0, 1, 2, 3], 1: []}
+    viewed(group.done(0, task.task))
+    assert group.owned() == {0: [0, 1], 1: [2, 3]}
+
+
+def test_who_leaves_hands_its_shards_to_the_others_whatever_the_policy():
+    for on_loss in POLICIES:
+        for goes in (Group.leave, Group.quit):
+            group = Group(6, on_loss, 0, 1, 2)
+            goes(group, 2)
+            assert group.owned() == {0: [0, 1, 2], 1: [3, 4, 5]}
+            assert group.view.lost == group.view.waiting == ()
+
+
+def test_who_leaves_hears_of_a_group_without_it():
+    group = Group(6, "replace", 0, 1)
+    everybody, answer = group.leave(1)
+    assert [one.node for one in viewed([everybody]).workers] == ["client-0"]
+    assert isinstance(answer, GroupViewed)
+    assert answer.node == "client-1"
+    (again,) = group.leave(1)
+    assert again == answer
+
+
+def test_a_worker_without_shards_takes_over_what_somebody_left():
+    group = Group(2, "replace", 0, 1, 2)
+    assert group.owned() == {0: [0], 1: [1], 2: []}
+    group.lose(0)
+    assert group.owned() == {1: [1], 2: [0]}
+
+
+def test_when_all_are_gone_whoever_comes_goes_on_where_they_were():
+    for on_loss in POLICIES:
+        group = Group(3, on_loss, 0)
+        group.work(0, shards_max=3)
+        group.work(0, shards_max=2)
+        assert group.lose(0) == []
+        group.join(1)
+        assert group.owned() == {1: [0, 1, 2]}
+        task = group.work(1, passes=2, shards_max=3)
+        assert (task.pass_number, task.shards) == (1, (2,))
+        (ended,) = group.want(1, passes=2)
+        assert isinstance(ended, PassesEnded)
+
+
+# Losses
+
+
+def test_a_lost_workers_shards_wait_for_a_newcomer_who_takes_over_all_of_them():
+    group = Group(9, "replace", 0, 1, 2)
+    before = group.owned()
+    view = viewed(group.lose(1))
+    assert spread(view.waiting) == before[1]
+    assert view.reason == "client-1 was lost: it was silent"
+    viewed(group.join(3))
+    assert group.owned() == {0: before[0], 2: before[2], 3: before[1]}
+
+
+def test_a_newcomer_takes_over_from_whoever_was_lost_first():
+    group = Group(9, "replace", 0, 1, 2)
+    before = group.owned()
+    group.lose(2)
+    group.lose(1)
+    group.join(3)
+    assert group.owned() == {0: before[0], 3: before[2]}
+    group.join(4)
+    assert group.owned() == {0: before[0], 3: before[2], 4: before[1]}
+
+
+def test_after_its_patience_the_others_share_what_waits():
+    group = Group(9, "replace", 0, 1, 2)
+    group.lose(1)
+    assert group.tick(PATIENCE_S - 0.25) == []
+    view = viewed(group.tick(0.25))
+    assert view.waiting == ()
+    assert view.reason == "nobody has come for 10 s"
+    assert sorted(map(len, group.owned().values())) == [4, 5]
+
+
+def test_without_the_lost_data_the_others_go_on_and_a_newcomer_begins_where_they_are():
+    group = Group(4, "continue", 0, 1)
+    group.set_tau(0, 0)
+    view = viewed(group.lose(1))
+    assert (view.lost, view.waiting) == (((2, 3),), ())
+    assert group.tick(1e9) == []
+    for pass_number in range(3):
+        assert group.work(0, shards_max=4).pass_number == pass_number
+    group.join(2)
+    assert group.owned() == {0: [0, 1], 2: [2, 3]}
+    assert group.view.lost == ()
+    task = group.task(2, shards_max=4)
+    assert (task.pass_number, task.shards) == (3, (2, 3))
+
+
+def test_what_was_not_reported_is_given_to_whoever_gets_the_shards():
+    group = Group(4, "drop_slowest", 0, 1)
+    lost = group.task(1, shards_max=2)
+    group.lose(1)
+    first, second = group.work(0, shards_max=2), group.work(0, shards_max=2)
+    assert (first.pass_number, second.pass_number) == (0, 0)
+    assert lost.shards == second.shards == (2, 3)
+    assert second.task != lost.task
+
+
+def late(on_loss: str = "drop_slowest") -> Group:
+    """Worker 0 waits for workers 1 and 2, which are at work; 2 has done more."""
+    group = Group(6, on_loss, 0, 1, 2)
+    group.set_tau(0, 0)
+    group.work(0, shards_max=2)
+    group.work(2)
+    group.task(1)
+    group.task(2)
+    assert group.want(0) == []
+    return group
+
+
+def test_who_keeps_another_one_waiting_for_too_long_and_has_done_least_is_dropped():
+    group = late()
+    assert group.tick(PATIENCE_S - 0.25) == []
+    refused, view, *_ = group.tick(0.25)
+    assert isinstance(refused, WorkerRefused)
+    assert refused.node == "client-1"
+    assert refused.reason == "client-1 was dropped: it kept client-0 waiting for 10 s"
+    assert isinstance(view, GroupViewed)
+    assert [one.node for one in view.workers] == ["client-0", "client-2"]
+    assert view.waiting == view.lost == ()
+    (refused,) = group.done(1, 1)
+    assert isinstance(refused, WorkerRefused)
+
+
+def test_nobody_else_is_dropped_for_as_long_again():
+    group = Group(4, "drop_slowest", 0, 1, 2, 3)
+    group.set_tau(0, 0)
+    for client in (0, 3):
+        group.work(client)
+        assert group.want(client) == []
+    for client in (1, 2):
+        group.task(client)
+    assert group.tick(PATIENCE_S) != []
+    assert group.owned().keys() == {0, 2, 3}
+    assert group.tick(PATIENCE_S - 0.25) == []
+    assert group.tick(0.25) != []
+
+
+def test_who_asks_again_has_waited_since_it_asked_first():
+    group = late()
+    group.tick(PATIENCE_S - 0.25)
+    group.want(0)
+    assert group.tick(0.25) != []
+
+
+@pytest.mark.parametrize("on_loss", ["replace", "continue"])
+def test_nobody_is_dropped_for_being_slow_elsewhere(on_loss):
+    assert late(on_loss).tick(1e9) == []
+
+
+def test_who_waits_for_its_own_task_or_has_no_shards_lets_nobody_be_dropped():
+    group = Group(2, "drop_slowest", 0, 1, 2)
+    group.task(0)
+    group.task(1)
+    assert group.want(0) == group.want(2) == []
+    assert group.tick(1e9) == []
+
+
+# Tasks
+
+
+def test_a_task_is_some_shards_of_one_pass_and_the_earliest_comes_first():
+    group = Group(5, "replace", 0)
+    found = [group.work(0, shards_max=2) for _ in range(4)]
+    assert [(one.pass_number, one.shards) for one in found] == [
+        (0, (0, 1)),
+        (0, (2, 3)),
+        (0, (4,)),
+        (1, (0, 1)),
+    ]
+    assert len({one.task for one in found}) == 4
+
+
+def test_a_worker_may_have_several_tasks():
+    group = Group(3, "replace", 0)
+    found = [group.task(0).shards for _ in range(3)]
+    assert found == [(0,), (1,), (2,)]
+    assert group.want(0) == []
+    (answer,) = group.done(0, 1)
+    assert isinstance(answer, TaskIssued)
+    assert (answer.pass_number, answer.shards) == (1, (1,))
+
+
+@pytest.mark.parametrize("tau", [0, 1, 3])
+def test_a_pass_begins_when_every_shard_has_been_through_all_but_tau_before_it(tau):
+    group = Group(2, "replace", 0, 1)
+    group.set_tau(1, tau)
+    for pass_number in range(tau + 1):
+        assert group.work(0).pass_number == pass_number
+    assert group.want(0) == []
+    (answer,) = group.done(1, group.task(1).task)
+    assert isinstance(answer, TaskIssued)
+    assert (answer.node, answer.pass_number) == ("client-0", tau + 1)
+
+
+def test_another_tau_is_everybodys_and_may_let_somebody_begin():
+    group = Group(2, "replace", 0, 1)
+    group.set_tau(0, 0)
+    group.work(0)
+    group.want(0)
+    view, task = group.set_tau(1, None)
+    assert isinstance(view, GroupViewed)
+    assert (view.node, view.tau) == ("", None)
+    assert isinstance(task, TaskIssued)
+    assert (task.node, task.pass_number) == ("client-0", 1)
+
+
+def test_passes_end_for_all_when_the_last_shard_is_through():
+    group = Group(2, "replace", 0, 1)
+    group.work(0)
+    assert group.want(0, passes=1) == []
+    (ended,) = group.done(1, group.task(1).task)
+    assert isinstance(ended, PassesEnded)
+    assert (ended.node, ended.passes) == ("client-0", 1)
+
+
+def test_who_asks_is_told_who_is_how_far():
+    group = Group(4, "replace", 0, 1)
+    group.work(0, shards_max=2)
+    group.work(0)
+    (view,) = group._hear(ProgressWanted, 1)
+    assert isinstance(view, GroupViewed)
+    assert view.node == "client-1"
+    assert [(one.node, one.passes, one.done) for one in view.workers] == [
+        ("client-0", 1, 3),
+        ("client-1", 0, 0),
+    ]
+    assert view.passes == 0
+
+
+# What cannot be
+
+
+def joins(client: int, group: str = "g", **different: Any) -> WorkerJoins:
+    fields = {"shards": 4, "on_loss": "replace", "patience_s": PATIENCE_S} | different
+    return WorkerJoins(now_s=0.0, node=name(client), group=group, **fields)
+
+
+def wants(client: int, group: str = "g", shards_max: int = 1) -> TaskWanted:
+    return TaskWanted(now_s=0.0, node=name(client), group=group, passes=1, shards_max=shards_max)
+
+
+def reports(client: int, task: int) -> TaskDone:
+    return TaskDone(now_s=0.0, node=name(client), group="g", task=task)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (joins(7, shards=5), "the group g as it is, 4 shards, .* got 5 shards"),
+        (joins(7, on_loss="continue"), "the group g as it is, .*'replace', .*'continue'"),
+        (joins(7, patience_s=9.0), "the group g as it is, .*=10, .*=9"),
+        (joins(0), "expected a newcomer in the group g, got client-0"),
+        (joins(7, "h", shards=0), "expected 1 to 65536 shards, got 0"),
+        (joins(7, "h", shards=SHARDS_MAX + 1), "expected 1 to 65536 shards, got 65537"),
+        (joins(7, "h", on_loss="hope"), "replace, continue, drop_slowest, got 'hope'"),
+        (wants(0, shards_max=0), "at least 1 shard"),
+        (wants(7), "expected a member of the group g, got client-7"),
+        (wants(0, "h"), "expected a member of the group h, got client-0"),
+        (reports(0, 1), "expected one of the 1 tasks of client-0, got task 1"),
+        (reports(1, 2**63 - 1), "tasks of client-1, got task 9223372036854775807"),
+        (reports(7, 0), "expected a member of the group g"),
+        (TauSet(now_s=0.0, node="client-7", group="g", tau=0), "expected a member of the group g"),
+        (ProgressWanted(now_s=0.0, node="client-0", group="h"), "expected a member of the group h"),
+    ],
+)
+def test_what_cannot_be_is_told_to_whoever_said_it_and_changes_nothing(said, why):
+    group = Group(4, "replace", 0, 1)
+    group.task(0)
+    group.task(1)
+    before = group.groups.state_dict()
+    (refused,) = group.groups.hear(said)
+    assert isinstance(refused, WorkerRefused)
+    assert (refused.node, refused.group) == (said.node, said.group)
+    assert re.search(why, refused.reason)
+    assert group.groups.state_dict() == before
+
+
+def test_a_task_is_reported_once():
+    group = Group(4, "replace", 0)
+    task = group.work(0)
+    (refused,) = group.done(0, task.task)
+    assert isinstance(refused, WorkerRefused)
+    assert group.view.workers[0].done == 1
+
+
+def test_huge_numbers_are_numbers():
+    group = Group(SHARDS_MAX, "replace", 0)
+    group.set_tau(0, 2**63 - 1)
+    assert len(group.work(0, passes=2**63 - 1, shards_max=2**63 - 1).shards) == SHARDS_MAX
+    assert group.view.passes == 1
+
+
+# Random histories
+
+CLIENTS = 4
+clients = st.integers(0, CLIENTS - 1)
+steps = st.one_of(
+    st.tuples(st.just("join"), clients),
+    st.tuples(st.just("leave"), clients),
+    st.tuples(st.just("lose"), clients),
+    *[st.tuples(st.just("want"), clients, st.integers(1, 6), st.integers(1, 4))] * 4,
+    *[st.tuples(st.just("finish"), st.integers(0, 9))] * 4,
+    st.tuples(st.just("done"), clients, st.integers(0, 12)),
+    st.tuples(st.just("set_tau"), clients, st.one_of(st.none(), st.integers(0, 2))),
+    st.tuples(st.just("tick"), st.sampled_from((0.25, PATIENCE_S))),
+)
+
+
+class History:
+    """A group, what its workers have been told, and what must hold after each event."""
+
+    def __init__(self, shards: int, on_loss: str) -> None:
+        self.group = Group(shards, on_loss, *range(3))
+        self.tasks: dict[tuple[int, int], TaskIssued] = {}  # not reported, by worker and number
+        self.counted: set[tuple[int, int]] = set()
+
+    def step(self, what: str, *arguments: Any) -> list[Action]:
+        group = self.group
+        if what == "finish":
+            if not self.tasks:
+                return []
+            what, arguments = "done", sorted(self.tasks)[arguments[0] % len(self.tasks)]
+        before, passes = group.owned(), group.view.passes
+        again = WorkerGroups()
+        again.load_state_dict(json.loads(json.dumps(group.groups.state_dict())))
+        said = getattr(group, what)(*arguments)
+        known, group.groups = group.groups, again
+        group.now_s -= arguments[0] if what == "tick" else 0
+        assert getattr(group, what)(*arguments) == said
+        assert again.state_dict() == known.state_dict()
+        if what == "done" and not any(isinstance(one, WorkerRefused) for one in said):
+            self._count(self.tasks.pop(arguments))
+        self._hear(said)
+        self._check(before, passes)
+        return said
+
+    def _count(self, task: TaskIssued) -> None:
+        pairs = {(task.pass_number, shard) for shard in task.shards}
+        assert not pairs & self.counted
+        self.counted |= pairs
+
+    def _hear(self, said: list[Action]) -> None:
+        owned, view = self.group.owned(), self.group.view
+        self.tasks = {key: task for key, task in self.tasks.items() if key[0] in owned}
+        for one in said:
+            assert one.reason  # type: ignore[union-attr]
+            if isinstance(one, TaskIssued):
+                client = int(one.node[7:])
+                busy = [shard for task in self.tasks.values() for shard in task.shards]
+                assert one.shards
+                assert set(one.shards) <= set(owned[client]) - set(busy)
+                assert not {(one.pass_number, shard) for shard in one.shards} & self.counted
+                assert view.tau is None or one.pass_number <= view.passes + view.tau
+                self.tasks[client, one.task] = one
+
+    def _check(self, before: dict[int, list[int]], passes: int) -> None:
+        group, view, owned = self.group, self.group.view, self.group.owned()
+        held = Counter(
+            [*spread(view.waiting), *spread(view.lost), *(s for some in owned.values() for s in some)]
+        )
+        assert held == Counter(range(group.shards))
+        assert view.passes >= passes or not owned or group.on_loss == "continue"
+        gone = group.scheduler.state_dict()["passes"]
+        for shard in range(group.shards):
+            through = {p for p, s in self.counted if s == shard}
+            assert through <= set(range(gone[shard]))
+            assert group.on_loss == "continue" or len(through) == gone[shard]
+        self._check_moves(before, owned)
+        for node, (most, _, _) in group.scheduler._wants.items():
+            client = int(node[7:])
+            busy = {shard for key, task in self.tasks.items() for shard in task.shards if key[0] == client}
+            idle = [gone[shard] for shard in owned[client] if shard not in busy]
+            bound = most if view.tau is None else min(most, view.passes + view.tau + 1)
+            assert view.passes < most
+            assert not idle or min(idle) >= bound
+
+    def _check_moves(self, before: dict[int, list[int]], after: dict[int, list[int]]) -> None:
+        """A shard leaves a worker that stays only for one that had fewer by two or more."""
+        for giver in before.keys() & after.keys():
+            for taker, shards in after.items():
+                if set(before[giver]) & set(shards) and giver != taker:
+                    assert len(after[giver]) >= len(shards) - 1
+                    assert not set(after[giver]) - set(before[giver])
+        if after and not self.tasks:
+            sizes = [len(shards) for shards in after.values()]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 9), st.sampled_from(POLICIES), st.lists(steps, max_size=60))
+def test_whatever_happens_every_shard_is_somewhere_and_every_pass_over_it_counts_once(
+    shards, on_loss, history
+):
+    one = History(shards, on_loss)
+    for step in history:
+        one.step(*step)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.sampled_from(POLICIES), st.lists(steps, max_size=60))
+def test_whatever_has_happened_those_who_are_there_come_to_the_end(shards, on_loss, history):
+    passes = 6
+    one = History(shards, on_loss)
+    for step in history:
+        one.step(*step)
+    one.step("tick", PATIENCE_S)
+    one.step("join", CLIENTS)
+    while one.tasks:
+        one.step("finish", 0)
+    ended: set[str] = set()
+    while len(ended) < len(one.group.owned()):
+        before = len(one.counted), len(ended)
+        for client in one.group.owned():
+            said = one.step("want", client, passes, 2)
+            while one.tasks:
+                said += one.step("finish", 0)
+            ended |= {action.node for action in said if isinstance(action, PassesEnded)}
+        assert (len(one.counted), len(ended)) != before
+    if on_loss != "continue":
+        assert {(p, s) for p in range(passes) for s in range(shards)} <= one.counted
