@@ -8,6 +8,7 @@ The more the columns depend on each other that move at once, in tau + 1 blocks, 
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from offbeat.libsvm import read_libsvm
 from offbeat.numerics.logistic import BlockProximal, BlockWorker, Passes
 from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.proximal_newton import compare
+from offbeat.numerics.spaces import FilterSpec
 from offbeat.numerics.sparse import SignedColumns, joined
 from offbeat.numerics.updates import Assign
 
@@ -26,33 +28,32 @@ def load(path):
 
 def one_pass(worker, w, blocks, tau):
     """A step in each block, from weights in which the last `tau` steps may be missing."""
-    under_way = []
+    under_way, worker.violation = [], 0.0
     for number, (first, last) in enumerate(blocks, 1):
-        block = worker.push(first, last)  # gradients, and bounds of the curvature, of this worker's rows
+        block = worker.push(first, last, w.active)  # gradients, and bounds of the curvature, of its rows
         pushed = w.push(block.rows, keys=block.keys, first=first, last=last)  # servers sum them up and step
         under_way.append((block.keys, w.pull(keys=block.keys, after=[pushed])))
         while len(under_way) > (tau if number < len(blocks) else 0):
             keys, pulled = under_way.pop(0)
-            worker.pull(keys, *pulled.result().T)  # moves the margins; finds what the filter may skip
+            worker.pull(keys, *pulled.result().T)  # moves the margins of its rows
 
 
 def work(rank, workers, cluster, options, report=print):
-    rows = load(options.path)
-    worker = BlockWorker(SignedColumns.of(rows.share(rank, workers)), options.l1)
-    keys = int(rows.keys.max()) + 1
+    rows, l1 = load(options.path), options.l1
+    keys, kkt = int(rows.keys.max()) + 1, FilterSpec("KKT", {"l1": l1})
+    worker = BlockWorker(SignedColumns.of(rows.share(rank, workers)), l1)
     passes = Passes(keys, options.blocks, len(rows), options.epsilon, filtered=options.kkt)
-    step = BlockProximal(l1=options.l1, rate=options.rate)
     with offbeat.PS(cluster) as ps:
-        w = ps.namespace("w", keys, update=step, aggregate="sum", width=2, dtype="float64")
-        told = ps.namespace("told", workers, update=Assign(), aggregate="sum", width=4, dtype="float64")
+        step, sums = BlockProximal(l1=l1, rate=options.rate), {"aggregate": "sum", "dtype": "float64"}
+        w = ps.namespace("w", keys, width=2, update=step, push_filters=[kkt], **sums)
+        told = ps.namespace("told", workers, width=4, update=Assign(), **sums)
         w.take_part(workers)
         told.take_part(workers)
         for blocks in passes:  # in random order, the same for all workers
-            worker.begin_pass(passes.slack)
+            w.set_margin(passes.slack)  # of what is skipped; infinite where all keys are to be looked at
             one_pass(worker, w, blocks, options.tau)
             own = w.pull(first=rank * keys // workers, last=(rank + 1) * keys // workers).result()[:, 0]
-            objective = worker.loss + options.l1 * abs(own).sum()  # this worker's part of it
-            row = objective, (own != 0).sum(), ps.traffic_bytes, worker.violation
+            row = worker.loss + l1 * abs(own).sum(), (own != 0).sum(), ps.traffic_bytes, worker.violation
             rows_told = told.pull(after=[told.push([row], keys=[rank], first=0, last=workers)]).result()
             total, weights, size, _ = rows_told.sum(0)
             passes.ended(total, rows_told[:, 3].max())
@@ -69,8 +70,7 @@ def main():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     options = parser.parse_args()
     with offbeat.PS.local(servers=2) as ps, ProcessPoolExecutor(4, get_context("spawn")) as pool:
-        running = [pool.submit(work, rank, 4, ps.cluster, options) for rank in range(4)]
-        weights, *_ = [one.result() for one in running]
+        weights, *_ = pool.map(partial(work, workers=4, cluster=ps.cluster, options=options), range(4))
     columns = SignedColumns.of(load(options.path))
     gap, differ = compare(columns, weights[columns.keys], options.l1)
     print(f"relative gap to the optimum: {gap:.1e}; weights that are zero in one of both only: {differ}")

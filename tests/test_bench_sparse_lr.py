@@ -2,35 +2,74 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from offbeat.bench import sparse_lr
 from offbeat.cli import main
 from offbeat.libsvm import write_libsvm
 from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.proximal_newton import solve
 from offbeat.numerics.sparse import SignedColumns, joined
 
+ROWS = joined(list(power_law(400, 2000, 0, rows_of_block=200)))
 
-@pytest.mark.parametrize("is_file", [False, True])
-def test_all_variants_find_the_same_optimum(tmp_path, is_file):
-    rows = joined(list(power_law(400, 2000, 0, rows_of_block=200)))
-    write_libsvm(tmp_path / "rows", rows)
-    source = ["--file", str(tmp_path / "rows")] if is_file else ["--rows", "400", "--features", "2000"]
+
+def test_all_variants_find_the_same_optimum(tmp_path):
     path = tmp_path / "result.json"
-    tried = ["--tau", "0", "--tau", "2", "--workers", "2", "--blocks", "8", "--slow", "1:3@burst=2/8"]
-    fixed = ["--task-ms", "0", "--rate", "0.4", "--epsilon", "1e-6", "--passes", "400", "--l1", "3"]
+    source = ["--rows", "400", "--features", "2000", "--l1", "3", "--workers", "2", "--blocks", "4"]
+    tried = ["--tau", "0", "--tau", "2", "--slow", "1:2@burst=1/8", "--task-ms", "0"]
+    fixed = ["--rate", "0.4", "--epsilon", "1e-5", "--passes", "400", "--gap", "1e-3"]
     assert main(["bench", "sparse-lr", *source, *tried, *fixed, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [(row["filters"], row["tau"]) for row in found["rows"]] == [
-        (filters, tau) for filters in ("none", "kkt") for tau in (0, 2)
+        ("all", 0),
+        ("all", 2),
+        *[(f"no_{one}", 0) for one in ("kkt", "key_caching", "fixed_point", "compression")],
+        ("none", 0),
     ]
-    best = solve(SignedColumns.of(rows), 3.0)
+    best = solve(SignedColumns.of(ROWS), 3.0)
     for row in found["rows"]:
-        assert row["objective"] == pytest.approx(best.standing.objective, rel=1e-4)
+        assert row["objective"] == pytest.approx(best.standing.objective, rel=1e-3)
         assert row["found_after_passes"] <= row["passes"] < 400
         assert 0 < row["waiting_share"] < 1
-    plain, filtered = (
-        [row["pushed_keys"] / row["passes"] for row in found["rows"] if row["filters"] == filters]
-        for filters in ("none", "kkt")
+    keys, sizes = (
+        {row["filters"]: row[what] / row["passes"] for row in found["rows"] if row["tau"] == 0}
+        for what in ("pushed_keys", "traffic_mb")
     )
-    assert max(filtered) < min(plain)
+    assert keys["none"] == keys["no_kkt"] > 1.2 * keys["all"]
+    assert keys["all"] == pytest.approx(keys["no_key_caching"]) == keys["no_compression"]
+    assert sizes["none"] > 1.2 * sizes["all"]
+    figures = found["figures"]
+    assert {name for name in figures if name.startswith("waiting_share")} == {
+        "waiting_share_all_tau0",
+        "waiting_share_all_tau2",
+    }
+    assert {name for name in figures if name.startswith("traffic_mb")} == {
+        f"traffic_mb_{row['filters']}_tau{row['tau']}" for row in found["rows"]
+    }
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_workers_share_the_rows_of_a_file_or_made_up_ones(tmp_path, is_file):
+    path = tmp_path / "rows"
+    if is_file:
+        write_libsvm(path, ROWS)
+    setting = sparse_lr.Setting(
+        path=str(path) if is_file else "",
+        rows=400,
+        features=2000,
+        seed=0,
+        workers=2,
+        blocks=8,
+        l1=3.0,
+        rate=0.4,
+        epsilon=1e-6,
+        passes_max=1,
+        slow=(),
+        task_ms=0.0,
+    )
+    assert sparse_lr._extent(setting) == ((int(ROWS.keys.max()) + 1) if is_file else 2000, 400)
+    shared = joined([sparse_lr._share(setting, rank) for rank in range(2)])
+    np.testing.assert_array_equal(shared.keys, ROWS.keys)
+    np.testing.assert_array_equal(shared.labels, ROWS.labels)

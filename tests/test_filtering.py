@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.filters import Passed
+from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import Filters, FilterSpec, describe
 from offbeat.numerics.updates import Assign, Sum
-from offbeat.policies.parcels import Copied, Copy, Mark, Operation, Pull, Pulled, Push, Pushed
+from offbeat.policies.parcels import (
+    Copied,
+    Copy,
+    Mark,
+    Operation,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Refused,
+    Stale,
+)
 from offbeat.policies.placement import Space
 from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.parcelling import Encoded
@@ -44,6 +56,11 @@ OF_STATES = {
 }
 LOSSLESS = ("none", "caching", "compression", "caching, compression")
 OF_PULLS = {"none": (), "compression": (COMPRESSION,), "all": (CACHING, FIXED, COMPRESSION)}
+REMEMBERING = {
+    "modified": (MODIFIED,),
+    "modified, compression": (MODIFIED, COMPRESSION),
+    "modified, caching, fixed point, compression": (MODIFIED, CACHING, FIXED, COMPRESSION),
+}
 
 
 class Ends:
@@ -66,9 +83,14 @@ class Ends:
         """A message as it is there in the end."""
         return self.there.decoded("here", self.said(message))
 
-    def answered(self, message: Pulled, rows: int) -> Any:
-        """The rows of an answer as they are there in the end."""
-        return self.there.answer("here", self.said(message), rows)
+    def answered(self, rows: Any, keys: Any = None, *, first: int = 0, last: int = KEYS) -> Any:
+        """The rows that come of a pull from here, there in the end; `here` answers with these."""
+        asked = replace(pull(keys), first=first, last=last)
+        (arrived,) = came(*packed(self.there.encoded("here", asked)))
+        assert plain(self.here.decoded("there", arrived)) == plain(asked)
+        answer = replace(pulled(rows, keys), first=first, last=last)
+        answer.content.first = first
+        return self.heard(answer).content.values
 
 
 def push(content: Entries, *, time: int = 1, first: int = 0, last: int = KEYS) -> Push:
@@ -95,8 +117,8 @@ def pull(keys: Any) -> Pull:
     return Pull(client=1, number=1, epoch=0, namespace="w", first=0, last=KEYS, keys=keys)
 
 
-def pulled(rows: Any) -> Pulled:
-    return Pulled(number=1, namespace="w", first=0, last=KEYS, content=Entries(0, rows))
+def pulled(rows: Any, keys: Any = None) -> Pulled:
+    return Pulled(number=1, namespace="w", first=0, last=KEYS, content=Entries(0, rows, keys))
 
 
 def some(seed: int, *, is_listed: bool = True) -> Entries:
@@ -186,20 +208,186 @@ def test_lists_of_keys_are_remembered_for_as_long_at_both_ends() -> None:
 @pytest.mark.parametrize("chain", OF_PULLS)
 def test_an_answer_comes_with_its_rows(chain: str) -> None:
     ends = Ends(pull=OF_PULLS[chain])
-    for rows in (some(1).values, some(2, is_listed=False).values, np.zeros(5, np.float32)):
-        found = ends.answered(pulled(rows), len(rows))
-        error = (float(np.ptp(rows)) / (256**2 - 1)) if chain == "all" else 0.0
-        assert np.abs(found - rows).max() <= error * 1.01
-    assert len(ends.answered(pulled(np.zeros(0, np.float32)), 0)) == 0
+    for content in (some(1), some(2, is_listed=False), some(1), Entries(0, ONES, np.arange(KEYS))):
+        error = (float(np.ptp(content.values)) / (256**2 - 1)) if chain == "all" else 0.0
+        found = ends.answered(content.values, content.keys)
+        assert np.abs(found - content.values).max() <= error * 1.01
+    assert len(ends.answered(np.zeros(0, np.float32), np.zeros(0, np.int64))) == 0
+
+
+@pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
+def test_an_answer_comes_without_the_keys_that_were_asked_for(chain: str) -> None:
+    ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
+    for seed in (1, 2, 1):
+        content = some(seed)
+        asked = ends.there.encoded("here", pull(content.keys))
+        ends.here.decoded("there", asked)
+        said = ends.said(pulled(content.values, content.keys))
+        assert said.content.keys is None
+        found = ends.there.decoded("here", said).content
+        assert found.keys.tolist() == content.keys.tolist()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 6])
-@pytest.mark.parametrize("chain", OF_PULLS)
+@pytest.mark.parametrize("chain", OF_PULLS | REMEMBERING)
 def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
+    ends = Ends(pull=(OF_PULLS | REMEMBERING)[chain])
+    ends.there.encoded("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match="expected"):
-        Ends(pull=OF_PULLS[chain]).answered(pulled(np.ones(5, np.float32)), rows)
+        ends.heard(pulled(np.ones(5, np.float32), np.arange(5)))
+    ends.there.encoded("here", pull(np.arange(rows)))
     with pytest.raises(ProtocolError, match=f"expected {rows} rows of w"):
-        Ends().answered(replace(pulled(np.ones(5, np.float32)), content="rows"), rows)
+        ends.there.decoded("here", replace(pulled(ONES), content="rows"))
+
+
+def test_each_pull_is_answered_once_whichever_way() -> None:
+    ends, keys = Ends(), np.arange(3)
+    answers = (
+        pulled(np.ones(3, np.float32), keys),
+        Stale(number=1, first=0, last=KEYS, epoch=1),
+        Refused(number=1, first=0, last=KEYS, reason="no"),
+    )
+    for answer in answers:
+        ends.there.encoded("here", pull(keys))
+        ends.there.encoded("here", pull(keys))  # again, in another epoch
+        for one in (answer, answers[0]):
+            ends.heard(one)
+        with pytest.raises(ProtocolError, match="expected rows that were asked for, got some of w"):
+            ends.heard(answers[0])
+
+
+def test_rows_that_nobody_asked_for_are_refused() -> None:
+    ends, keys = Ends(), np.arange(3)
+    answer = pulled(np.ones(3, np.float32), keys)
+    ends.there.encoded("here", pull(keys))
+    for other in ({"number": 2}, {"first": 1}, {"last": 9}, {"namespace": "v"}):
+        with pytest.raises(ProtocolError, match="expected rows that were asked for, got some of"):
+            ends.there.decoded("here", replace(answer, **other))
+    with pytest.raises(ProtocolError, match="expected rows that were asked for"):
+        ends.there.decoded("elsewhere", answer)
+    ends.there.encoded("here", pull(keys))
+    ends.there.forget("here")
+    with pytest.raises(ProtocolError, match="expected rows that were asked for"):
+        ends.there.decoded("here", answer)
+
+
+# What has hardly changed since a server sent it
+
+
+class Servers:
+    """A client of servers that answer with what all of them have, and what it made of the answers so far."""
+
+    def __init__(self, chain: str) -> None:
+        about = describe(Sum(), width=0, dtype="float64", filters=Filters((), (*REMEMBERING[chain],)))
+        self.spaces = {"w": Space("w", KEYS, 100, about)}
+        self.client = self.node(0)
+        self.servers = {name: self.node(seed) for seed, name in enumerate(("a", "b"), 1)}
+
+    def node(self, seed: int) -> Filtering:
+        node = Filtering(seed)
+        node.learn(self.spaces)
+        return node
+
+    def pulled(self, server: str, rows: Any, asked: Pull) -> Any:
+        """The rows, as the client has them in the end; how many bytes of answer they took is `size`."""
+        node = self.servers[server]
+        (arrived,) = came(*packed(self.client.encoded(server, asked)))
+        node.decoded("client", arrived)
+        keys = asked.keys
+        values = rows[asked.first : asked.last] if keys is None else rows[keys]
+        content = Entries(asked.first, values.copy(), keys)
+        answer = Pulled(
+            number=asked.number, namespace="w", first=asked.first, last=asked.last, content=content
+        )
+        data, beside = packed(node.encoded("client", answer))
+        self.size = len(data) + sum(one.nbytes for one in beside)
+        (said,) = came(data, beside)
+        return self.client.decoded(server, said).content.values
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(list(REMEMBERING)))
+def test_what_is_pulled_is_never_off_by_more_than_the_threshold(data: st.DataObject, chain: str) -> None:
+    """Whatever ranges, lists and pieces are asked for, of whom, and whoever is lost meanwhile."""
+    both, chance = Servers(chain), np.random.default_rng(data.draw(st.integers(0, 99)))
+    rows = chance.standard_normal(KEYS)
+    for number in range(data.draw(st.integers(1, 30))):
+        rows += chance.normal(0, 0.3, KEYS) * (chance.random(KEYS) < 0.5)
+        server = data.draw(st.sampled_from(("a", "b")))
+        match data.draw(st.sampled_from(("ask", "ask", "ask", "ask", "infinite", "away", "dies"))):
+            case "ask":
+                first = data.draw(st.integers(0, KEYS - 1))
+                last = data.draw(st.integers(first + 1, KEYS))
+                keys = first + np.flatnonzero(chance.random(last - first) < 0.3)
+                asked = replace(
+                    pull(data.draw(st.sampled_from((None, keys)))), first=first, last=last, number=number
+                )
+                found = both.pulled(server, rows, asked)
+                held = rows[first:last] if asked.keys is None else rows[keys]
+                step = np.ptp(rows) / (256**2 - 1) if "fixed" in chain else 0.0
+                assert len(found) == len(held)
+                assert np.abs(found - held).max(initial=0) <= 0.5 + step
+                if found.flags.writeable:
+                    found[:] = 99  # whoever pulled them may do as he likes
+            case (
+                "infinite"
+            ):  # no fixed point can be sent of it; the server's chain ends, the client's does not
+                odd = np.where(np.arange(KEYS) == 7, np.inf, rows)
+                found = both.pulled(server, odd, replace(pull(None), number=number))
+                assert found[7] == np.inf
+            case "away":  # for so long that the server has forgotten the client, which comes back
+                both.servers[server].forget("client")
+            case "dies":
+                both.client.forget(server)
+                both.servers[server] = both.node(number + 10)
+
+
+def test_what_has_hardly_changed_takes_a_bit_to_say() -> None:
+    both, rows = Servers("modified"), np.arange(float(KEYS))
+    both.pulled("a", rows, pull(None))
+    whole = both.size
+    rows[:10] += 1
+    found = both.pulled("a", rows + 0.4, pull(None))
+    assert found[:10].tolist() == (rows[:10] + 0.4).tolist()
+    assert found[10:].tolist() == rows[10:].tolist()
+    assert whole > 8 * KEYS > 500 > both.size > KEYS / 8 + 80
+    kinds = both.servers["a"].report("w"), both.client.report("w")
+    assert kinds[0]["pull"]["significantly modified"] == Passed(16 * KEYS, 8 * KEYS + 80 + 125)
+    assert kinds[1]["pull heard"]["significantly modified"] == Passed(8 * KEYS + 80 + 125, 16 * KEYS)
+
+
+def test_small_changes_add_up_until_they_are_sent() -> None:
+    both, rows = Servers("modified"), np.zeros(KEYS)
+    seen = [both.pulled("a", rows + number / 5, pull(None))[0] for number in range(6)]
+    assert seen == [0, 0, 0, 3 / 5, 3 / 5, 3 / 5]
+
+
+KEPT = "significantly modified"
+LEFT_OUT = {
+    "no bitmap": (np.ones(3), {KEPT: {}}),
+    "a bitmap that is a number": (np.ones(3), {KEPT: {"kept": 7}}),
+    "a short bitmap": (np.ones(3), {KEPT: {"kept": b""}}),
+    "a long bitmap": (np.ones(3), {KEPT: {"kept": bytes([0b00111000]) + bytes(1 << 20)}}),
+    "a bitmap of more rows": (np.ones(3), {KEPT: {"kept": bytes([0b00111001])}}),
+    "more rows than the bitmap says": (np.ones(4), {KEPT: {"kept": bytes([0b00111000])}}),
+    "fewer rows than the bitmap says": (np.ones(2), {KEPT: {"kept": bytes([0b00111000])}}),
+    "keys that never came": (np.ones(3), {KEPT: {"kept": bytes([0b11100000])}}),
+    "too few rows and no bitmap": (np.ones(3), {}),
+    "no rows": (None, {KEPT: {"kept": bytes(1)}}),
+    "rows of bytes": (np.ones(3, np.uint8), {KEPT: {"kept": bytes([0b00111000])}}),
+    "rows of another type": (np.ones(3, np.float32), {KEPT: {"kept": bytes([0b00111000])}}),
+    "wider rows": (np.ones((3, 2)), {KEPT: {"kept": bytes([0b00111000])}}),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_what_no_server_leaves_out_is_a_protocol_error(what: str) -> None:
+    both, (values, notes) = Servers("modified"), LEFT_OUT[what]
+    both.pulled("a", np.zeros(KEYS), pull(np.arange(3)))
+    asked = pull(np.arange(5))
+    both.client.encoded("a", asked)
+    with pytest.raises(ProtocolError, match="expected"):
+        both.client.decoded("a", replace(pulled(None), content=Encoded(None, values, None, notes)))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +397,7 @@ def test_an_answer_of_other_rows_is_refused(chain: str, rows: int) -> None:
         Copied(view=0, master=1, serial=1),
         replace(push(some(1)), namespace="another"),
         replace(pull(some(1).keys), namespace="another"),
-        replace(pulled(some(1).values), namespace="another"),
+        Stale(number=1, first=0, last=1, epoch=1),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -221,7 +409,8 @@ def test_what_has_no_filters_is_as_it_was(message: Any) -> None:
 
 def test_messages_are_not_changed_themselves() -> None:
     ends = Ends((CACHING, COMPRESSION), OF_PULLS["all"])
-    for message in (push(some(1)), copy(some(1)), pull(some(1).keys), pulled(some(1).values)):
+    ends.there.encoded("here", pull(some(1).keys))
+    for message in (push(some(1)), copy(some(1)), pull(some(1).keys), pulled(some(1).values, some(1).keys)):
         before = plain(message)
         encoded = ends.here.encoded("there", message)
         assert plain(message) == before
@@ -260,6 +449,78 @@ def test_kinds_nodes_and_namespaces_have_chains_of_their_own(data: st.DataObject
         assert plain(nodes[other].decoded(one, arrived)) == plain(message)
 
 
+# KKT
+
+
+class Skipping:
+    """A client of a namespace with a KKT filter, and what it pushes."""
+
+    def __init__(self) -> None:
+        about = describe(
+            BlockProximal(l1=1.0, rate=1.0),
+            width=2,
+            dtype="float64",
+            filters=Filters((FilterSpec("KKT", {"l1": 1.0}), CACHING), (COMPRESSION,)),
+        )
+        self.nodes = {name: Filtering(seed) for seed, name in enumerate(("client", "a", "b"))}
+        for node in self.nodes.values():
+            node.learn({"w": Space("w", KEYS, 100, about)})
+        self.client = self.nodes["client"]
+
+    def pulled(self, server: str, rows: Any, keys: Any) -> None:
+        """These are weights and gradients of the keys, all from 0 on if it is None."""
+        asked = replace(pull(keys), last=KEYS if keys is not None else len(rows))
+        self.nodes[server].decoded("client", self.client.encoded(server, asked))
+        answer = replace(pulled(np.array(rows, float), keys), last=asked.last)
+        self.client.observe(self.client.decoded(server, self.nodes[server].encoded("client", answer)))
+
+    def pushed(self, server: str) -> Any:
+        """The keys of a push of the first ten as they come to a server, and its rows."""
+        rows = np.arange(20.0).reshape(10, 2)
+        sent = self.client.encoded(server, push(Entries(0, rows, np.arange(10))))
+        content = self.nodes[server].decoded("client", sent).content
+        assert content.values.tolist() == rows[content.keys].tolist()
+        return content.keys.tolist()
+
+
+def test_pushes_to_all_servers_leave_out_what_answers_of_any_say_can_be_skipped() -> None:
+    """Rows are of weight and gradient; what is learned goes by the margin at that time."""
+    one = Skipping()
+    one.pulled("a", np.zeros((10, 2)), None)
+    assert one.pushed("a") == [*range(10)]
+    one.client.kkt("w").set_margin(0.25)
+    one.pulled("a", [[0, 0.7], [0, -0.8], [0.1, 0]], np.array([2, 3, 5]))
+    one.pulled("b", [[0, 0], [0, -0.7], [0, 1], [0, 3]], None)
+    for server in ("a", "b"):
+        assert one.pushed(server) == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_what_is_skipped_stays_so_when_a_server_is_lost() -> None:
+    one = Skipping()
+    one.client.kkt("w").set_margin(0.25)
+    one.pulled("a", np.zeros((9, 2)), None)
+    one.client.forget("a")
+    assert one.pushed("b") == [9]
+    assert one.client.report("w")["push"]["KKT"] == Passed(240, 24)
+    one.client.kkt("w").set_margin(np.inf)
+    assert one.pushed("b") == [*range(10)]
+
+
+def test_rows_that_are_no_weights_and_gradients_are_a_protocol_error() -> None:
+    one = Skipping()
+    for rows in (np.zeros(3), np.zeros((3, 3))):
+        one.client.encoded("a", pull(np.arange(3)))
+        with pytest.raises(ProtocolError, match="expected rows of weight and gradient"):
+            one.client.observe(one.client.decoded("a", pulled(rows)))
+
+
+def test_a_namespace_without_the_filter_skips_nothing() -> None:
+    ends = Ends((CACHING,))
+    for name in ("w", "v"):
+        with pytest.raises(ValueError, match=f"a namespace with a KKT filter of pushes, got {name}"):
+            ends.here.kkt(name)
+
+
 # What filters cannot send
 
 
@@ -269,7 +530,7 @@ def test_values_that_filters_cannot_send_travel_as_they_are(chain: str) -> None:
     bad = some(1)
     bad.values[::2] = np.nan
     assert plain(ends.heard(push(bad))) == plain(push(bad))
-    assert plain(ends.answered(pulled(bad.values), len(bad))) == plain(bad.values)
+    assert plain(ends.answered(bad.values, bad.keys)) == plain(bad.values)
     for seed in (1, 2, 1):  # and what comes behind is filtered again
         message = ends.said(push(some(seed)))
         assert isinstance(message.content, Encoded)
@@ -284,7 +545,7 @@ def test_what_is_too_large_for_compression_travels_as_it_is() -> None:
         content = Entries(0, np.arange(count, dtype=np.float32), keys)
         for message in (push(content), copy(content)):
             assert plain(ends.heard(message)) == plain(message)
-        assert plain(ends.answered(pulled(content.values), count)) == plain(content.values)
+        assert plain(ends.answered(content.values, keys)) == plain(content.values)
 
 
 # Who is gone
@@ -341,14 +602,16 @@ def test_the_report_adds_up() -> None:
 
 
 def test_the_report_at_the_other_end_is_the_reverse() -> None:
-    ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
+    ends = Ends((CACHING, COMPRESSION), (MODIFIED, CACHING, COMPRESSION))
     for seed in (1, 2, 1):
         ends.heard(push(some(seed)))
-        ends.answered(pulled(some(seed).values), len(some(seed)))
+        ends.heard(pull(some(seed).keys))
+        ends.answered(some(seed).values, some(seed).keys)
     sent, heard = ends.here.report("w"), ends.there.report("w")
-    assert set(sent) == {"push", "pull"}
-    assert set(heard) == {"push heard", "pull heard"}
-    for kind in sent:
+    assert sent["ask"]["key caching"].in_bytes > 1.4 * sent["ask"]["key caching"].out_bytes
+    assert set(sent) == {"push", "ask", "ask heard", "pull"}
+    assert set(heard) == {"push heard", "ask", "ask heard", "pull heard"}
+    for kind in ("push", "ask", "pull"):
         assert {name: Passed(*reversed(one)) for name, one in heard[f"{kind} heard"].items()} == sent[kind]
 
 
@@ -406,8 +669,9 @@ def test_what_no_chain_gives_is_a_protocol_error(chain: str, what: str) -> None:
                 if isinstance(message, Push)
                 else replace(message, operation=replace(message.operation, content=content)),
             )
+        ends.there.encoded("here", pull(None))
         with pytest.raises(ProtocolError):
-            ends.there.answer("here", replace(pulled(ONES), content=content), KEYS)
+            ends.there.decoded("here", replace(pulled(ONES), content=content))
 
 
 def test_a_list_of_keys_that_never_came_is_a_protocol_error() -> None:

@@ -425,17 +425,18 @@ def test_what_has_no_fixed_point_is_refused(values):
 @given(
     npst.arrays(np.float64, 12, elements=st.sampled_from([0.0, -0.0, 0.5, -1.0])),
     npst.arrays(np.float64, 12, elements=st.sampled_from([-2.0, -0.75, -0.5, 0.0, 0.5, 0.75, 2.0, math.nan])),
-    st.sampled_from([0.0, 0.25, 1.0]),
+    st.sampled_from([0.0, 0.25, 1.0, 2.0, math.inf]),
 )
 def test_kkt_skips_exactly_what_is_zero_and_has_a_gradient_within_the_bound(weights, gradients, margin):
     """NIPS'14: w = 0 and |g| <= lambda - delta."""
     kkt, keys = KKT(l1=1.0), np.arange(10, 22)
-    kkt.learn("w", keys, weights, gradients, margin)
+    kkt.set_margin(margin)
+    kkt.learn(keys, weights, gradients)
     stays = [
         not (w == 0 and abs(g) <= 1.0 - margin)
         for w, g in zip(weights.tolist(), gradients.tolist(), strict=True)
     ]
-    assert kkt.active("w", keys).tolist() == stays
+    assert kkt.active(keys).tolist() == stays
     pushed = np.column_stack([gradients, np.ones(12)])
     encoded = FilterChain([kkt]).encode(message_of(None, pushed, first=10))
     places = np.arange(10, 22) if encoded.keys is None else encoded.keys
@@ -443,15 +444,18 @@ def test_kkt_skips_exactly_what_is_zero_and_has_a_gradient_within_the_bound(weig
     assert encoded.values.tobytes() == pushed[stays].tobytes()
 
 
-def test_what_is_skipped_stays_so_until_it_is_known_better_or_taken_back():
-    kkt = KKT(l1=1.0)
-    keys = np.array([1, 3, 5])
-    kkt.learn("w", keys, np.zeros(3), np.zeros(3), 0.0)
-    kkt.learn("w", np.array([2, 3]), np.zeros(2), np.array([0.0, 9.0]), 0.0)
-    assert kkt.active("w", np.arange(7)).tolist() == [True, False, False, True, True, False, True]
-    assert kkt.active("v", keys).all()
-    kkt.take_back()
-    assert kkt.active("w", keys).all()
+def test_what_is_skipped_stays_so_until_all_is_taken_back():
+    kkt, keys = KKT(l1=1.0), np.array([1, 3, 5])
+    kkt.learn(keys, np.zeros(3), np.zeros(3))
+    assert kkt.active(keys).all(), "at first, nothing is skipped"
+    kkt.set_margin(0.0)
+    kkt.learn(keys, np.zeros(3), np.zeros(3))
+    kkt.learn(np.array([2, 3]), np.zeros(2), np.array([0.0, 9.0]))
+    kkt.set_margin(2.0)
+    kkt.learn(np.array([0, 4]), np.zeros(2), np.zeros(2))
+    assert kkt.active(np.arange(7)).tolist() == [True, False, False, False, True, False, True]
+    kkt.set_margin(np.inf)
+    assert kkt.active(keys).all()
 
 
 def test_with_skipped_coordinates_the_optimum_is_the_same():
@@ -462,10 +466,12 @@ def test_with_skipped_coordinates_the_optimum_is_the_same():
 
     def solve(is_filtered):
         kkt, weights, gradient, skipped = KKT(l1), np.zeros(30), np.zeros(30), 0
+        kkt.set_margin(0.1 * l1)
         chain = FilterChain([kkt])
         for step in range(600):
             if step == 400:
-                kkt.take_back()
+                kkt.set_margin(np.inf)
+                kkt.set_margin(0.1 * l1)
             came = chain.encode(message_of(None, rows.T @ (rows @ weights - target)))
             keys = np.arange(30) if came.keys is None else came.keys
             skipped += 30 - len(keys)
@@ -473,7 +479,7 @@ def test_with_skipped_coordinates_the_optimum_is_the_same():
             moved = weights[keys] - rate * gradient[keys]
             weights[keys] = np.sign(moved) * np.maximum(np.abs(moved) - rate * l1, 0)
             if is_filtered:
-                kkt.learn("w", keys, weights[keys], gradient[keys], 0.1 * l1)
+                kkt.learn(keys, weights[keys], gradient[keys])
         return weights, skipped
 
     weights, _ = solve(False)
@@ -594,12 +600,14 @@ def test_what_cannot_be_encoded_is_said():
         falling.encode(message_of([1], [0.0], time=2))
     keys, zeros = np.array([1, 2]), np.zeros(2)
     for arguments, words in (
-        ((keys, zeros, zeros, 1.5), "margin from 0 to l1 = 1, got 1.5"),
-        ((keys, zeros[:1], zeros, 0), r"a weight and a gradient a key, got shapes \(2,\), \(1,\) and \(2,\)"),
-        ((keys[::-1], zeros, zeros, 0), "ascending keys"),
+        ((keys, zeros[:1], zeros), r"a weight and a gradient a key, got shapes \(2,\), \(1,\) and \(2,\)"),
+        ((keys[::-1], zeros, zeros), "ascending keys"),
     ):
         with pytest.raises(ValueError, match=words):
-            KKT(1).learn("w", *arguments)
+            KKT(1).learn(*arguments)
+    for margin in (-0.5, math.nan):
+        with pytest.raises(ValueError, match=f"a margin of at least 0, got {margin}"):
+            KKT(1).set_margin(margin)
 
 
 def test_notes_of_a_filter_that_is_not_here_are_refused():

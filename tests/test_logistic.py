@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.entries import Entries
+from offbeat.numerics.filters import KKT
 from offbeat.numerics.logistic import (
     WIDTH_FIRST,
     WIDTH_MAX,
@@ -24,7 +25,6 @@ from offbeat.numerics.logistic import (
     curvature_bounds,
     gradient,
     loss,
-    may_be_skipped,
     mistrust,
     next_widths,
     rate_that_descends,
@@ -317,11 +317,7 @@ def test_with_a_rate_of_1_correlated_columns_never_settle():
     assert ends[1.0].objective > 1.01 * ends[1 / 8].objective
 
 
-def test_only_what_is_zero_and_clearly_held_there_may_be_skipped():
-    weights, gradients = np.array([0.0, 0.0, 0.0, 1e-9]), np.array([0.5, -0.9, 0.81, 0.0])
-    assert may_be_skipped(weights, gradients, 1.0, 0.2).tolist() == [True, False, False, False]
-    assert may_be_skipped(weights, gradients, 1.0, 0.0).tolist() == [True, True, True, False]
-    assert not may_be_skipped(weights, gradients, 1.0, math.inf).any()
+def test_the_slack_is_ten_times_the_largest_violation_a_row():
     assert slack_after(0.5, rows=100) == 0.05
 
 
@@ -338,24 +334,24 @@ def test_margins_that_pulls_move_are_those_of_the_weights():
     np.testing.assert_allclose(worker.margins_N, columns.times(weights), atol=1e-12)
 
 
-def test_what_a_worker_skips_it_does_not_push_until_all_are_looked_at_again():
+def test_a_worker_pushes_what_is_active_with_the_widths_that_it_has():
+    _, columns, weights = problem(10)
+    worker = BlockWorker(columns, 1.0)
+    worker.pull(columns.keys, weights, np.array([0.5, -0.95, 3.0, *np.zeros(5)]))
+    whole = worker.push(0, 1000)
+    assert whole.keys.tolist() == columns.keys.tolist()
+    np.testing.assert_array_equal(whole.rows, np.stack([whole.gradients, whole.bounds], 1))
+    some = worker.push(0, 1000, lambda keys: keys != columns.keys[1])
+    assert some.keys.tolist() == columns.keys[[0, *range(2, 8)]].tolist()
+    np.testing.assert_array_equal(some.rows, whole.rows[[0, *range(2, 8)]])
+
+
+def test_a_worker_has_the_largest_violation_of_what_it_pulled():
     _, columns, _ = problem(10)
     worker = BlockWorker(columns, 1.0)
-    zero, gradients = np.zeros(3), np.array([0.5, -0.95, 3.0])
-    worker.pull(columns.keys[:3], zero, gradients)
-    assert not worker.skipped_D.any()  # the first pass looks at all
-    assert worker.violation == 2.0
-    worker.begin_pass(0.1)
-    assert worker.violation == 0
-    worker.pull(columns.keys[:3], zero, gradients)
-    assert worker.skipped_D.tolist() == [True, *[False] * 7]
-    assert worker.push(0, 1000).keys.tolist() == columns.keys[1:].tolist()
-    worker.begin_pass(0.0)
-    assert worker.skipped_D[0], "only who is looked at may change"
-    worker.begin_pass(math.inf)
-    push = worker.push(0, 1000)
-    assert push.keys.tolist() == columns.keys.tolist()
-    np.testing.assert_array_equal(push.rows, np.stack([push.gradients, push.bounds], 1))
+    for gradients in ([0.5, -0.95, 3.0], [0.0, 1.5, 0.0]):
+        worker.pull(columns.keys[:3], np.zeros(3), np.array(gradients))
+        assert worker.violation == 2.0
 
 
 # The update, on servers ---------------------------------------------------------------------------------
@@ -463,6 +459,7 @@ class Job:
     def __init__(self, parts, l1, *, blocks, tau, seed, rate=None, filtered=True):
         self.rng = random.Random(seed)
         self.workers = [BlockWorker(SignedColumns.of(part), l1) for part in parts]
+        self.filters = [KKT(l1) for _ in parts]
         self.whole = SignedColumns.of(joined(parts))
         self.keys, self.l1, self.tau = self.whole.keys, l1, tau
         self.values, self.states = np.zeros((len(self.keys), 2)), {"widths": np.zeros((len(self.keys), 2))}
@@ -483,7 +480,8 @@ class Job:
         for first, stop in blocks:
             for rank in range(len(self.workers)):
                 self.take_in(finished, seen, rank, self.tau)
-            total = aggregated([worker.push(first, stop) for worker in self.workers])
+            both = zip(self.workers, self.filters, strict=True)
+            total = aggregated([worker.push(first, stop, kkt.active) for worker, kkt in both])
             self.computed += len(total.keys)
             places = np.searchsorted(self.keys, total.keys)
             values, states = self.values[places], {"widths": self.states["widths"][places]}
@@ -492,20 +490,21 @@ class Job:
             finished.append((total.keys, *values.T))
         for rank in range(len(self.workers)):
             self.take_in(finished, seen, rank, 0)
-        skipped = [set(worker.columns.keys[worker.skipped_D]) for worker in self.workers]
-        for one, other in itertools.permutations(range(len(self.workers)), 2):
-            assert skipped[one] & set(self.workers[other].columns.keys) <= skipped[other]
+        active = [kkt.active(self.keys).tolist() for kkt in self.filters]
+        assert all(one == active[0] for one in active)
 
     def take_in(self, finished, seen, rank, tau):
         until = len(finished) - self.rng.randint(0, min(tau, len(finished) - seen[rank]))
         for step in finished[seen[rank] : until]:
             self.workers[rank].pull(*step)
+            self.filters[rank].learn(*step)
         seen[rank] = until
 
     def run(self, passes):
         for blocks in itertools.islice(self.passes, passes):
-            for worker in self.workers:
-                worker.begin_pass(self.passes.slack)
+            for worker, kkt in zip(self.workers, self.filters, strict=True):
+                kkt.set_margin(self.passes.slack)
+                worker.violation = 0.0
             self.run_a_pass(blocks)
             objective = sum(worker.loss for worker in self.workers) + self.l1 * np.abs(self.weights).sum()
             self.passes.ended(objective, max(worker.violation for worker in self.workers))

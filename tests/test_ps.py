@@ -1,5 +1,6 @@
 """Promises of a parameter server to the programs that use it, with real servers."""
 
+import math
 import os
 import signal
 import subprocess
@@ -13,8 +14,11 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adagrad, Assign
+from offbeat.policies.parcels import Pull, Pulled
 from runlogs import wait_until
 
 OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
@@ -667,9 +671,87 @@ def test_what_has_hardly_changed_is_not_sent(ps, name):
     assert np.allclose(w.pull().result(), expected)
 
 
+def test_what_has_hardly_changed_does_not_come_back(ps, name):
+    remembering = [spec("SignificantlyModified", threshold=0.5), spec("KeyCaching", entries=4)]
+    w = ps.namespace(name, keys=1000, dtype="float64", pull_filters=remembering)
+    keys, values, chance = np.arange(0, 1000, 3), np.zeros(1000), np.random.default_rng(1)
+    pulled = []
+    for step in range(12):
+        change = chance.normal(0, 0.3, 1000)
+        pushed = w.push(change, after=pulled)
+        values += change
+        ranges = {"keys": keys} if step % 3 == 0 else {"first": 10 * step, "last": 900}
+        one, other = [w.pull(**ranges, after=[pushed]) for _ in range(2)]
+        for found in (one.result(), other.result()):
+            held = values[keys] if step % 3 == 0 else values[10 * step : 900]
+            assert np.abs(found - held).max() <= 0.5
+            found[:] = 99  # they are the program's own
+        pulled = [one, other]
+    came = w.report()["pull heard"]["significantly modified"]
+    assert came.in_bytes < 0.4 * came.out_bytes
+
+
+def test_what_the_optimality_conditions_hold_at_zero_is_not_pushed(ps, name):
+    """Gradients below l1 leave weights at zero; the server tells so by rows of weight and gradient."""
+    update = BlockProximal(l1=1.0, rate=0.5)
+    filters = [spec("KKT", l1=1.0), spec("KeyCaching", entries=4)]
+    w = ps.namespace(name, 100, update=update, width=2, dtype="float64", push_filters=filters)
+    keys = np.arange(0, 100, 5)
+    gradients = np.where(keys < 50, 0.5, 3.0)
+
+    def step():
+        pushed = w.push(np.stack([gradients, np.ones(20)], 1), keys=keys)
+        return w.pull(keys=keys, after=[pushed]).result()
+
+    def passed():
+        return w.report()["push"]["KKT"]
+
+    assert np.array_equal(step()[:, 1], gradients)
+    assert w.active(keys).all()
+    w.set_margin(0.1)
+    assert np.array_equal(step()[:, 0] == 0, keys < 50)
+    assert w.active(keys).tolist() == (keys >= 50).tolist()
+    before = passed()
+    gradients[:] = 3.0
+    found = step()
+    assert passed().in_bytes - before.in_bytes == 2 * (passed().out_bytes - before.out_bytes) == 20 * 24
+    assert np.array_equal(found[:, 1] == 3.0, keys >= 50)  # of the others nothing came
+    w.set_margin(math.inf)
+    assert w.active(keys).all()
+    assert (step()[:, 0] != 0).all()
+
+
+def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name):
+    """It may be late, when another margin holds; other clients do not get it."""
+    update, keys = BlockProximal(l1=1.0, rate=0.5), np.arange(3)
+    filters = [spec("KKT", l1=1.0)]
+    w = ps.namespace(name, 3, update=update, width=2, dtype="float64", push_filters=filters)
+    w.set_margin(0.1)
+    server, ranges = f"server-{ps.servers[0]}", {"namespace": name, "first": 0, "last": 3}
+    asked = Pull(client=1, number=10**9, epoch=0, keys=keys, **ranges)
+    rows = Pulled(number=10**9, content=Entries(0, np.zeros((3, 2))), **ranges)
+
+    def hear():
+        ps._node.filtering.encoded(server, asked)
+        ps._hear(server, rows)
+
+    ps.when_done([], hear).result()
+    assert w.active(keys).all()
+    w.pull(keys=keys).result()
+    assert not w.active(keys).any()
+
+
+def test_only_a_namespace_with_a_kkt_filter_has_a_margin(ps, name):
+    w = ps.namespace(name, keys=10)
+    for ask in (lambda: w.set_margin(0.1), lambda: w.active([1])):
+        with pytest.raises(ValueError, match="expected a namespace with a KKT filter"):
+            ask()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"push_filters": [spec("KKT", l1=1.0)]}, "KKT with update=BlockProximal"),
         ({"push_filters": [spec("RandomSkip", probability=0.5)], "update": Assign()}, "no RandomSkip"),
         ({"push_filters": [spec("SignificantlyModified", threshold=1)]}, "SignificantlyModified"),
         (

@@ -8,6 +8,7 @@ import pytest
 
 import offbeat
 from cluster import start
+from offbeat.numerics.spaces import FilterSpec
 from runlogs import wait_until
 
 KEYS, SPARSE_KEYS = 48, 5000
@@ -115,3 +116,30 @@ def test_whatever_happens_at_whatever_time_every_push_counts_once(running, seed)
     ps.wait_until_settled(alive)
     progress(ps, 5)
     check(ps, clients, stop)
+
+
+def test_what_is_left_out_of_answers_is_never_far_off_whoever_gives_them():
+    """Each server has its own memory of what it sent, and the client of what each sent."""
+    chance, keys = np.random.default_rng(1), np.arange(0, 3000, 3)
+    values = np.zeros(3000)
+    remembering = [FilterSpec("SignificantlyModified", {"threshold": 0.5})]
+    with offbeat.PS.local(servers=3, copies=2) as ps:
+        w = ps.namespace("w", keys=3000, dtype="float64", pull_filters=remembering)
+        changes = (
+            lambda: None,
+            lambda: kill(ps, 1),
+            lambda: ps.wait_until_settled([0, 2]),
+            lambda: ps.local_servers.start(3),
+            lambda: ps.wait_until_settled([0, 2, 3]),
+            lambda: ps.remove_server(0),
+        )
+        for change in changes:
+            change()
+            for _ in range(4):
+                moved = chance.normal(0, 0.3, 3000)
+                values += moved
+                pushed = w.push(moved)
+                assert np.abs(w.pull(after=[pushed]).result() - values).max() <= 0.5
+                assert np.abs(w.pull(keys=keys, after=[pushed]).result() - values[keys]).max() <= 0.5
+        came = w.report()["pull heard"]["significantly modified"]
+        assert came.in_bytes < 0.6 * came.out_bytes

@@ -212,12 +212,15 @@ SPECS = [
     FilterSpec("Compression"),
     FilterSpec("Compression", {"level": 9, "size_bytes_max": 100}),
     FilterSpec("SignificantlyModified", {"threshold": 0.5}),
+    FilterSpec("KKT", {"l1": 0.3}),
 ]
 CHAINS = [
     (Sum(), NO_FILTERS),
     (Sum(), Filters((SPECS[1], SPECS[0], *SPECS[2:4]), (SPECS[0], SPECS[2], SPECS[4]))),
     (Assign(), Filters((SPECS[5], SPECS[0], SPECS[2], SPECS[3]), ())),
     (SGD(lr=0.1), Filters((), (SPECS[3],))),
+    (SGD(lr=0.1), Filters((), (SPECS[5], SPECS[0], SPECS[3]))),
+    (BlockProximal(l1=0.3, rate=0.5), Filters((SPECS[6], SPECS[0], SPECS[3]), (SPECS[3],))),
 ]
 
 
@@ -227,10 +230,11 @@ def test_every_filter_that_nodes_know_is_among_the_examples() -> None:
 
 @pytest.mark.parametrize(("update", "filters"), CHAINS, ids=str)
 def test_every_node_makes_the_filters_that_were_described(update: Any, filters: Filters) -> None:
-    about = describe(update, width=0, dtype="float32", filters=filters)
+    width = widths(update)[0]
+    about = describe(update, width=width, dtype="float32", filters=filters)
     assert make_filters(about) == filters
-    assert describe(update, width=0, dtype="float32", filters=make_filters(about)) == about
-    assert served(about).tobytes() == by_hand(update).tobytes()
+    assert describe(update, width=width, dtype="float32", filters=make_filters(about)) == about
+    assert served(about, width=width).tobytes() == by_hand(update, width=width).tobytes()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -244,7 +248,12 @@ def test_filters_for_replicas_are_those_that_lose_nothing_in_their_order() -> No
     filters = Filters(tuple(SPECS[:4]), ())
     assert [spec.kind for spec in filters.copy] == ["KeyCaching", "Compression"]
     assert [filters.caches_keys, Filters((), (SPECS[0],)).caches_keys] == [False, True]
-    assert NO_FILTERS.copy == ()
+    assert NO_FILTERS.copy == Filters((SPECS[6],), ()).copy == ()
+
+
+def test_only_filters_that_remember_what_came_back_go_by_its_keys() -> None:
+    assert Filters((), (SPECS[5], SPECS[3])).knows_keys
+    assert not Filters((SPECS[5],), (SPECS[0], *SPECS[2:4])).knows_keys
 
 
 def test_means_and_tensors_are_described_and_nothing_else_is_alike() -> None:
@@ -271,7 +280,8 @@ def test_what_is_pushed_together_is_summed_or_averaged_as_described(means: bool,
     ("kind", "arguments", "why"),
     [
         ("Nonsense", {}, "expected one of the filters KeyCaching, "),
-        ("KKT", {"l1": 1.0}, "expected one of the filters"),
+        ("KKT", {"l1": -1.0}, "a finite l1 of at least 0"),
+        ("KKT", {}, "arguments that KKT takes"),
         ("", {}, "expected one of the filters"),
         ("KeyCaching", {}, "arguments that KeyCaching takes"),
         ("KeyCaching", {"entries": 0}, "at least 1 entry"),
@@ -294,9 +304,13 @@ def test_a_spec_of_no_filter_is_refused(kind: str, arguments: dict[str, Any], wh
     ("update", "push", "pull", "why"),
     [
         (Assign(), (1,), (), "no RandomSkip with update=Assign"),
-        (Sum(), (5,), (), "SignificantlyModified with update=Assign"),
-        (Sum(), (), (1,), "filters of pulls among Compression, FixedPoint, KeyCaching, got RandomSkip"),
-        (Assign(), (), (5,), "filters of pulls among .*, got SignificantlyModified"),
+        (Sum(), (5,), (), "SignificantlyModified of pushes with update=Assign"),
+        (Sum(), (), (1,), "filters of pulls among Compression, FixedPoint, .*, got RandomSkip"),
+        (Sum(), (6,), (), r"KKT with update=BlockProximal\(\) of the same l1"),
+        (BlockProximal(l1=0.4, rate=0.5), (6,), (), r"KKT with update=BlockProximal\(\) of the same l1"),
+        (BlockProximal(l1=0.3, rate=0.5), (), (6,), "filters of pulls among .*, got KKT"),
+        (BlockProximal(l1=0.3, rate=0.5), (0, 6), (), "no KKT behind key caching"),
+        (Sum(), (), (0, 5), "no significantly modified behind key caching"),
         (Sum(), (3, 2), (), "no fixed point behind compression"),
         (Sum(), (0, 1), (), "no random skip behind key caching"),
         (Sum(), (0, 0), (), "key caching once"),
@@ -306,7 +320,7 @@ def test_a_spec_of_no_filter_is_refused(kind: str, arguments: dict[str, Any], wh
 def test_filters_that_do_not_go_together_are_not_described(update, push, pull, why) -> None:
     filters = Filters(tuple(SPECS[one] for one in push), tuple(SPECS[one] for one in pull))
     with pytest.raises(ValueError, match=why):
-        describe(update, width=0, dtype="float32", filters=filters)
+        describe(update, width=widths(update)[0], dtype="float32", filters=filters)
 
 
 # Nonsense

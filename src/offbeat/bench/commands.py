@@ -292,7 +292,9 @@ def sparse_lr(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Made-up rows.")] = 10_000,
     features: Annotated[int, typer.Option(min=1, help="And how many features they have.")] = 100_000,
-    tau: Annotated[list[int] | None, typer.Option(min=0, help="Bounds of the delay, one each.")] = None,
+    tau: Annotated[
+        list[int] | None, typer.Option(min=0, help="Bounds of the delay; with fewer filters, the first.")
+    ] = None,
     workers: Workers = 4,
     blocks: Annotated[int, typer.Option(min=1, help="Of features.")] = 32,
     l1: Annotated[float, typer.Option(help="The weight of the penalty.")] = 4.0,
@@ -307,7 +309,7 @@ def sparse_lr(
     seed: Annotated[int, typer.Option(min=0, help="Of rows, order and slowness.")] = 0,
     json: Json = None,
 ) -> None:
-    """Sparse logistic regression on a parameter server with a slow worker, by bound of the delay; timed."""
+    """Sparse logistic regression on a parameter server, by bound of the delay and by filters; timed."""
     from offbeat.bench.sparse_lr import Setting, run
 
     setting = Setting(

@@ -57,6 +57,7 @@ class Message:
     Attributes:
         time: the sender's, of this message; what falling thresholds go by.
         keys: None where it is all of the range, or where key caching has taken them out.
+        known: of an answer, the keys of its rows, which whoever asked has; they do not travel.
         values: one row a key, float32 or float64, or bytes out of fixed point; None where `body` has them.
         body: what compression made of the values.
         notes: by filter, what it needs to be undone, as plain data.
@@ -67,6 +68,7 @@ class Message:
     last: int
     time: int = 0
     keys: Keys | None
+    known: Keys | None = None
     values: Rows | None
     body: bytes | None = None
     notes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -83,6 +85,11 @@ class Message:
         return cls(
             namespace=namespace, first=first, last=last, time=time, keys=content.keys, values=content.values
         )
+
+    @classmethod
+    def answering(cls, namespace: str, values: Rows, known: Keys | None) -> Message:
+        """Return an answer that a chain is to encode: rows by their place, and the keys of them or None."""
+        return cls(namespace=namespace, first=0, last=len(values), keys=None, known=known, values=values)
 
     @property
     def entries(self) -> Entries:
@@ -411,6 +418,10 @@ class SignificantlyModified:
     message that offered it last. That holds if what is encoded arrives. Values must be states, which the
     receiver assigns; those that are not finite always go out.
 
+    Of messages with `known` keys, answers to pulls, the receiver remembers what came, too, and fills in what
+    was left out; a bit a row says what that is. What an end remembers, a row and a key, grows with the keys
+    that were sent, and is forgotten with the chain.
+
     Source: OSDI'14, section 3.6; NIPS'14 for thresholds of O(1/t). Deviation: what was never
     sent goes out however small, for the receiver has no value that it could be off from. Behind this filter,
     fixed point adds its own error to the bound.
@@ -428,7 +439,8 @@ class SignificantlyModified:
 
     def __init__(self, threshold: float | Callable[[int], float]) -> None:
         self._threshold = threshold
-        self._sent: dict[str, tuple[Keys, Rows]] = {}  # by namespace, ascending
+        self._sent: dict[str, _LastRows] = {}  # by namespace
+        self._received: dict[str, _LastRows] = {}  # likewise, as far as the keys are known
         if not callable(threshold):
             self._at(0)
 
@@ -439,37 +451,80 @@ class SignificantlyModified:
             ValueError: rows are not as they were in earlier messages, or the threshold is below 0.
         """
         threshold = self._at(message.time)
-        keys, values = message.entries.listed(), message.values
+        keys, values = message.entries.listed() if message.known is None else message.known, message.values
         assert values is not None
-        sent_keys, sent = self._sent.get(message.namespace, (keys[:0], values[:0]))
-        if (sent.dtype, sent.shape[1:]) != (values.dtype, values.shape[1:]):
-            before, now = f"{sent.dtype} {sent.shape[1:]}", f"{values.dtype} {values.shape[1:]}"
-            raise ValueError(f"expected rows of {before} as before, got {now}")
-        places = np.searchsorted(sent_keys, keys)
-        is_known = np.isin(keys, sent_keys, assume_unique=True)
-        kept = ~is_known
+        sent = self._sent.setdefault(message.namespace, _LastRows(values))
+        if problem := sent.problem_of(values):
+            raise ValueError(problem)
+        places, is_known = sent.find(keys)
         with np.errstate(invalid="ignore", over="ignore"):
-            change = np.abs(values[is_known].astype(np.float64) - sent[places[is_known]])
+            change = np.abs(values[is_known].astype(np.float64) - sent.rows[places[is_known]])
         is_near = change <= threshold
+        kept = ~is_known
         kept[is_known] = ~(is_near if is_near.ndim == 1 else is_near.all(axis=1))
-        again, new = kept & is_known, ~is_known
-        sent[places[again]] = values[again]
-        if new.any():
-            self._sent[message.namespace] = (
-                np.insert(sent_keys, places[new], keys[new]),
-                np.insert(sent, places[new], values[new], axis=0),
-            )
-        return _only(message, kept)
+        sent.put(keys[kept], values[kept])
+        if message.known is None or kept.all():
+            return _only(message, kept)
+        note = {"kept": np.packbits(kept).tobytes()}
+        return replace(message, values=values[kept], notes={**message.notes, self.name: note})
 
     def decode(self, message: Message) -> Message:
-        """Return the message: the receiver still has what was left out."""
-        return message
+        """Fill in what was left out, where the keys are known; else the receiver still has it."""
+        keys, values = message.known, message.values
+        if keys is None:
+            return message
+        kept = np.ones(len(keys), np.bool_)
+        if self.name in message.notes:
+            (bitmap,) = _noted(message, self.name, kept=bytes)
+            kept = _unpacked_bits(np.frombuffer(bitmap, np.uint8), len(keys))
+        if values is None or values.dtype.name not in _FLOATS or len(values) != kept.sum():
+            raise ProtocolError(f"expected {kept.sum()} rows of floats, got {_told(values)}")
+        received = self._received.setdefault(message.namespace, _LastRows(values))
+        if problem := received.problem_of(values):
+            raise ProtocolError(problem)
+        received.put(keys[kept], values)
+        if kept.all():
+            return replace(message, notes=_without(message, self.name))
+        places, is_known = received.find(keys)
+        if not is_known.all():
+            raise ProtocolError(f"expected a row of key {keys[~is_known][0]}, which never had one, got none")
+        return replace(message, values=received.rows[places], notes=_without(message, self.name))
 
     def _at(self, time: int) -> float:
         threshold = self._threshold(time) if callable(self._threshold) else self._threshold
         if not threshold >= 0:
             raise ValueError(f"expected a threshold of at least 0, got {threshold} at time {time}")
         return threshold
+
+
+class _LastRows:
+    """The row that each of some keys had last; there is no key yet.
+
+    Args:
+        like: rows as there will be.
+    """
+
+    def __init__(self, like: Rows) -> None:
+        self._keys = np.zeros(0, np.int64)  # ascending
+        self.rows = like[:0].copy()
+
+    def problem_of(self, rows: Rows) -> str:
+        """Say why rows are not as there are here; empty where they are."""
+        before, now = (f"{one.dtype} {one.shape[1:]}" for one in (self.rows, rows))
+        return "" if before == now else f"expected rows of {before} as before, got {now}"
+
+    def find(self, keys: Keys) -> tuple[NDArray[np.int64], Mask]:
+        """Return where the keys are among `rows`, or belong, and which of them are there."""
+        return _found(self._keys, keys)
+
+    def put(self, keys: Keys, rows: Rows) -> None:
+        """Take other rows of some keys, ascending."""
+        places, is_there = self.find(keys)
+        self.rows[places[is_there]] = rows[is_there]
+        if not is_there.all():
+            new = ~is_there
+            self._keys = np.insert(self._keys, places[new], keys[new])
+            self.rows = np.insert(self.rows, places[new], rows[new], axis=0)
 
 
 class RandomSkip:
@@ -589,9 +644,9 @@ class FixedPoint:
 class KKT:
     """Leaves out coordinates that are zero and, by the conditions of Karush, Kuhn and Tucker, will stay zero.
 
-    For a loss with the penalty `l1` |w|: a coordinate with w = 0 is skipped if and only if
-    |g| <= l1 - margin, where g is its gradient as it was aggregated last. It stays skipped until newer
-    weights and gradients say otherwise or all are taken back; meanwhile it need not be computed (`active`).
+    For a loss with the penalty `l1` |w|: a coordinate with w = 0 is skipped from when it is learned that
+    |g| <= l1 - margin, where g is its gradient as it was aggregated last, until all are taken back; meanwhile
+    it need not be computed (`active`). It is for one namespace, and for pushes to whichever server.
 
     Source: NIPS'14, section 5. Deviation: the authors' code compares with < and marks what it skips by NaN;
     here the keys are not listed. How margins change from pass to pass is up to the caller.
@@ -611,43 +666,54 @@ class KKT:
         if not 0 <= l1 < np.inf:
             raise ValueError(f"expected a finite l1 of at least 0, got {l1}")
         self._l1 = l1
-        self._skipped: dict[str, Keys] = {}  # by namespace, ascending
+        self._margin = np.inf
+        self._skipped = np.zeros(0, np.int64)  # ascending
 
-    def learn(self, namespace: str, keys: Keys, weights: Rows, gradients: Rows, margin: float) -> None:
-        """Decide anew about these keys; others stay what they are.
+    def set_margin(self, margin: float) -> None:
+        """Go by another margin in what is learned from now on.
 
         Args:
-            namespace: of the keys.
+            margin: at least 0 (δ), at first infinite. The more, the less is skipped, and nothing if it is
+                above `l1`; if it is infinite, all is taken back, as is due before a solution counts as final.
+
+        Raises:
+            ValueError: no such margin.
+        """
+        if not margin >= 0:
+            raise ValueError(f"expected a margin of at least 0, got {margin}")
+        self._margin = margin
+        if margin == np.inf:
+            self._skipped = self._skipped[:0]
+
+    def learn(self, keys: Keys, weights: Rows, gradients: Rows) -> None:
+        """Skip what need not be looked at any more; what is skipped stays so.
+
+        Args:
             keys: (K,), ascending, each once.
             weights: as they are now, (K,).
             gradients: of the loss without the penalty, as they were aggregated last, (K,).
-            margin: 0 to `l1` (δ); with more of it less is skipped.
 
         Raises:
-            ValueError: arrays that do not fit, or no such margin.
+            ValueError: arrays that do not fit.
         """
-        if not 0 <= margin <= self._l1:
-            raise ValueError(f"expected a margin from 0 to l1 = {self._l1}, got {margin}")
         if keys.ndim != 1 or not keys.shape == weights.shape == gradients.shape:
             shapes = f"{keys.shape}, {weights.shape} and {gradients.shape}"
             raise ValueError(f"expected a weight and a gradient a key, got shapes {shapes}")
         if problem := problem_of_keys(keys, 0, LAST_MAX):
             raise ValueError(problem)
-        skipped = keys[(weights == 0) & (np.abs(gradients) <= self._l1 - margin)]
-        others = np.setdiff1d(self._skipped.get(namespace, keys[:0]), keys, assume_unique=True)
-        self._skipped[namespace] = np.union1d(others, skipped)
+        found = keys[(weights == 0) & (np.abs(gradients) <= self._l1 - self._margin)]
+        places, is_there = _found(self._skipped, found)
+        if not is_there.all():
+            self._skipped = np.insert(self._skipped, places[~is_there], found[~is_there])
 
-    def active(self, namespace: str, keys: Keys) -> Mask:
+    def active(self, keys: Keys) -> Mask:
         """Return which of the keys are not skipped, (K,)."""
-        return np.isin(keys, self._skipped.get(namespace, keys[:0]), assume_unique=True, invert=True)
-
-    def take_back(self) -> None:
-        """Skip nothing until `learn` says so again, as is due before a solution counts as final."""
-        self._skipped.clear()
+        _, is_there = _found(self._skipped, keys)
+        return ~is_there
 
     def encode(self, message: Message) -> Message:
         """See `Filter.encode`."""
-        return _only(message, self.active(message.namespace, message.entries.listed()))
+        return _only(message, self.active(message.entries.listed()))
 
     def decode(self, message: Message) -> Message:
         """Return the message: the receiver takes what is not listed for unchanged."""
@@ -709,6 +775,14 @@ def _signature(keys: Keys) -> bytes:
     return hashlib.blake2b(keys.astype("<i8").tobytes(), digest_size=SIGNATURE_BYTES).digest()
 
 
+def _found(among: Keys, keys: Keys) -> tuple[NDArray[np.int64], Mask]:
+    """Return where keys are among others that ascend, or belong, and which of them are there."""
+    places = np.searchsorted(among, keys)
+    is_there = places < len(among)
+    is_there[is_there] = among[places[is_there]] == keys[is_there]
+    return places, is_there
+
+
 def _only(message: Message, kept: Mask) -> Message:
     """Return a message of the entries that are kept."""
     if kept.all():
@@ -723,7 +797,7 @@ def _bytes_of_rows(values: Rows) -> NDArray[np.uint8]:
 
 
 def _unpacked_bits(bitmap: NDArray[np.uint8], count: int) -> Mask:
-    if len(bitmap) * 8 < count:
+    if len(bitmap) != (count + 7) // 8:
         raise ProtocolError(f"expected a bitmap of {count} rows, got {len(bitmap)} bytes")
     bits = np.unpackbits(bitmap).astype(np.bool_)
     if bits[count:].any():

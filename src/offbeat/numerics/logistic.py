@@ -9,7 +9,7 @@ how parameters travel.
 Source: M. Li, D. G. Andersen, A. Smola and K. Yu, "Communication efficient distributed machine learning with
 the parameter server", NIPS 2014, sections 4 and 5, and its authors' code (dmlc/parameter_server) for bounds,
 the trust region and the end. Deviations: margins are kept as sums, not as exp(m_i), which would overflow;
-servers do not mark who may be skipped with NaN among the weights: workers see it in what they pull.
+servers do not mark with NaN who may be skipped: workers see it in what they pull (`filters.KKT`).
 
 Shapes: N rows, D keys (of a block, where there are blocks), Z values that are not zero.
 """
@@ -23,12 +23,14 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.numerics.sparse import SignedColumns, sums_at
+
+Active: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.bool_]]  # (D,) in and out
 
 WIDTH_FIRST = 1.0
 WIDTH_MAX = 5.0
@@ -194,7 +196,7 @@ def next_widths(changes_D: NDArray[np.floating]) -> NDArray[np.floating]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockPush:
-    """What a worker has to say of a block: for each of its keys that may not be skipped, two numbers.
+    """What a worker has to say of a block: for each of its keys that is looked at, two numbers.
 
     Attributes:
         keys: ascending, int64 (D,).
@@ -297,25 +299,8 @@ class BlockProximal:
         widths_D[...] = next_widths(weights_D - before_D)  # as workers see it, to the bit
 
 
-def may_be_skipped(
-    weights_D: NDArray[np.float64], gradients_D: NDArray[np.float64], l1: float, slack: float
-) -> NDArray[np.bool_]:
-    """The KKT filter: of which keys nothing need be computed or sent until all are looked at again.
-
-    Source: the NIPS paper, section 5: w = 0 and |g| <= l1 - slack.
-
-    Args:
-        weights_D: after a step.
-        gradients_D: the sum of all workers' that it was made of.
-        l1: the weight of the penalty.
-        slack: at least 0; the larger, the fewer are skipped, and none if it is above l1.
-    """
-    skipped_D: NDArray[np.bool_] = (weights_D == 0) & (np.abs(gradients_D) <= l1 - slack)
-    return skipped_D
-
-
 def slack_after(violation_max: float, rows: int) -> float:
-    """The filter's slack for the next pass: ten times the largest violation of this one, per row.
+    """The margin of the KKT filter for the next pass: ten times the largest violation of this one, per row.
 
     Source: dmlc/parameter_server.
 
@@ -346,7 +331,7 @@ class Passes:
 
     Attributes:
         number: of passes that have ended.
-        slack: of the KKT filter in the next pass; infinite where all keys are to be looked at.
+        slack: the margin of the KKT filter in the next pass; infinite where all keys are to be looked at.
         is_over: there is no next pass.
 
     Raises:
@@ -409,10 +394,6 @@ class BlockWorker:
 
     But a pull also adds one number to each row's margin.
 
-    Which keys are skipped has to be the same for all workers of a task: a sum that lacks the share of one is
-    no gradient. It is, where each block comes once in a pass and all that a pass has made is pulled before
-    the next one begins: then every worker goes by the same weights and sums.
-
     Args:
         columns: of its rows.
         l1: the weight of the penalty.
@@ -421,40 +402,35 @@ class BlockWorker:
         columns: of its rows.
         weights_D: one a column; 0 until it hears otherwise.
         margins_N: of its rows at these weights; never computed anew, but moved by what each pull changes.
-        skipped_D: which columns are skipped, true or false.
-        violation: the largest of `violations` that it has seen in this pass.
+        violation: the largest of `violations` that it has seen since it was set to 0, as for a pass.
     """
 
     def __init__(self, columns: SignedColumns, l1: float) -> None:
         self.columns = columns
         self.weights_D = np.zeros(len(columns))
         self.margins_N = np.zeros(columns.height)
-        self.skipped_D = np.zeros(len(columns), np.bool_)
         self.violation = 0.0
         self._widths_D = np.full(len(columns), WIDTH_FIRST)
-        self._l1, self._slack = l1, math.inf
+        self._l1 = l1
 
     @property
     def loss(self) -> float:
         """The sum of the losses of its rows."""
         return loss(self.margins_N)
 
-    def begin_pass(self, slack: float) -> None:
-        """Go by another slack of the KKT filter; if it is infinite, look at all keys again."""
-        self._slack, self.violation = slack, 0.0
-        if slack == math.inf:
-            self.skipped_D[:] = False
-
-    def push(self, first_key: int, stop_key: int) -> BlockPush:
-        """Gradients and bounds of a block's keys that are not skipped, at the weights as it knows them.
+    def push(self, first_key: int, stop_key: int, active: Active | None = None) -> BlockPush:
+        """Gradients and bounds of a block's keys, at the weights as it knows them.
 
         Args:
             first_key: of the block.
             stop_key: after the block.
+            active: says which of some keys are to be looked at; by default all.
         """
         places = self.columns.places(first_key, stop_key)
-        block, looked_at_D = self.columns.block(places), ~self.skipped_D[places]
-        block, widths_D = block.chosen(looked_at_D), self._widths_D[places][looked_at_D]
+        block, widths_D = self.columns.block(places), self._widths_D[places]
+        if active is not None:
+            active_D = active(block.keys)
+            block, widths_D = block.chosen(active_D), widths_D[active_D]
         return BlockPush(
             keys=block.keys,
             gradients=gradient(block, self.margins_N),
@@ -483,6 +459,5 @@ class BlockWorker:
         self.margins_N += block.times(changes_D)
         self.weights_D[places][mine] = weights_D
         self._widths_D[places][mine] = next_widths(changes_D[mine])
-        self.skipped_D[places][mine] = may_be_skipped(weights_D, gradients_D, self._l1, self._slack)
         worst = violations(before_D, gradients_D, self._l1).max(initial=0.0)
         self.violation = max(self.violation, float(worst))

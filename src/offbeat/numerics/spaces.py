@@ -19,6 +19,7 @@ import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.numerics.filters import (
+    KKT,
     Compression,
     Filter,
     FilterChain,
@@ -35,11 +36,12 @@ UPDATES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (Sum, Assign, SGD, Adagrad, Adam, FTRL, SoftThreshold, BlockProximal)
 }
 FILTERS: Final[Mapping[str, Any]] = {
-    kind.__name__: kind for kind in (KeyCaching, Compression, FixedPoint, RandomSkip, SignificantlyModified)
+    kind.__name__: kind
+    for kind in (KeyCaching, Compression, FixedPoint, RandomSkip, SignificantlyModified, KKT)
 }
 _LOSSLESS: Final = frozenset({"KeyCaching", "Compression"})
 _DRAWING: Final = frozenset({"FixedPoint", "RandomSkip"})
-_OF_PULLS: Final = frozenset({"KeyCaching", "Compression", "FixedPoint"})
+_OF_PULLS: Final = frozenset({"KeyCaching", "Compression", "FixedPoint", "SignificantlyModified"})
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -107,6 +109,11 @@ class Filters(NamedTuple):
         """Whether the lists of keys that pulls ask for are cached."""
         return any(spec.kind == "KeyCaching" for spec in self.pull)
 
+    @property
+    def knows_keys(self) -> bool:
+        """Whether filters of what comes back go by the keys that were asked for."""
+        return any(spec.kind == "SignificantlyModified" for spec in self.pull)
+
     def check(self, update: Update | Function) -> None:
         """See whether they go together, and with the update.
 
@@ -116,10 +123,13 @@ class Filters(NamedTuple):
         FilterChain([spec.make(0) for spec in self.push])
         FilterChain([spec.make(0) for spec in self.pull])
         kinds = {spec.kind for spec in self.push}
+        l1 = update.l1 if isinstance(update, BlockProximal) else None
+        if any(spec.kind == "KKT" and spec.arguments["l1"] != l1 for spec in self.push):
+            raise ValueError("expected KKT with update=BlockProximal() of the same l1 only")
         if isinstance(update, Assign) and "RandomSkip" in kinds:
             raise ValueError("expected no RandomSkip with update=Assign(): what is left out is not zero")
         if not isinstance(update, Assign) and "SignificantlyModified" in kinds:
-            raise ValueError("expected SignificantlyModified with update=Assign() only")
+            raise ValueError("expected SignificantlyModified of pushes with update=Assign() only")
         if wrong := {spec.kind for spec in self.pull} - _OF_PULLS:
             raise ValueError(
                 f"expected filters of pulls among {', '.join(sorted(_OF_PULLS))}, got {min(wrong)}"

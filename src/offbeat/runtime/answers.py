@@ -39,10 +39,6 @@ class Answer:
         self._placed: dict[tuple[int, int], str] = {}  # who sends, or has sent, these keys to their place
         self._landing: set[tuple[int, int]] = set()  # of these, what has not all come
 
-    def keys_of(self, first: int, last: int) -> Keys | None:
-        """Return which keys from `first` to `last` - 1 it lists; None where it is for all."""
-        return None if self._keys is None else self._keys[places_of(self._keys, first, last)]
-
     def place(self, peer: str, first: int, last: int, coming: Rows) -> Rows | None:
         """Return where rows that a server sends belong; None where they have to come elsewhere.
 

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from zlib import crc32
 
+import numpy as np
+
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries, Keys, Rows
-from offbeat.numerics.filters import FilterChain, KeyCaching, Message, Passed, UnknownKeysError
+from offbeat.numerics.entries import Entries, Keys
+from offbeat.numerics.filters import (
+    KKT,
+    Filter,
+    FilterChain,
+    KeyCaching,
+    Message,
+    Passed,
+    UnknownKeysError,
+)
 from offbeat.numerics.spaces import NO_FILTERS, Filters, make_filters
-from offbeat.policies.parcels import Copy, Operation, Pull, Pulled, Push
+from offbeat.policies.parcels import Copy, Operation, Pull, Pulled, Push, Refused, Stale
 from offbeat.policies.placement import Space
 from offbeat.runtime.parcelling import Encoded
+
+_Part: TypeAlias = tuple[int, int, int]  # of a request: its number, the first key and the one behind the last
 
 _LISTS_MAX: Final = 256  # of keys that pulls list, remembered for each node and namespace
 
@@ -26,9 +38,15 @@ class Filtering:
     """The chains of one node.
 
     What clients push goes through the namespace's filters for pushes, and what servers tell replicas of it
-    through those that lose nothing; what servers answer to pulls through the filters for pulls. The lists of
-    keys that pulls ask for are cached where there are filters for pulls. What a filter cannot send, such as
+    through those that lose nothing; what servers answer to pulls through the filters for pulls. Answers come
+    without keys, for the client remembers what it asked for until each answer has come. The lists of keys
+    that pulls ask for are cached where key caching is a filter of pulls. What a filter cannot send, such as
     values that are not finite through fixed point, travels as it is.
+
+    Where KKT is a filter of pushes, it is one for all servers, and learns from answers (`observe`).
+
+    A chain that begins anew at a sender counts nothing as sent, so its receiver may go on with an older one.
+    Whoever takes the place of a lost node has chains of its own.
 
     Args:
         seed: of this node's chance, its own.
@@ -39,8 +57,10 @@ class Filtering:
         self._abouts: dict[str, Any] = {}  # by namespace
         self._filters: dict[str, Filters] = {}  # likewise, as far as they were asked for
         self._chains: dict[tuple[str, str, str], FilterChain] = {}  # by node, namespace and kind
+        self._kkts: dict[str, KKT] = {}  # by namespace, where it is among the filters
         self._cachings: dict[tuple[str, str, str], KeyCaching] = {}  # likewise
-        self._passed: dict[tuple[str, str], dict[str, Passed]] = {}  # in chains that ended, without the node
+        self._pulls: dict[str, dict[_Part, list[Pull]]] = {}  # by node, those that it has not answered
+        self._passed: dict[tuple[str, str], dict[str, Passed]] = {}  # in no chain that is here, by the others
         self._ended = 0
 
     def learn(self, spaces: Mapping[str, Space]) -> None:
@@ -52,42 +72,66 @@ class Filtering:
         """Whether it is one that was learned."""
         return namespace in self._abouts
 
+    def kkt(self, namespace: str) -> KKT:
+        """Return the KKT filter of a namespace.
+
+        Raises:
+            ValueError: it has none.
+        """
+        self._of(namespace)
+        if namespace not in self._kkts:
+            raise ValueError(f"expected a namespace with a KKT filter of pushes, got {namespace}")
+        return self._kkts[namespace]
+
+    def observe(self, message: Pulled) -> None:
+        """Let a KKT filter, where there is one, see an answer that counts: weights and gradients.
+
+        Raises:
+            ProtocolError: they are not rows as `BlockProximal` has them.
+        """
+        kkt, pulled = self._kkts.get(message.namespace), message.content
+        if kkt is None:
+            return
+        if pulled.values.shape[1:] != (2,):
+            raise ProtocolError(f"expected rows of weight and gradient, got values of {pulled.values.shape}")
+        kkt.learn(pulled.listed(), pulled.values[:, 0], pulled.values[:, 1])
+
     def forget(self, node: str) -> None:
         """A node is gone."""
         for key in [key for key in self._chains if key[0] == node]:
             self._end(key)
         for key in [key for key in self._cachings if key[0] == node]:
             del self._cachings[key]
+        self._pulls.pop(node, None)
 
     def report(self, namespace: str) -> dict[str, dict[str, Passed]]:
         """Return how many bytes each filter of a namespace was given and gave here, by kind and name."""
         found = {kind: dict(passed) for (name, kind), passed in self._passed.items() if name == namespace}
         for (_, name, kind), chain in self._chains.items():
             if name == namespace:
-                _add(found.setdefault(kind, {}), chain)
+                _add(found.setdefault(kind, {}), chain.report())
         return found
 
     def encoded(self, node: str, message: Any) -> Any:
         """Return a message as it is to travel."""
         match message:
             case Push() if self._of(message.namespace).push:
-                key = node, message.namespace, "push"
-                content = self._encode(key, message.first, message.last, message.content, message.time)
-                return replace(message, content=content)
+                return replace(message, content=self._encode_values(node, "push", message, message.time))
             case Copy() if self._of(message.operation.namespace).copy:
                 one = message.operation
-                content = self._encode((node, one.namespace, "copy"), one.first, one.last, one.content, 0)
+                content = self._encode_values(node, "copy", one, 0)
                 return replace(message, operation=replace(one, content=content))
-            case Pull() if message.keys is not None and self._of(message.namespace).caches_keys:
-                caching = self._caching(node, message.namespace, "asked")
-                return replace(message, keys=_travelling(caching.encode(_asked(message, message.keys))))
-            case Pulled() if self._of(message.namespace).pull and len(message.content):
-                key, rows = (node, message.namespace, "pull"), message.content.values
-                return replace(message, content=self._encode(key, 0, len(rows), Entries(0, rows), 0))
+            case Pull():
+                part = message.number, message.first, message.last
+                self._pulls.setdefault(node, {}).setdefault(part, []).append(message)
+                if message.keys is not None and self._of(message.namespace).caches_keys:
+                    return replace(message, keys=self._encode_keys(node, message, message.keys))
+            case Pulled() if message.content.keys is not None or self._of(message.namespace).pull:
+                return _answer(message, self._encode_answer(node, message))
         return message
 
     def decoded(self, node: str, message: Any) -> Any:
-        """Return a message as it was before `encoded`, as far as filters can be undone; but see `answer`.
+        """Return a message as it was before `encoded`, as far as filters can be undone.
 
         Raises:
             ProtocolError: no node with the same filters says that.
@@ -103,38 +147,81 @@ class Filtering:
             case Pull() if isinstance(message.keys, Encoded):
                 if not self._of(message.namespace).caches_keys:
                     raise ProtocolError(f"expected keys of {message.namespace} as they are, got encoded ones")
-                caching = self._caching(node, message.namespace, "asked here")
-                arrived = _arrived(message.namespace, message.first, message.last, 0, message.keys)
-                return replace(message, keys=_undone(caching, arrived).keys)
+                return replace(message, keys=self._decode_keys(node, message, message.keys))
+            case Pulled():
+                return _answer(message, self._decode_answer(node, message))
+            case Stale() | Refused():
+                self._answered(node, message)
         return message
 
-    def answer(self, node: str, message: Pulled, rows: int) -> Rows:
-        """Return the rows of a Pulled, of which there must be so many, as they were before `encoded`.
-
-        Raises:
-            ProtocolError: no node with the same filters says that.
-        """
-        content = message.content
-        if isinstance(content, Encoded):
-            chain = self._chain(node, message.namespace, "pull heard")
-            content = _undone(chain, _arrived(message.namespace, 0, max(1, rows), 0, content)).entries
-        if not isinstance(content, Entries) or len(content) != rows:
-            raise ProtocolError(f"expected {rows} rows of {message.namespace}, got {content}")
-        found: Rows = content.values
-        return found
-
-    def _encode(
-        self, key: tuple[str, str, str], first: int, last: int, content: Entries, time: int
-    ) -> Encoded | Entries:
-        message = Message.of(key[1], first, last, content, time=time)
+    def _encode(self, key: tuple[str, str, str], message: Message) -> Encoded | Entries:
         try:
             return _travelling(self._chain(*key).encode(message))
         except ValueError:  # its filters may count as sent what is not; a new one begins with nothing sent
             self._end(key)
-            return content
+            return message.entries
+
+    def _encode_values(self, node: str, kind: str, what: Push | Operation, time: int) -> Encoded | Entries:
+        message = Message.of(what.namespace, what.first, what.last, what.content, time=time)
+        return self._encode((node, what.namespace, kind), message)
+
+    def _encode_answer(self, node: str, message: Pulled) -> Encoded | Entries:
+        content, filters = message.content, self._of(message.namespace)
+        if not filters.pull or not len(content):
+            return Entries(message.first, content.values)
+        known = content.listed() if filters.knows_keys else None
+        answer = Message.answering(message.namespace, content.values, known)
+        return self._encode((node, message.namespace, "pull"), answer)
+
+    def _decode_answer(self, node: str, message: Pulled) -> Entries:
+        pull = self._answered(node, message)
+        if pull is None or pull.namespace != message.namespace:
+            raise ProtocolError(f"expected rows that were asked for, got some of {message.namespace}")
+        keys, content = pull.keys, message.content
+        rows = message.last - message.first if keys is None else len(keys)
+        if isinstance(content, Encoded):
+            known = None
+            if self._of(message.namespace).knows_keys:
+                known = np.arange(message.first, message.last) if keys is None else keys
+            arrived = _arrived(message.namespace, 0, max(1, rows), 0, content, known)
+            content = _undone(self._chain(node, message.namespace, "pull heard"), arrived).entries
+        if not isinstance(content, Entries) or len(content) != rows:
+            raise ProtocolError(f"expected {rows} rows of {message.namespace}, got {content}")
+        return Entries(message.first, content.values, keys)
+
+    def _answered(self, node: str, message: Pulled | Stale | Refused) -> Pull | None:
+        """Return the pull that this answers, if it answers one; each is answered once."""
+        pulls = self._pulls.get(node, {})
+        part = message.number, message.first, message.last
+        if part not in pulls:
+            return None
+        answered = pulls[part].pop(0)
+        if not pulls[part]:
+            del pulls[part]
+        return answered
+
+    def _encode_keys(self, node: str, pull: Pull, keys: Keys) -> Encoded:
+        caching = self._caching(node, pull.namespace, "asked")
+        asked = Message(namespace=pull.namespace, first=pull.first, last=pull.last, keys=keys, values=None)
+        encoded = caching.encode(asked)
+        self._count(pull.namespace, "ask", caching, asked, encoded)
+        return _travelling(encoded)
+
+    def _decode_keys(self, node: str, pull: Pull, keys: Encoded) -> Keys | None:
+        caching = self._caching(node, pull.namespace, "asked here")
+        arrived = _arrived(pull.namespace, pull.first, pull.last, 0, keys)
+        asked = _undone(caching, arrived)
+        self._count(pull.namespace, "ask heard", caching, arrived, asked)
+        return asked.keys
+
+    def _count(self, namespace: str, kind: str, one: Filter, before: Message, after: Message) -> None:
+        _add(
+            self._passed.setdefault((namespace, kind), {}),
+            {one.name: Passed(before.size_bytes, after.size_bytes)},
+        )
 
     def _end(self, key: tuple[str, str, str]) -> None:
-        _add(self._passed.setdefault(key[1:], {}), self._chains.pop(key))
+        _add(self._passed.setdefault(key[1:], {}), self._chains.pop(key).report())
         self._ended += 1
 
     def _of(self, namespace: str) -> Filters:
@@ -143,6 +230,9 @@ class Filtering:
             if namespace not in self._abouts:
                 return NO_FILTERS
             found = self._filters[namespace] = make_filters(self._abouts[namespace])
+            for spec in found.push:
+                if spec.kind == "KKT":
+                    self._kkts[namespace] = KKT(**spec.arguments)
         return found
 
     def _chain(self, node: str, namespace: str, kind: str) -> FilterChain:
@@ -152,7 +242,8 @@ class Filtering:
                 raise ProtocolError(f"expected a namespace that was opened, got {namespace}")
             filters = getattr(self._of(namespace), kind.partition(" ")[0])
             seed = crc32(f"{self._seed} {self._ended} {node} {namespace} {kind}".encode())
-            chain = FilterChain([spec.make(seed) for spec in filters])
+            made = [self._kkts[namespace] if spec.kind == "KKT" else spec.make(seed) for spec in filters]
+            chain = FilterChain(made)
             self._chains[node, namespace, kind] = chain
         return chain
 
@@ -163,8 +254,8 @@ class Filtering:
         return caching
 
 
-def _add(so_far: dict[str, Passed], chain: FilterChain) -> None:
-    for name, passed in chain.report().items():
+def _add(so_far: dict[str, Passed], more: Mapping[str, Passed]) -> None:
+    for name, passed in more.items():
         before = so_far.get(name, Passed(0, 0))
         so_far[name] = Passed(before.in_bytes + passed.in_bytes, before.out_bytes + passed.out_bytes)
 
@@ -180,15 +271,23 @@ def _undone(filters: FilterChain | KeyCaching, arrived: Message) -> Message:
         raise ProtocolError(str(error)) from error
 
 
-def _asked(pull: Pull, keys: Keys) -> Message:
-    return Message(namespace=pull.namespace, first=pull.first, last=pull.last, keys=keys, values=None)
+def _answer(message: Pulled, content: Encoded | Entries) -> Pulled:
+    return Pulled(
+        number=message.number,
+        namespace=message.namespace,
+        first=message.first,
+        last=message.last,
+        content=content,
+    )
 
 
 def _travelling(message: Message) -> Encoded:
     return Encoded(message.keys, message.values, message.body, message.notes)
 
 
-def _arrived(namespace: str, first: int, last: int, time: int, content: Encoded) -> Message:
+def _arrived(
+    namespace: str, first: int, last: int, time: int, content: Encoded, known: Keys | None = None
+) -> Message:
     try:
         return Message(
             namespace=namespace,
@@ -196,6 +295,7 @@ def _arrived(namespace: str, first: int, last: int, time: int, content: Encoded)
             last=last,
             time=time,
             keys=content.keys,
+            known=known,
             values=content.values,
             body=content.body,
             notes=content.notes,

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import (
@@ -472,11 +472,9 @@ class PS:
     def _withdraw(self, name: str, timeout_s: float) -> None:
         self.when_done([], lambda: self._take_up(self._client.withdraw(name))).result(timeout_s)
 
-    def _report(self, name: str) -> dict[str, dict[str, Passed]]:
-        found: dict[str, dict[str, Passed]] = self.when_done(
-            [], lambda: self._node.filtering.report(name)
-        ).result()
-        return found
+    def _in_order(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns in the links' thread, after what was asked for before."""
+        return self.when_done([], function).result()
 
     def _participants(self, name: str) -> dict[int, int]:
         return {} if self._view is None else self._view.participants.get(name, {})
@@ -647,14 +645,12 @@ class PS:
             self._changed.notify_all()
 
     def _hear(self, peer: str, message: Any) -> None:
+        message = self._node.filtering.decoded(peer, message)
         if isinstance(message, Pulled):
             _, answer = self._asked.get(message.number, (None, None))
-            keys = None if answer is None else answer.keys_of(message.first, message.last)
-            rows = message.last - message.first if keys is None else len(keys)
-            values = self._node.filtering.answer(peer, message, rows)
-            if answer is not None:
-                answer.came(message.first, message.last, values)
-            message.content = Entries(message.first, values, keys)
+            if answer is not None:  # else it has come before
+                answer.came(message.first, message.last, message.content.values)
+                self._node.filtering.observe(message)
         self._take_up(self._client.hear(message))
 
     def _place(self, peer: str, message: Any, coming: Array) -> Array | None:
@@ -832,9 +828,46 @@ class Namespace:
     def report(self) -> dict[str, dict[str, Passed]]:
         """Return how many bytes each filter was given and gave at this client, by kind of message and filter.
 
-        The kinds are "push", and "pull heard" for what is undone here.
+        The kinds are "push"; "ask" for the keys that pulls list; "pull heard" for what is undone here.
         """
-        return self._ps._report(self.name)
+        found: dict[str, dict[str, Passed]] = self._ps._in_order(
+            lambda: self._ps._node.filtering.report(self.name)
+        )
+        return found
+
+    def set_margin(self, margin: float) -> None:
+        """Let the KKT filter go by another margin in what is pulled from now on; see `numerics.filters.KKT`.
+
+        Where pushes are aggregated, all who take part have to skip the same keys: a sum that lacks the share
+        of one is no gradient. They do if each key is pushed and then pulled once between two changes of the
+        margin, and each waits for all of it before the next change.
+
+        Args:
+            margin: at least 0; infinite, as at first, for skipping nothing until there is another one.
+
+        Raises:
+            ValueError: the namespace has no such filter, or no such margin.
+            OffbeatError: this client is out of the parameter server.
+        """
+        self._ps._in_order(lambda: self._ps._node.filtering.kkt(self.name).set_margin(margin))
+
+    def active(self, keys: ArrayLike) -> NDArray[np.bool_]:
+        """Return which keys the KKT filter does not leave out of pushes: of others, nothing need be computed.
+
+        What is not pushed at all is not in the report as left out.
+
+        Args:
+            keys: (K,), ascending, each once.
+
+        Raises:
+            ValueError: keys that the namespace has not got, or it has no such filter.
+            OffbeatError: this client is out of the parameter server.
+        """
+        listed = self._listed(keys)
+        found: NDArray[np.bool_] = self._ps._in_order(
+            lambda: self._ps._node.filtering.kkt(self.name).active(listed)
+        )
+        return found
 
     def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         """Take part in a namespace that aggregates, and wait until so many clients do.

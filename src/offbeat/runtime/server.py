@@ -18,11 +18,10 @@ import msgspec
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
-from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable
 from offbeat.policies.manager import server_of
-from offbeat.policies.parcels import Copy, Filled, Pull, Pulled, Push, View
+from offbeat.policies.parcels import Copy, Filled, Pull, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode, refused
 from offbeat.runtime.buffers import Buffers
@@ -186,8 +185,6 @@ class Server:
                 assert isinstance(message, Filled)
                 self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
             else:
-                if isinstance(message, Pulled) and message.content.keys is not None:  # the client has them
-                    message.content = Entries(message.first, message.content.values)
                 self._node.send(to, message)
 
     def _end(self, cause: str) -> None:
