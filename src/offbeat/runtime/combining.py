@@ -8,15 +8,21 @@ from typing import Final
 import numpy as np
 
 from offbeat.numerics.entries import Entries
+from offbeat.numerics.tables import Empty
 from offbeat.runtime.future import Future
 
-COMBINED_BYTES_MAX: Final = 256 * 1024  # of numbers; pushes of more gain nothing
+COMBINED_BYTES_MAX: Final = 4 * 1024 * 1024  # of numbers: what a server takes up in one go anyway
 
 
 class Combiner:
-    """Pushes that wait to go out as one, each of which borders on those before it."""
+    """Pushes that wait to go out as one, each of which borders on those before it.
 
-    def __init__(self) -> None:
+    Args:
+        empty: (shape, dtype): memory for what is made one, as `np.empty` gives it.
+    """
+
+    def __init__(self, empty: Empty = np.empty) -> None:
+        self._empty = empty
         self._name = ""
         self._contents: deque[Entries] = deque()  # ascending
         self._futures: list[Future] = []
@@ -55,5 +61,7 @@ class Combiner:
         futures, self._futures = self._futures, []
         whole = contents[0]
         if len(contents) > 1:
-            whole = Entries(self._first, np.concatenate([one.values for one in contents]))
+            parts = [one.values for one in contents]
+            into = self._empty((self._last - self._first, *parts[0].shape[1:]), parts[0].dtype)
+            whole = Entries(self._first, np.concatenate(parts, out=into))
         return self._name, whole, self._last, futures

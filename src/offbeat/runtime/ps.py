@@ -137,8 +137,8 @@ class PS:
         self._failure: str | None = None
         # Who waits for a request, and what is put together of a pull.
         self._asked: dict[int, tuple[Sequence[Future], Answer | None]] = {}
-        self._combined = Combiner()
         self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
+        self._combined = Combiner(self._buffers.array)
         self._waiting: set[Future] = set()  # for others, or for their iteration
         self._graph = TaskGraph()
         self._tau: int | None = None
