@@ -39,7 +39,7 @@ def of_all(content):
 def test_blocks_are_as_one_array_of_all_keys(update, width, dense_keys_max, data):
     shape = (width,) if width else ()
     whole = {name: np.zeros((KEYS, *shape), np.float32) for name in ("values", *update.states)}
-    before, tables._DENSE_KEYS_MAX = tables._DENSE_KEYS_MAX, dense_keys_max
+    before, tables.DENSE_KEYS_MAX = tables.DENSE_KEYS_MAX, dense_keys_max
     try:
         table = ArrayTable(KEYS, data.draw(st.integers(4, KEYS)), update, width=width)
         for _ in range(4):
@@ -55,7 +55,7 @@ def test_blocks_are_as_one_array_of_all_keys(update, width, dense_keys_max, data
         read = table.read(first, last, wanted.keys)
         assert np.array_equal(read.values, whole["values"][of_all(read)])
     finally:
-        tables._DENSE_KEYS_MAX = before
+        tables.DENSE_KEYS_MAX = before
 
 
 @pytest.mark.parametrize("keys", [KEYS, 2**40])
