@@ -833,6 +833,8 @@ class WorkerRefused:
     reason: str
 
 
+GroupAction: TypeAlias = GroupViewed | TaskIssued | PassesEnded | WorkerRefused
+
 Action: TypeAlias = (
     Start
     | Halt

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Final
 from offbeat.errors import OffbeatError
 from offbeat.events import (
     Event,
+    GroupAction,
     GroupViewed,
     PassesEnded,
     ProgressWanted,
@@ -279,21 +279,22 @@ class WorkerGroup:
         return [] if self._view is None else [one.node for one in self._view.workers]
 
     def _wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
-        limit_s = time.monotonic() + timeout_s
+        def cause() -> str | None:
+            return self._failure or (None if self._has_left else self._refused)
+
         with self._changed:
-            while not condition():
-                if cause := self._failure or (None if self._has_left else self._refused):
-                    raise OffbeatError(f"{self.node} cannot take part in the group {self.name}: {cause}")
-                left_s = limit_s - time.monotonic()
-                if left_s <= 0:
-                    raise OffbeatError(
-                        f"in the group {self.name}, {self.node} waited {timeout_s:g} s in vain for {what}"
-                    )
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: condition() or cause(), timeout_s)
+            if condition():
+                return
+            if why := cause():
+                raise OffbeatError(f"{self.node} cannot take part in the group {self.name}: {why}")
+            raise OffbeatError(
+                f"in the group {self.name}, {self.node} waited {timeout_s:g} s in vain for {what}"
+            )
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def hear(self, action: GroupViewed | TaskIssued | PassesEnded | WorkerRefused) -> None:
+    def hear(self, action: GroupAction) -> None:
         """The manager has said something of this group."""
         with self._changed:
             match action:

@@ -17,6 +17,7 @@ import msgspec
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import (
     Event,
+    GroupAction,
     GroupViewed,
     NodeJoined,
     NodeLeft,
@@ -115,9 +116,7 @@ class Node:
         on_message: Callable[[str, Any], None],
         on_gone: Callable[[str], None],
         on_refused: Callable[[SpaceRefused], None] = lambda refused: None,
-        on_group: Callable[[GroupViewed | TaskIssued | PassesEnded | WorkerRefused], None] = lambda said: (
-            None
-        ),
+        on_group: Callable[[GroupAction], None] = lambda said: None,
         place: Place = nowhere,
         functions: tuple[str, ...] = (),
         unix: bool = True,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,13 +31,10 @@ from offbeat.events import (
     ClientPaused,
     ClientWithdraws,
     Event,
-    GroupViewed,
-    PassesEnded,
+    GroupAction,
     ServerLeaves,
     SpaceOpened,
     SpaceRefused,
-    TaskIssued,
-    WorkerRefused,
 )
 from offbeat.numerics.entries import Entries, Keys, Rows, places_of, problem_of, problem_of_rows
 from offbeat.numerics.filters import Passed
@@ -254,7 +250,8 @@ class PS:
             update or Sum(), width=width, dtype=dtype, means=aggregate == "mean", filters=filters
         )
         block_keys = _block_keys(keys, block_keys, np.dtype(dtype).itemsize * max(width, 1))
-        space = self._open(name, keys, block_keys, about, update, aggregate is not None)
+        space = Space(name, keys, block_keys, about, aggregate is not None)
+        self._open(space, update)
         combines = aggregate is None and not filters.push and not isinstance(update, Function)
         return Namespace(self, space, width=width, dtype=dtype, combines=combines)
 
@@ -289,9 +286,9 @@ class PS:
             means=aggregate == "mean",
             tensors=offsets.state_dict(),
         )
-        space = self._open(
-            name, offsets.keys, -(-offsets.keys // _BLOCKS), about, update, aggregate is not None
-        )
+        block_keys = _block_keys(offsets.keys, None, np.dtype(offsets.dtype).itemsize)
+        space = Space(name, offsets.keys, block_keys, about, aggregate is not None)
+        self._open(space, update)
         combines = aggregate is None and not isinstance(update, Function)
         namespace = Namespace(self, space, width=0, dtype=offsets.dtype, combines=combines)
         return Tensors(self, namespace, offsets)
@@ -432,16 +429,8 @@ class PS:
     ) -> None:
         self.close()
 
-    def _open(
-        self,
-        name: str,
-        keys: int,
-        block_keys: int,
-        about: str,
-        update: Update | Function | None,
-        aggregates: bool,
-    ) -> Space:
-        space = Space(name, keys, block_keys, about, aggregates)
+    def _open(self, space: Space, update: Update | Function | None) -> None:
+        name = space.name
         with self._changed:
             self._refused.pop(name, None)
             is_new = self._space(name) != space
@@ -456,7 +445,6 @@ class PS:
         with self._changed:
             if name in self._refused:
                 raise OffbeatError(f"the namespace {name} cannot be opened: {self._refused[name]}")
-        return space
 
     def _take_part(self, name: str, clients: int, timeout_s: float) -> None:
         self.when_done([], lambda: self._take_up(self._client.enlist(name))).result(timeout_s)
@@ -521,15 +509,13 @@ class PS:
         return f"its keys are with {named}" if named else "there is no server any more"
 
     def _wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = _START_S) -> None:
-        limit_s = time.monotonic() + timeout_s
         with self._changed:
-            while not condition():
-                if self._failure is not None:
-                    raise OffbeatError(f"waited for {what} of the parameter server: {self._failure}")
-                left_s = limit_s - time.monotonic()
-                if left_s <= 0:
-                    raise OffbeatError(f"waited {timeout_s:g} s for {what} of the parameter server in vain")
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: condition() or self._failure is not None, timeout_s)
+            if condition():
+                return
+            if self._failure is not None:
+                raise OffbeatError(f"waited for {what} of the parameter server: {self._failure}")
+            raise OffbeatError(f"waited {timeout_s:g} s for {what} of the parameter server in vain")
 
     # In the links' thread --------------------------------------------------------------------------------
 
@@ -668,7 +654,7 @@ class PS:
             self._refused[refused.name] = refused.reason
             self._changed.notify_all()
 
-    def _hear_group(self, action: GroupViewed | TaskIssued | PassesEnded | WorkerRefused) -> None:
+    def _hear_group(self, action: GroupAction) -> None:
         group = self._groups.get(action.group)
         if group is not None:
             group.hear(action)
