@@ -1,7 +1,8 @@
-"""Draws the committed results beside what the first paper says: `python benchmarks/plot.py [FOLDER]`.
+"""Draws the committed results of the papers' figures: `python benchmarks/plot.py [FOLDER]`.
 
-Of straggler.json, straggler_real.json, detect.json and accuracy.json it takes what is in the folder, by
-default this one, and writes a PNG beside each. Needs matplotlib, which is in the extra `dev`.
+Of straggler.json, straggler_real.json, detect.json, accuracy.json and staleness.json it takes what is in the
+folder, by default this one, and writes a PNG beside each, with what the paper says where it says so. Needs
+matplotlib, which is in the extra `dev`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ PAPER_RUN_S = (990.97, 4650.11, 4693.09, 4684.54, 4698.86)
 # Section 5, batches of 32 and 64: mean seconds until a straggler was found, and until it was back; an
 # iteration took 0.166 s in both.
 PAPER_DETECT_S, PAPER_RECOVER_S, PAPER_ITERATION_S = (1.43, 1.44), (0.21, 0.30), 0.166
+# The second paper's names of the parts of a thread's time, and ours.
+PAPER_PARTS = {
+    "BATCH": "batch",
+    "COMPUTE_GRADS": "compute",
+    "APPLY_GRADS": "apply",
+    "PS_APPLY_GRADS": "push",
+    "STEP": "report",
+    "BARRIER": "wait",
+    "PS_PARAM": "pull",
+    "P_CACHE_PARAM": "process_cache",
+    "T_CACHE_PARAM": "thread_cache",
+    "other": "other",
+}
 GREY, BLUE, ORANGE, GREEN = "0.75", "#2b6ca3", "#d9822b", "#4a9a5b"
 
 
@@ -85,6 +99,27 @@ def accuracy(result: dict[str, Any], path: Path) -> None:
     _save(path)
 
 
+def staleness(result: dict[str, Any], path: Path) -> None:
+    """Where a thread's time goes, in the second paper's nine parts and the rest (its figures 9 and 10)."""
+    groups: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    for row in result["rows"]:
+        if row["setting"] != "nobody":
+            group = groups.setdefault((row["setting"], row["workers"]), {})
+            group.setdefault(row["strategy"], []).append(row)
+    _, all_axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 4.5), squeeze=False)
+    for axes, ((setting, workers), runs) in zip(all_axes[0], groups.items(), strict=True):
+        reached_s = dict.fromkeys(runs, 0.0)
+        for (name, part), color in zip(PAPER_PARTS.items(), plt.get_cmap("tab10").colors, strict=True):
+            spent_s = [sum(row[f"{part}_s"] for row in rows) / len(rows) for rows in runs.values()]
+            axes.bar(list(runs), spent_s, bottom=list(reached_s.values()), color=color, label=name)
+            reached_s = {run: reached_s[run] + own_s for run, own_s in zip(runs, spent_s, strict=True)}
+        axes.set_title(f"{setting}, {workers} workers", fontsize=9)
+        axes.tick_params(axis="x", labelsize=8)
+    all_axes[0][0].set_ylabel("seconds of a thread, mean")
+    all_axes[0][0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.08), ncols=5)
+    _save(path)
+
+
 def _draw_bars(axes: Any, bars: list[tuple[str, str, list[float]]], groups: list[str]) -> None:
     width = 0.8 / len(bars)
     for place, (label, color, heights) in enumerate(bars):
@@ -104,6 +139,7 @@ FIGURES = {
     "straggler_real": straggler,
     "detect": detect,
     "accuracy": accuracy,
+    "staleness": staleness,
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.entries import Entries, Terms
+from offbeat.policies.clocks import Piece
 from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
 
@@ -21,9 +22,9 @@ def coming(count: int, *width: int, dtype: type = np.float32) -> np.ndarray:
     return np.empty((count, *width), dtype)
 
 
-def land(one: Answer, peer: str, first: int, last: int, value: float) -> Entries:
+def land(one: Answer, first: int, last: int, value: float) -> Entries:
     """All of a part comes."""
-    place = one.place(peer, first, last, coming(last - first))
+    place = one.place(first, last, coming(last - first))
     assert place is not None
     place[...] = value
     one.came(first, last, place)
@@ -36,7 +37,7 @@ def parts(*found: Entries) -> tuple[tuple[int, int, Entries], ...]:
 
 def test_parts_land_in_the_rows_that_are_returned():
     one = answer(2 * PART)
-    first, second = land(one, "server-0", 0, PART, 1), land(one, "server-1", PART, 2 * PART, 2)
+    first, second = land(one, 0, PART, 1), land(one, PART, 2 * PART, 2)
     rows = one.rows(parts(first, second))
     assert np.shares_memory(rows, first.values)
     assert np.shares_memory(rows, second.values)
@@ -46,7 +47,7 @@ def test_parts_land_in_the_rows_that_are_returned():
 
 def test_what_came_elsewhere_is_put_in_its_place():
     one = answer(2 * PART)
-    here, elsewhere = land(one, "server-0", 0, PART, 1), Entries(PART, np.full(PART, 3, FLOATS))
+    here, elsewhere = land(one, 0, PART, 1), Entries(PART, np.full(PART, 3, FLOATS))
     one.came(PART, 2 * PART, elsewhere.values)
     assert (one.rows(parts(here, elsewhere)) == np.repeat([1, 3], PART)).all()
 
@@ -54,7 +55,7 @@ def test_what_came_elsewhere_is_put_in_its_place():
 def test_rows_of_listed_keys_land_by_their_order():
     keys = np.arange(0, 8 * PART, 4)
     one = answer(8 * PART, keys, (2,))
-    place = one.place("server-1", 4 * PART, 8 * PART, coming(PART, 2))
+    place = one.place(4 * PART, 8 * PART, coming(PART, 2))
     assert place is not None
     place[...] = 5
     one.came(4 * PART, 8 * PART, place)
@@ -67,24 +68,31 @@ def test_rows_of_listed_keys_land_by_their_order():
     assert not rows[:PART].any()
 
 
-def test_a_place_is_given_to_one_server_only():
+def test_a_place_is_given_once():
     one = answer()
-    assert one.place("server-0", 0, 2 * PART, coming(2 * PART)) is not None
-    assert one.place("server-1", 0, 2 * PART, coming(2 * PART)) is None
-    assert one.place("server-1", PART, 3 * PART, coming(2 * PART)) is None
-    assert one.place("server-1", 2 * PART, 3 * PART, coming(PART)) is not None
+    assert one.place(0, 2 * PART, coming(2 * PART)) is not None
+    assert one.place(0, 2 * PART, coming(2 * PART)) is None
+    assert one.place(PART, 3 * PART, coming(2 * PART)) is None
+    assert one.place(2 * PART, 3 * PART, coming(PART)) is not None
 
 
-def test_a_server_may_send_a_part_again_until_it_has_come():
-    one = answer()
-    assert one.place("server-0", 0, PART, coming(PART)) is not None
-    land(one, "server-0", 0, PART, 1)
-    assert one.place("server-0", 0, PART, coming(PART)) is None
+def test_a_part_that_comes_again_changes_nothing_that_was_returned():
+    """Its server may have been asked twice, and have answered the second time with more pushes."""
+    one = answer(PART)
+    place = one.place(0, PART, coming(PART))
+    assert place is not None
+    again = one.place(0, PART, coming(PART))  # its letter comes before all of the first has
+    place[...] = 1
+    one.came(0, PART, place)
+    rows = one.rows(parts(Entries(0, place)))
+    if again is not None:
+        again[...] = 2
+    assert (rows == 1).all()
 
 
 def test_what_is_still_landing_changes_no_answer():
     one = answer(PART)
-    late = one.place("server-0", 0, PART, coming(PART))
+    late = one.place(0, PART, coming(PART))
     assert late is not None
     late[...] = 7
     other = Entries(0, np.full(PART, 1, FLOATS))
@@ -107,7 +115,7 @@ def test_what_is_still_landing_changes_no_answer():
     ids=["too few", "too wide", "other numbers", "too far", "before", "small"],
 )
 def test_what_does_not_fit_has_no_place(first: int, last: int, rows: np.ndarray):
-    assert answer().place("server-0", first, last, rows) is None
+    assert answer().place(first, last, rows) is None
 
 
 def test_small_parts_are_put_together():
@@ -127,3 +135,26 @@ def test_memory_is_taken_again_when_nobody_has_its_array():
     assert buffers.array((100, 1000), FLOATS).__array_interface__["data"][0] != place
     del view
     assert buffers.array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
+
+
+def test_with_states_rows_are_by_name_and_with_times_a_pair():
+    def part(first, value):
+        rows = np.full(2, value, FLOATS)
+        return Entries(first, rows, None, Terms(states={"mean": rows * 2}))
+
+    found, pieces = parts(part(0, 1), part(2, 5)), (Piece(0, 2, 7),)
+    for times in (False, True):
+        result = Answer(0, 4, None, (), FLOATS, Buffers(), states=True, times=times).result(found, pieces)
+        states, told = result if times else (result, pieces)
+        assert told == pieces
+        assert {name: rows.tolist() for name, rows in states.items()} == {
+            "values": [1, 1, 5, 5],
+            "mean": [2, 2, 10, 10],
+        }
+    rows, told = Answer(0, 4, None, (), FLOATS, Buffers(), times=True).result(found, pieces)
+    assert (rows.tolist(), told) == ([1, 1, 5, 5], pieces)
+
+
+def test_what_comes_with_states_has_no_place():
+    one = Answer(0, PART, None, (), FLOATS, Buffers(), states=True)
+    assert one.place(0, PART, coming(PART)) is None

@@ -110,7 +110,7 @@ def failed_backward(rank, say, failing, through_model):
             ).backward()
             optimizer.step()
             found.append(gradients(model))
-        assert session._averager.round == 2
+        assert session._synchronizer.averager.round == 2
     return found
 
 
@@ -243,7 +243,7 @@ def with_closure(rank, say):
                 return loss
 
             optimizer.step(closure)
-        assert session._averager.round == 3
+        assert session._synchronizer.averager.round == 3
     return gradients(model)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import LinkError, WorkerError
-from offbeat.events import Failed, Joined, Left, Lost, Ready, Refuse, Start, Stop, Tick
+from offbeat.events import Clocked, Failed, Joined, Left, Lost, Ready, Refuse, Start, Stop, Tick
 from offbeat.record import decode_actions, encode, read_log, replay
 from offbeat.runtime.control import Tally, encode_tally
 from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
@@ -32,8 +32,8 @@ MIB = 2**20
 class Process:
     """A coordinator in a process of its own."""
 
-    def __init__(self, world, log, *, prelude="", **options):
-        names = ["assembly:Assembly", "lockstep:Lockstep"]
+    def __init__(self, world, log, *, prelude="", policy="lockstep:Lockstep", **options):
+        names = ["assembly:Assembly", policy]
         arguments = {"world": world}
         policies = tuple(PolicySpec(path=f"offbeat.policies.{n}", arguments=arguments) for n in names)
         configuration = Configuration(
@@ -133,6 +133,21 @@ def joined(peer, world, worker):
         addresses=peer.links.addresses,
         model=("weight",),
         strategy="bsp",
+    )
+
+
+def begun(worker):
+    return Clocked(
+        now_s=0.0,
+        worker=worker,
+        clock=None,
+        version=0,
+        epoch=0,
+        step=0,
+        compute_s=0.0,
+        samples=0,
+        loss=None,
+        blocks=(),
     )
 
 
@@ -339,6 +354,19 @@ def whole_job():
 
 
 # Late comers ----------------------------------------------------------------------------------------------
+
+
+def test_a_grant_is_heard_by_nobody_but_the_worker_that_it_is_for(tmp_path):
+    with running_job(2, tmp_path / "log", policy="staleness:BoundedStaleness") as (process, peers):
+        for peer in peers:
+            peer.say(begun(peer.worker))
+        for peer in peers:
+            while not (grant := peer.hear()).may_start:
+                assert grant.worker == peer.worker
+            assert grant.worker == peer.worker
+            peer.leave()
+        assert process.ended() == (0, "")
+    assert replay(read_log(tmp_path / "log")) is None
 
 
 def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.entries import LAST_MAX, Entries, gathered, problem_of, summed
+from offbeat.numerics.entries import LAST_MAX, Entries, Terms, gathered, problem_of, summed
 
 # Neighbours at both ends of what a key can be, where floats would take one for another.
 KEYS = st.one_of(st.integers(0, 30), st.integers(LAST_MAX - 30, LAST_MAX - 1))
@@ -45,6 +45,16 @@ def test_a_cut_has_what_is_there_of_a_range_and_copies_nothing(content, first, l
     assert as_dict(part) == {key: value for key, value in as_dict(content).items() if first <= key < last}
     assert len(part) == len(part.values)
     assert not len(part) or np.shares_memory(part.values, content.values)
+
+
+@given(entries(), st.one_of(KEYS, st.just(LAST_MAX)), st.one_of(KEYS, st.just(LAST_MAX)))
+def test_every_part_says_what_the_whole_says(content, first, last):
+    content.terms = Terms(weight=2.5, states={"mean": content.values + 1})
+    part = content.cut(first, last)
+    assert part.terms.weight == 2.5
+    assert part.replaces
+    assert np.array_equal(part.terms.states["mean"], part.values + 1)
+    assert not Entries(0, content.values).cut(first, last).replaces
 
 
 def test_the_largest_keys_are_told_apart():

@@ -76,7 +76,7 @@ def test_own_loop_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path)
     assert begun + resumed == whole
 
 
-@pytest.mark.parametrize("options", [(), ("--tau", "0"), ("--no-kkt",)], ids=" ".join)
+@pytest.mark.parametrize("options", [(), ("--tau", "0", "--no-kkt")], ids=" ".join)
 def test_sparse_logistic_regression_of_made_up_rows_finds_the_optimum(options):
     said = run_alone("sparse_logistic_regression.py", *options)
 

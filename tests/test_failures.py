@@ -81,8 +81,9 @@ class Loop:
         step, expected = 0, None
         try:
             with offbeat.join(self.model, self.optimizer, AllReduce()) as session:
-                tell = session.ready
-                session.ready = lambda compute_s: self._ready(tell, session, compute_s)
+                synchronizer = session._synchronizer
+                tell = synchronizer.ready
+                synchronizer.ready = lambda compute_s: self._ready(tell, session, compute_s)
                 while session.step < self.steps:
                     step = session.step
                     if self.misdeed(session, self.model) == "leave":
@@ -210,7 +211,8 @@ def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later(
         running.signal(2, signal.SIGUSR1)
         ended = running.ends()
     first, late = survivors(ended, 1, killed_s)
-    assert first["worker"] == 1
+    # On a busy machine the coordinator may see the death before it reads what this one asked.
+    assert first["worker"] == 1 or "cannot take part" in first["text"]
     for said in first, late:
         assert "was lost before the start" in said["text"]
         assert "worker 1" in said["text"]

@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import Filters, FilterSpec, describe
 from offbeat.numerics.updates import Assign, Sum
+from offbeat.policies.clocks import Piece
 from offbeat.policies.parcels import (
     Copied,
     Copy,
+    Inspect,
+    Inspected,
     Mark,
     Operation,
     Pull,
@@ -405,6 +408,64 @@ def test_what_has_no_filters_is_as_it_was(message: Any) -> None:
     ends = Ends((CACHING, COMPRESSION), (COMPRESSION,))
     assert ends.here.encoded("there", message) is message
     assert ends.there.decoded("here", message) is message
+
+
+@pytest.mark.parametrize("chain", OF_SUMS)
+def test_what_a_push_says_besides_its_values_goes_by_every_filter(chain: str) -> None:
+    """Also where a filter can not send the values."""
+    for rows in (np.ones(KEYS, np.float32), np.full(KEYS, np.inf, np.float32)):
+        ends = Ends(OF_SUMS[chain])
+        content = Entries(0, rows, None, Terms(2.5, {"lr": 0.5, "betas": [0.5, 0.75]}))
+        assert plain(ends.heard(push(content)).content.terms) == plain(content.terms)
+        assert plain(ends.heard(copy(content)).operation.content.terms) == plain(content.terms)
+        content.terms = None
+        assert ends.heard(push(content)).content.terms is None
+
+
+@pytest.mark.parametrize("chain", [*OF_SUMS, *OF_STATES])
+def test_what_replaces_values_travels_as_it_is_and_filters_count_nothing_as_sent(chain: str) -> None:
+    specs = OF_SUMS.get(chain) or OF_STATES.get(chain, ())
+    ends = Ends(specs, update=Assign() if chain in OF_STATES else Sum())
+    ends.heard(push(Entries(0, np.ones(KEYS, np.float32))))
+    put = Entries(
+        0, np.full(KEYS, np.pi, np.float32), None, Terms(states={"mean": np.ones(KEYS, np.float32)})
+    )
+    assert plain(ends.heard(push(put, time=2)).content) == plain(put)
+    assert plain(ends.heard(copy(put)).operation.content) == plain(put)
+    again = ends.heard(push(Entries(0, np.ones(KEYS, np.float32)), time=3)).content
+    if chain in OF_STATES:
+        assert again.listed().tolist() == list(range(KEYS))  # though this is what was sent before
+
+
+@pytest.mark.parametrize("chain", [*OF_PULLS, "modified"])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_an_answer_says_its_times_and_states_behind_any_filters(chain: str, with_states: bool) -> None:
+    """And rows that come with states, whole, change nothing for those that come after them."""
+    ends = Ends(pull=OF_PULLS.get(chain) or REMEMBERING.get(chain, ()))
+    rows, keys = np.arange(5, dtype=np.float32), np.arange(0, 10, 2)
+    ends.answered(rows, keys)
+    fields = {"client": 1, "number": 2, "epoch": 0, "namespace": "w", "first": 0, "last": 10, "keys": keys}
+    asked = Inspect(**fields, with_states=with_states, with_times=True)
+    (arrived,) = came(*packed(ends.there.encoded("here", asked)))
+    assert plain(ends.here.decoded("there", arrived)) == plain(asked)
+    terms = Terms(states={"mean": rows + 1}) if with_states else None
+    content = Entries(0, rows, keys, terms)
+    fields = {"number": 2, "namespace": "w", "first": 0, "last": 10}
+    answer = ends.heard(Inspected(**fields, content=content, times=(Piece(0, 9, 4),)))
+    assert answer.times == (Piece(0, 9, 4),)
+    assert answer.content.listed().tolist() == keys.tolist()
+    assert np.allclose(answer.content.values, rows, atol=1e-3)
+    assert plain(answer.content.terms) == plain(terms)
+    rows[0] += 100
+    assert np.allclose(ends.answered(rows, keys), rows, atol=1e-2)
+
+
+def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
+    ends = Ends()
+    ends.there.encoded("here", pull(None))
+    content = Entries(0, np.ones(KEYS, np.float32), None, Terms(states={"mean": np.ones(3, np.float32)}))
+    with pytest.raises(ProtocolError, match="expected states of w beside its values"):
+        ends.heard(replace(pulled(None), content=content))
 
 
 def test_messages_are_not_changed_themselves() -> None:

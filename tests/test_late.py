@@ -150,7 +150,7 @@ def dies_in_the_exchange(rank, say, victim, share):
             exchange._ScheduleRun._arrived = die_on_the_way
 
     def is_in(session):
-        return bool(session._grouping.late.guests)
+        return bool(session._synchronizer.grouping.late.guests)
 
     return counts(rank, say, epochs=4, misdeed=Once(misdeed))
 

@@ -209,5 +209,5 @@ def test_a_worker_killed_on_one_host_is_named_on_the_other(tmp_path, victim):
         said = reports[rank]
         print(f"worker {rank} ended {said['ended_s'] - killed_s:.2f} s after")
         assert said["worker"] == victim
-        assert said["step"] == 5
-        assert f"worker {victim} was lost after 5 steps" in said["text"]
+        assert said["step"] in (4, 5)  # by the others, who may not have said yet that they are in the sixth
+        assert f"worker {victim} was lost after {said['step']} steps" in said["text"]

@@ -24,7 +24,7 @@ from jobs import MARK, coordinator, marked
 from nodes import DEADLINE_S
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import NodeLost
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.filters import FilterChain, Message
 from offbeat.numerics.spaces import FilterSpec
 from offbeat.policies.clocks import Piece
@@ -279,6 +279,10 @@ def listed(*keys: Any, dtype: Any = np.int64) -> Entries:
     return Entries(0, np.ones(len(keys), np.float32), np.array(keys, dtype))
 
 
+def said(*terms: Any) -> Entries:
+    return Entries(0, ROWS, None, Terms(*terms))
+
+
 OPERATION = Operation(
     namespace="w", first=0, last=4, marks=(Mark(client=1, time=9, after=()),), content=Entries(0, ROWS)
 )
@@ -300,6 +304,11 @@ HOSTILE: dict[str, Any] = {
     "a text": push("rows"),
     "an array without keys": push(ROWS),
     "an unknown namespace": push(Entries(0, ROWS), namespace="x"),
+    "a weight below 0": push(said(-1.0)),
+    "a weight that is no number": push(said(float("nan"))),
+    "settings that the update has not": push(said(1.0, {"lr": 1.0})),
+    "states of other keys": push(said(1.0, None, {"mean": ROWS[:3]})),
+    "states of another type": push(said(1.0, None, {"mean": ROWS.astype(np.float64)})),
     "a range below": push(Entries(-1, ROWS), first=-1, last=3),
     "a range beyond": push(Entries(KEYS - 3, ROWS), first=KEYS - 3, last=KEYS + 1),
     "an empty range": push(Entries(2, ROWS[:0]), first=2, last=2),

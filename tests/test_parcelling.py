@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.entries import Entries, Terms
 from offbeat.policies.clocks import Piece
 from offbeat.policies.parcels import Chunk, Copied, Handed, Mark, Operation, Pull, Pulled, Push, Pushed
 from offbeat.runtime.parcelling import INLINE_BYTES, TO_CLIENT, TO_SERVER, Encoded, Packer, Unpacker
@@ -53,11 +53,24 @@ def arrays(*dtypes: str) -> st.SearchStrategy[np.ndarray]:
     )
 
 
+terms = st.none() | st.builds(
+    Terms,
+    states=st.none() | st.dictionaries(st.text(max_size=5), arrays(), max_size=2),
+    weight=st.floats(allow_nan=False),
+    settings=st.none()
+    | st.dictionaries(
+        st.text(max_size=5),
+        st.floats(allow_nan=False) | st.lists(st.floats(allow_nan=False), max_size=2),
+        max_size=2,
+    ),
+)
+
+
 @st.composite
 def entries(draw: st.DrawFn) -> Entries:
     values = draw(arrays())
     keys = draw(st.none() | st.just(np.arange(len(values), dtype=np.int64)))
-    return Entries(draw(st.integers(-(2**63), 2**63 - 1)), values, keys)
+    return Entries(draw(st.integers(-(2**63), 2**63 - 1)), values, keys, draw(terms))
 
 
 notes = st.dictionaries(
@@ -75,7 +88,12 @@ notes = st.dictionaries(
     max_size=3,
 )
 encoded = st.builds(
-    Encoded, st.none() | arrays("int64"), st.none() | arrays(), st.none() | st.binary(max_size=50), notes
+    Encoded,
+    st.none() | arrays("int64"),
+    st.none() | arrays(),
+    st.none() | st.binary(max_size=50),
+    notes,
+    terms,
 )
 whole_numbers = st.integers(-(2**63), 2**64 - 1)
 pieces = st.lists(st.builds(Piece, whole_numbers, whole_numbers, whole_numbers), max_size=3)
@@ -91,6 +109,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "namespace": st.text(max_size=10),
     "reason": st.text(max_size=10),
     "after": pieces.map(tuple),
+    "times": pieces.map(tuple),
+    "with_states": st.booleans(),
+    "with_times": st.booleans(),
     "content": contents,
     "keys": st.none() | arrays("int64"),
     "route": st.lists(whole_numbers, max_size=3).map(tuple),
@@ -115,9 +136,10 @@ def plain(thing: Any) -> Any:
     if isinstance(thing, np.ndarray):
         return str(thing.dtype), thing.shape, thing.tobytes()
     if isinstance(thing, Entries):
-        return "entries", thing.first, plain(thing.keys), plain(thing.values)
+        return "entries", thing.first, plain(thing.keys), plain(thing.values), plain(thing.terms)
     if isinstance(thing, Encoded):
-        return "encoded", plain(thing.keys), plain(thing.values), thing.body, thing.notes
+        arrays = plain(thing.keys), plain(thing.values)
+        return "encoded", *arrays, thing.body, thing.notes, plain(thing.terms)
     if dataclasses.is_dataclass(thing):
         return type(thing), {one.name: plain(getattr(thing, one.name)) for one in dataclasses.fields(thing)}
     if isinstance(thing, dict):
@@ -131,10 +153,8 @@ def arrays_of(thing: Any) -> list[np.ndarray]:
     """The arrays in a message, in the order in which they are written."""
     if isinstance(thing, np.ndarray):
         return [thing]
-    if isinstance(thing, Entries):
-        return arrays_of([thing.keys, thing.values])
-    if isinstance(thing, Encoded):
-        return arrays_of([thing.keys, thing.values])
+    if isinstance(thing, Entries | Encoded):
+        return arrays_of([thing.keys, thing.values, thing.terms])
     if dataclasses.is_dataclass(thing):
         return arrays_of([getattr(thing, one.name) for one in dataclasses.fields(thing)])
     if isinstance(thing, dict):
@@ -566,3 +586,30 @@ def test_the_kinds_of_both_sides_are_all_kinds_and_none_is_on_both():
     assert not set(TO_SERVER) & set(TO_CLIENT)
     assert {Push, Pull, Copied, Handed} <= set(TO_SERVER)
     assert {Pushed, Pulled} <= set(TO_CLIENT)
+
+
+def on_terms(*plain: Any) -> Ext:
+    return Ext(4, msgspec.msgpack.encode(plain))
+
+
+EMPTY = msgspec.msgpack.decode(packed(one_pulled(Entries(0, np.zeros(0))))[0])[0][1]["content"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        on_terms(EMPTY, "heavy", None, None),
+        on_terms(EMPTY, 1.0, {"lr": "fast"}, None),
+        on_terms(EMPTY, 1.0, {"lr": [[1.0]]}, None),
+        on_terms(EMPTY, 1.0),
+        on_terms(EMPTY, 1.0, None, {"mean": EMPTY}),
+        on_terms(EMPTY, 1.0, None, {"mean": 1.0}),
+        on_terms(None, 1.0, None, None),
+        on_terms(Ext(1, EMPTY.data[9:]), 1.0, None, None),
+        on_terms(on_terms(EMPTY, 1.0, None, None), 1.0, None, None),
+    ],
+)
+def test_terms_that_cannot_be_are_a_protocol_error(content: Ext) -> None:
+    unpacked(pulled(on_terms(EMPTY, 1.0, None, None)))
+    with pytest.raises(ProtocolError, match="expected messages of a parameter server"):
+        unpacked(pulled(content))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.bench.staleness import PARTS
+
 pytest.importorskip("matplotlib")
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "plot.py"
@@ -31,6 +33,17 @@ RESULTS = {
             for strategy in ("bsp", "partial")
             for seed in (0, 1)
             for time_s in (1.0, 2.0)
+        ],
+    },
+    "staleness": {
+        "kind": "timed",
+        "figures": {},
+        "rows": [
+            {"strategy": strategy, "setting": setting, "workers": 4, "process": process}
+            | {f"{part}_s": 1.0 for part in PARTS}
+            for setting in ("nobody", "bursts", "lasting_equal")
+            for strategy in ("bsp", "dtssp")
+            for process in (0, 1)
         ],
     },
 }

@@ -4,7 +4,9 @@ import json
 import math
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -20,6 +22,8 @@ from offbeat.events import (
     ClientEnlists,
     ClientPaused,
     ClientWithdraws,
+    Clocked,
+    CloseServers,
     Deal,
     Dismiss,
     EpochEnded,
@@ -28,6 +32,7 @@ from offbeat.events import (
     Failed,
     Filling,
     Finished,
+    Grant,
     Group,
     GroupViewed,
     Halt,
@@ -108,6 +113,19 @@ GROUP = Group(
     reason="r",
 )
 
+CLOCKED = Clocked(
+    now_s=1.0,
+    worker=1,
+    clock=7,
+    version=4,
+    epoch=2,
+    step=9,
+    compute_s=0.25,
+    samples=32,
+    loss=-0.5,
+    blocks=(3, 7),
+)
+
 EXAMPLES = [
     Joined(
         now_s=0.5,
@@ -136,6 +154,19 @@ EXAMPLES = [
     ),
     Saving(now_s=1.0, worker=1, round=9),
     Recalled(now_s=1.0, worker=1, of=2, since=3, until=9, rounds=((4, 2, 0), (6, 1, 1))),
+    CLOCKED,
+    Clocked(
+        now_s=1.0,
+        worker=1,
+        clock=None,
+        version=4,
+        epoch=0,
+        step=0,
+        compute_s=0.0,
+        samples=0,
+        loss=None,
+        blocks=(),
+    ),
     Finished(now_s=1.5, worker=1, epoch=2, step=9),
     Halted(now_s=1.5, worker=1, generation=3, has_state=True, step=4, has_begun=True, round=4, exchange_id=9),
     StepTimed(
@@ -177,6 +208,9 @@ EXAMPLES = [
         used=17,
         reason="r",
     ),
+    CloseServers(reason="r"),
+    Grant(worker=1, clock=7, version=4, complete=5, bound=3, may_start=True, leads=True, reason="r"),
+    Grant(worker=1, clock=7, version=0, complete=2, bound=None, may_start=False, leads=False, reason="r"),
     EpochEnded(epoch=2, reason="r"),
     Dismiss(reason="r"),
     GROUP,
@@ -301,17 +335,30 @@ def test_events_are_no_actions_and_actions_no_events():
 @pytest.mark.parametrize("name", ["nan", "inf", "-inf"])
 def test_a_diverged_metric_survives_wire_and_log(name, tmp_path):
     event = Evaluated(now_s=UNKNOWN_TIME_S, worker=0, epoch=0, metrics={"loss": float(name), "ok": 1.0})
-    writer = LogWriter(tmp_path / "log", HEADER)
-    writer.event(event)
-    writer.close()
-    for back in (
-        *decode_events(encode([event]), UNKNOWN_TIME_S),
-        *read_log(tmp_path / "log").entries,
-        from_plain(json.loads(json.dumps(to_plain(event)))),
-    ):
+    for back in through_wire_log_and_json(event, tmp_path / "log"):
         assert repr(back) == repr(event)
         assert isinstance(back, Evaluated)
         assert isinstance(back.metrics["loss"], float)
+
+
+@pytest.mark.parametrize("loss", [0.5, 3.0, -1.0, None, math.nan, math.inf, -math.inf])
+def test_a_loss_survives_wire_and_log_also_a_diverged_one_or_none(loss, tmp_path):
+    event = replace(CLOCKED, now_s=UNKNOWN_TIME_S, loss=loss)
+    for back in through_wire_log_and_json(event, tmp_path / "log"):
+        assert repr(back) == repr(event)
+        assert isinstance(back, Clocked)
+        assert type(back.loss) is type(loss)
+
+
+def through_wire_log_and_json(event: Event, path: Path) -> list:
+    writer = LogWriter(path, HEADER)
+    writer.event(event)
+    writer.close()
+    return [
+        *decode_events(encode([event]), UNKNOWN_TIME_S),
+        *read_log(path).entries,
+        from_plain(json.loads(json.dumps(to_plain(event)))),
+    ]
 
 
 DURATIONS = [

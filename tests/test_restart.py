@@ -289,7 +289,7 @@ def test_nothing_is_left_when_all_workers_die_with_the_coordinator():
 
 
 def says_when_it_loses_the_coordinator(rank, say, strategy):
-    session._SILENT_S = session._SILENT_AND_SURVIVED_S = 2.5
+    session._SILENT_S = session._SILENT_AND_TAKEN_BACK_S = 2.5
     lost = ControlLine.lost
 
     def say_and_lose(self, error):

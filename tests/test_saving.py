@@ -99,8 +99,9 @@ def test_a_worker_that_is_left_out_has_nothing_to_save():
 )
 def test_samples_that_were_shared_out_otherwise_are_refused(before, after, words, tmp_path):
     values(run(saves, 2, before, tmp_path, 5))
-    for one in run(goes_on, 2, after, tmp_path / "5.pt"):
-        assert one.error_type == "OffbeatError"
+    ended = run(goes_on, 2, after, tmp_path / "5.pt")
+    assert "OffbeatError" in [one.error_type for one in ended]  # the other may hear of it first
+    for one in ended:
         assert words in one.error
 
 

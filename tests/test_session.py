@@ -352,7 +352,7 @@ def test_buffers_may_be_replaced_but_not_change_their_form():
     with offbeat.join(model, sgd(model), AllReduce()) as session:
         model.seen = torch.zeros(3)
         with pytest.raises(OffbeatError, match=r"buffer 'seen' was torch\.float32"):
-            session._averager._buffers.tensors()
+            session._synchronizer.averager._buffers.tensors()
 
 
 def copied(rank, say):
@@ -368,10 +368,10 @@ def copied(rank, say):
         averaged = torch.optim.swa_utils.AveragedModel(model)
         for other in (copy.deepcopy(model), loaded, averaged.module):
             assert torch.equal(flat(other), flat(model))
-            rounds = session._averager.round
+            rounds = session._synchronizer.averager.round
             if rank == 0:  # nobody is waited for
                 other(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
-            assert session._averager.round == rounds
+            assert session._synchronizer.averager.round == rounds
         plain_loop(session, model, optimizer, data(), 8, 4)
     return flat(model).tolist()
 
@@ -432,7 +432,7 @@ def overlap(rank, say):
     seen = []
     with offbeat.join(model, optimizer, AllReduce(bucket_bytes=20_000)) as session:
         x = torch.randn(2, 64, requires_grad=True)
-        x.register_hook(lambda _: seen.append(session._averager._launched))
+        x.register_hook(lambda _: seen.append(session._synchronizer.averager._launched))
         model(x).sum().backward()
         optimizer.step()
     return seen
@@ -633,7 +633,7 @@ def penalised_loop(session, model, optimizer, dataset, batch, steps):
         optimizer.step()
         if session.step == steps:
             break
-    assert session._averager.round == steps
+    assert session._synchronizer.averager.round == steps
 
 
 def test_a_gradient_penalty_costs_no_exchange_of_its_own():

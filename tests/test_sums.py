@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import Adam
-from offbeat.policies.client import Client, Done
+from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import (
     Copied,
     Copy,
@@ -46,6 +47,7 @@ class Job:
         self.under_way: list[tuple[str, str, object]] = []
         self.sent: list[object] = []
         self.done: list[tuple[int, int]] = []
+        self.failed: dict[tuple[int, int], str] = {}
         if is_enlisted:
             for client in self.clients:
                 self.take(f"client-{client}", self.clients[client].enlist("w"))
@@ -65,6 +67,8 @@ class Job:
         for one in said:
             if isinstance(one, Done):
                 self.done.append((int(sender[7:]), one.number))
+            elif isinstance(one, Failed):
+                self.failed[int(sender[7:]), one.number] = one.reason
             else:
                 self.sent.append(one.message)
                 self.under_way.append((sender, one.to, one.message))
@@ -95,8 +99,8 @@ class Job:
         elif kind == "server" and int(number) in self.nodes:
             self.take(to, self.nodes[int(number)].hear(sender, message))
 
-    def push(self, client, content, first=0, last=100):
-        number, said = self.clients[client].push("w", content, first, last)
+    def push(self, client, content, first=0, last=100, time=None):
+        number, said = self.clients[client].push("w", content, first, last, time)
         self.take(f"client-{client}", said)
         return client, number
 
@@ -316,6 +320,77 @@ def test_a_manager_that_is_started_again_in_a_pause_ends_it():
     assert again.paused
     job.settle()
     assert job.group.view.participants == {"w": {0: 1, 1: 1, 2: 2}}
+
+
+# Times that clients choose --------------------------------------------------------------------------------
+
+
+def test_what_is_pushed_at_one_chosen_time_is_one_operation():
+    """Who leaves a time out and pushes later has nothing of it."""
+    job = Job(2, 2)
+    for time in (3, 5, 9):
+        job.push(0, {5: time}, time=time)
+    job.settle()
+    assert job.done == []
+    first = job.push(1, {5: 100}, time=5)
+    job.settle()
+    assert sorted(job.done) == [(0, 1), (0, 2), first]
+    assert job.values(5) == [108, 108]
+    assert job.times(5) == {0: 5, 1: 5}
+    next_one = job.push(1, {})  # of time 6, which client 0 has left out
+    job.settle()
+    assert next_one in job.done
+    assert job.times(5) == {0: 5, 1: 6}
+    job.push(1, {5: 1000}, time=9)
+    job.settle()
+    assert len(job.done) == 6
+    assert job.values(5) == [1117, 1117]
+
+
+def test_a_newcomer_begins_after_the_times_that_others_have_chosen():
+    job = Job(2, 2)
+    for client in (0, 1):
+        job.push(client, {5: 1}, time=20)
+    job.clients[2] = Client(2, cut)
+    job.take("client-2", job.clients[2].see(job.group.view))
+    early = job.push(2, {5: 1000}, time=20)
+    good = job.push(2, {5: 100}, time=23)
+    job.settle()
+    assert job.clients[2].begins("w") == 21
+    assert job.failed == {early: "expected time 21 or a later one of w, got 20"}
+    for client in (0, 1):
+        job.push(client, {5: 1}, time=23)
+    job.settle()
+    assert good in job.done
+    assert job.values(5) == [104, 104]
+
+
+def test_a_time_that_has_been_cannot_be_chosen():
+    job = Job(2, 2)
+    job.push(0, {5: 1})
+    job.push(0, {5: 1}, time=7)
+    for time in (1, 7):
+        with pytest.raises(ValueError, match=f"expected a time of w later than 7, got {time}"):
+            job.push(0, {5: 1}, time=time)
+    late = Client(5, cut)  # which knows no view, so that nothing is sent yet
+    late.push("w", {5: 1}, 0, 100, 4)
+    with pytest.raises(ValueError, match="later than 4, got 3"):
+        late.push("w", {5: 1}, 0, 100, 3)
+    late.push("v", {5: 1}, 0, 100, 3)  # another namespace has times of its own
+
+
+def test_a_push_of_a_time_before_its_client_began_is_refused():
+    """It would be counted among those that the time waits for."""
+    job = Job(2, 1)
+    job.push(0, {5: 1})
+    job.settle()
+    job.clients[1] = Client(1, cut)
+    job.take("client-1", job.clients[1].enlist("w"))
+    job.settle()
+    job.push(1, {5: 10}, 5, 6)
+    ((_, to, push),) = job.under_way
+    with pytest.raises(ProtocolError, match="expected a push of time 2 at least, got one of time 1"):
+        job.hear("client-1", to, replace(push, time=1))
 
 
 # A change of masters --------------------------------------------------------------------------------------

@@ -8,11 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.numerics import tables
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import SGD, Adam, Assign, Sum
 
 KEYS = 60
+
+
+class FailsBelowZero:
+    """An update of a user's own, which changes rows before it fails."""
+
+    states = ("count",)
+
+    def apply(self, values, states, pushed):
+        states["count"] += 1
+        values += pushed
+        if (values < 0).any():
+            raise ArithmeticError("below zero")
 
 
 def some_entries(data, *, width=0):
@@ -72,6 +84,102 @@ def test_a_block_that_is_copied_goes_on_as_the_original_would(keys):
     assert another.read(0, 2**62, pushed.keys).values.all()
 
 
+def some(*values, keys=None, **terms):
+    listed = None if keys is None else np.array(keys, np.int64)
+    return Entries(0, np.array(values, np.float32), listed, Terms(**terms) if terms else None)
+
+
+def nothing():
+    return some(keys=[], weight=0)
+
+
+def test_a_mean_is_the_sum_of_values_divided_by_the_sum_of_weights():
+    table = ArrayTable(10, 10, Sum(), means=True)
+    parts = [some(1, 2), some(30, 40, weight=3.5), some(5, keys=[1], weight=0.5)]
+    assert table.sum(parts, 0, 2).values.tolist() == pytest.approx([31 / 5, 47 / 5])
+    assert table.sum([nothing(), some(3, 5, weight=2), nothing()], 0, 2).values.tolist() == [1.5, 2.5]
+    assert table.sum([some(3, 5), nothing()], 0, 2).values.tolist() == [3, 5]
+    assert table.sum([some(3, 5), some(1, 2)], 0, 2).values.tolist() == [2, 3.5]
+    assert ArrayTable(10, 10, Sum()).sum(parts, 0, 2).values.tolist() == [31, 47]
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_where_nobody_has_anything_the_update_takes_no_step(means):
+    table = ArrayTable(10, 10, Adam(0.1), means=means)
+    table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
+    before = table.copy_out(0, 10)
+    total = table.sum([nothing(), some(*[0] * 10, weight=0)], 0, 10)
+    table.rehearse(0, 10, total)
+    table.apply(0, 10, total)
+    after = table.copy_out(0, 10)
+    assert all(np.array_equal(after[name], rows) for name, rows in before.items())
+    table.apply(0, 10, table.sum([nothing(), some(*[0] * 10, weight=1)], 0, 10))
+    assert (table.copy_out(0, 10)["steps"] == 2).all()
+
+
+def test_settings_hold_for_the_push_that_says_them():
+    table = ArrayTable(10, 5, SGD(1.0, momentum=0.5))
+    table.apply(0, 2, some(1, 1, settings={"lr": 0.25}))
+    table.apply(0, 10, some(4, 4, keys=[1, 7], settings={"lr": 2.0, "momentum": 0.0625}))
+    table.apply(0, 2, some(0, 0))
+    first, second, other = 1 * 0.5, (1 * 0.0625 + 4) * 0.5, 4
+    expected = [-0.25 - first, -0.25 - (1 * 0.0625 + 4) * 2 - second, -other * 2]
+    assert table.read(0, 10, np.array([0, 1, 7])).values.tolist() == expected
+
+
+def test_the_settings_of_a_sum_are_those_of_the_first_that_has_a_weight():
+    table = ArrayTable(10, 10, SGD(1.0), means=True)
+    idle, first, second = some(keys=[], weight=0, settings={"lr": 9.0}), some(3, 5), some(5, 7, weight=3.0)
+    second.terms = Terms(3.0, {"lr": 0.5})
+    assert table.sum([idle, second, first], 0, 2).terms.settings == {"lr": 0.5}
+    assert table.sum([first, second], 0, 2).terms is None
+    table.apply(0, 2, table.sum([idle, second], 0, 2))
+    assert table.read(0, 2, None).values.tolist() == pytest.approx([-0.5 * 5 / 3, -0.5 * 7 / 3])
+
+
+@pytest.mark.parametrize("keys", [KEYS, 2**40])
+def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
+    table = ArrayTable(keys, 25, Adam(0.1)) if keys == KEYS else ArrayTable(keys, keys // 2, Adam(0.1))
+    table.apply(0, 50, Entries(0, np.ones(50, np.float32)))
+    before = table.read(0, 50, None).values.copy()
+    rows = np.arange(20, 40, dtype=np.float32)
+    put = Entries(20, rows, None, Terms(states={"mean": rows + 1, "steps": np.full(20, 7, np.float32)}))
+    table.check(put, 20, 40)
+    table.rehearse(20, 40, put)
+    table.apply(20, 40, put)
+    expected = {
+        "values": before,
+        "mean": np.full(50, 0.1),
+        "squares": np.full(50, 0.001),
+        "steps": np.ones(50),
+    }
+    for name, kept in {"values": rows, "mean": rows + 1, "squares": 0, "steps": 7}.items():
+        expected[name][20:40] = kept
+    found = {name: [] for name in expected}
+    for first in range(0, 50, 25 if keys == KEYS else 50):
+        for name in expected:
+            found[name] += table.copy_out(first, first + 25)[name][:50].tolist()
+    for name, kept in expected.items():
+        assert found[name][:50] == pytest.approx(kept.tolist()), name
+
+
+def test_of_what_is_put_at_one_time_the_first_counts_and_nothing_else():
+    table = ArrayTable(10, 10, SGD(1.0, momentum=0.5), means=True)
+    first, second = some(1, 2, states={"momentum": np.array([3, 4], np.float32)}), some(5, 6, states={})
+    total = table.sum([some(7, 8), first, nothing(), second], 1, 2)
+    assert total.replaces
+    assert (total.first, total.values.tolist(), total.terms.states["momentum"].tolist()) == (1, [2], [4])
+
+
+@pytest.mark.parametrize("update", [Sum(), FailsBelowZero()])
+def test_states_that_an_update_has_not_are_refused(update):
+    table = ArrayTable(10, 10, update, may_fail=True)
+    put = some(-1, 2, states={"momentum": np.array([3, 4], np.float32)})
+    with pytest.raises(ValueError, match=r"expected states of \w+ among (none|count), got momentum"):
+        table.rehearse(0, 2, put)
+    table.rehearse(0, 2, some(-1, 2, states={}))
+
+
 def test_a_copy_does_not_change_with_the_original():
     table = ArrayTable(10, 10, Sum())
     table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
@@ -110,23 +218,20 @@ def test_a_key_of_billions_takes_as_much_as_is_pushed():
         (Entries(0, np.ones(2, np.float32), np.array([3, 3])), "ascending keys, each once, got 3 before 3"),
         (Entries(0, np.ones(2, np.float32), np.array([3, 10])), "keys from 0 to below 10, got 3 to 10"),
         (Entries(0, np.ones(1, np.float32), np.array([3, 4])), "values of 2 keys, got 1"),
+        (Entries(0, np.ones(10, np.float32), None, Terms(-1.0)), "finite weight of at least 0, got -1"),
+        (Entries(0, np.ones(10, np.float32), None, Terms(np.nan)), "finite weight of at least 0, got nan"),
+        (Entries(0, np.ones(10, np.float32), None, Terms(np.inf)), "finite weight of at least 0, got inf"),
+        (Entries(0, np.ones(10, np.float32), None, Terms(1.0, {"lr": 1.0})), "settings of Sum among none"),
+        (Entries(0, np.ones(10, np.float32), None, Terms(states={"a": np.ones(10)})), "expected a as"),
+        (
+            Entries(0, np.ones(10, np.float32), None, Terms(states={"a": np.ones(9, np.float32)})),
+            "expected a",
+        ),
     ],
 )
 def test_what_cannot_be_pushed_is_refused(content, words):
     with pytest.raises(ValueError, match=words):
         ArrayTable(20, 10, Sum()).check(content, 0, 10)
-
-
-class FailsBelowZero:
-    """An update of a user's own, which changes rows before it fails."""
-
-    states = ("count",)
-
-    def apply(self, values, states, pushed):
-        states["count"] += 1
-        values += pushed
-        if (values < 0).any():
-            raise ArithmeticError("below zero")
 
 
 @pytest.mark.parametrize("keys", [20, 2**40])
@@ -150,6 +255,27 @@ def test_what_an_update_fails_on_is_found_before_anything_changes(keys):
     after = table.copy_out(0, keys // 2)
     assert all(np.array_equal(after[name], array) for name, array in before[0].items())
     table.rehearse(0, keys, Entries(0, np.array([-1.0], np.float32), np.array([far])))
+
+
+def test_a_function_takes_no_settings():
+    table = ArrayTable(10, 10, FailsBelowZero(), may_fail=True)
+    with pytest.raises(ValueError, match="expected no settings for a function of the user's own"):
+        table.check(some(1, 2, settings={"lr": 1.0}), 0, 2)
+
+
+@pytest.mark.parametrize("keys", [KEYS, 2**40])
+def test_all_that_is_kept_can_be_read(keys):
+    table = ArrayTable(keys, 25 if keys == KEYS else keys // 2, Adam(0.1), dtype=np.float64)
+    table.apply(0, 60, Entries(0, np.ones(2), np.array([3, 30])))
+    for listed in (None, np.array([3, 4, 30])):
+        read = table.read(0, 31, listed, states=True)
+        assert np.array_equal(read.values, table.read(0, 31, listed).values)
+        places = [3, 30] if listed is None else [0, 2]
+        for name, kept in {"mean": 0.1, "squares": 0.001, "steps": 1}.items():
+            expected = np.zeros(len(read))
+            expected[places] = kept
+            np.testing.assert_allclose(read.terms.states[name], expected)
+    assert table.read(0, 31, None).terms is None
 
 
 @pytest.mark.parametrize(("keys", "width"), [(2**62, 0), (2**29 + 1, 0), (1, 2**62), (2**20, 2**9 + 1)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
+from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, with_settings
 
 KEYS, STEPS = 50, 30
 
@@ -79,6 +79,30 @@ def test_a_range_may_be_cut_anywhere(update, dtype):
     assert all(states[name].tobytes() == states_of_parts[name].tobytes() for name in states)
 
 
+@pytest.mark.parametrize("update", UPDATES, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize("shape", [(KEYS,), (KEYS, 3)], ids=str)
+def test_a_key_becomes_the_same_bits_whatever_others_were_pushed_with_it(update, shape):
+    """Also where some have been pushed more often than others."""
+    rng = np.random.default_rng(5)
+    together = rng.normal(size=shape).astype(np.float32)
+    alone = together.copy()
+    states, states_alone = states_of(update, together), states_of(update, alone)
+    for step in range(STEPS):
+        keys = np.arange(KEYS) if step % 3 == 0 else np.flatnonzero(rng.random(KEYS) < 0.5)
+        pushed = rng.normal(size=(len(keys), *shape[1:])).astype(np.float32)
+        rows, kept = together[keys], {name: one[keys] for name, one in states.items()}
+        update.apply(rows, kept, pushed)
+        together[keys] = rows
+        for name, one in kept.items():
+            states[name][keys] = one
+        for place, key in enumerate(keys):
+            one_key = slice(key, key + 1)
+            own = {name: one[one_key] for name, one in states_alone.items()}
+            update.apply(alone[one_key], own, pushed[place : place + 1])
+    assert together.tobytes() == alone.tobytes()
+    assert all(states[name].tobytes() == states_alone[name].tobytes() for name in states)
+
+
 def test_rows_of_several_values_are_like_single_ones():
     rng = np.random.default_rng(2)
     for update in UPDATES:
@@ -143,3 +167,48 @@ def test_a_sum_adds_and_an_assignment_replaces():
 def test_an_update_that_cannot_be_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("update", "settings", "expected"),
+    [
+        (SGD(1), {"lr": 2}, SGD(2.0)),
+        (SGD(1, momentum=0.5), {"lr": 2.0, "momentum": 0.25}, SGD(2.0, 0.25)),
+        (Adam(1), {"betas": [0.5, 0.25], "eps": 1}, Adam(1, (0.5, 0.25), 1.0)),
+        (FTRL(1), {"alpha": 2, "l1": 0.5}, FTRL(2.0, l1=0.5)),
+        (Sum(), {}, Sum()),
+    ],
+)
+def test_settings_take_the_place_of_an_updates_numbers(update, settings, expected):
+    assert with_settings(update, settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("update", "settings", "words"),
+    [
+        (SGD(1), {"rate": 2}, "settings of SGD among lr, momentum, weight_decay, got rate"),
+        (
+            SGD(1, momentum=0.5),
+            {"nesterov": True},
+            "settings of SGD among lr, momentum, weight_decay, got nesterov",
+        ),
+        (Assign(), {"lr": 2}, "settings of Assign among none, got lr"),
+        (SGD(1), {"lr": "2"}, "a number as lr, got '2'"),
+        (SGD(1), {"lr": True}, "a number as lr, got True"),
+        (SGD(1), {"lr": [2.0]}, r"a number as lr, got \[2.0\]"),
+        (SGD(1), {"lr": -2.0}, "lr of at least 0, got -2"),
+        (SGD(1), {"lr": float("nan")}, "lr of at least 0, got nan"),
+        (
+            SGD(1),
+            {"momentum": 0.5},
+            r"settings with which SGD keeps \[\], got .* it would keep \['momentum'\]",
+        ),
+        (Adam(1), {"betas": 0.5}, "2 numbers as betas, got 0.5"),
+        (Adam(1), {"betas": [0.5]}, "2 numbers as betas"),
+        (Adam(1), {"betas": [0.5, None]}, "2 numbers as betas"),
+        (Adam(1), {"betas": [0.5, 1.0]}, "two betas from 0 to below 1"),
+    ],
+)
+def test_settings_that_an_update_does_not_take_are_refused(update, settings, words):
+    with pytest.raises(ValueError, match=f"expected {words}"):
+        with_settings(update, settings)

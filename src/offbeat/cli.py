@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.data import Splits
     from offbeat.job import Job
     from offbeat.policies import Policy
+    from offbeat.policies.caches import Terms
     from offbeat.timesheet import TimeSheet
     from offbeat.training import Settings
 
@@ -49,8 +50,11 @@ Data = Annotated[str, typer.Option(help="digits (nothing to download), mnist or 
 Workers = Annotated[int, typer.Option(help="How many worker processes to start on this machine.")]
 Epochs = Annotated[int, typer.Option(help="How often to go through the data.")]
 BatchSize = Annotated[int, typer.Option(help="Samples a worker and step.")]
-LearningRate = Annotated[float, typer.Option(help="Learning rate of SGD.")]
+LearningRate = Annotated[float, typer.Option(help="Learning rate.")]
 Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
+Optimizer = Annotated[str, typer.Option(help="sgd, adagrad, adam or adamw.")]
+Servers = Annotated[int, typer.Option(help="Servers, for strategies on a parameter server.")]
+Threads = Annotated[int, typer.Option(help="Workers in each process, for strategies on a parameter server.")]
 Seed = Annotated[int, typer.Option(help="Of the weights, the data's order and random slowness.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch the data if they are not there.")]
@@ -69,6 +73,9 @@ def train(
     batch_size: BatchSize = 32,
     lr: LearningRate = 0.1,
     momentum: Momentum = 0.9,
+    optimizer: Optimizer = "sgd",
+    servers: Servers = 1,
+    threads_per_worker: Threads = 1,
     seed: Seed = 0,
     slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be given more than once.")] = None,
     repeat: Annotated[
@@ -102,16 +109,18 @@ def train(
         momentum=momentum,
         seed=seed,
         repeat=repeat,
+        optimizer=optimizer,
+        threads=threads_per_worker,
         data_dir=_data_dir(data_dir, download),
     )
-    training = job.Job(settings=settings, workers=workers, slow=tuple(slow or ()))
+    training = job.Job(settings=settings, workers=workers, slow=tuple(slow or ()), servers=servers)
     if json is not None:
         check_writable(json)
     splits = _load(settings, download)
     steps = training.steps_per_epoch(len(splits.train))
     folder = job.open_run_dir(run_dir or _new_folder(strategy))
     with _progress() as (progress, beside):
-        shown = _EpochLines(beside, workers)
+        shown = _EpochLines(beside, training.world)
         sheet = _run(training, folder, progress, f"{model} on {data}, {strategy}", steps * epochs, shown)
     figures = timesheet.figures(sheet)
     console = Console()
@@ -142,6 +151,9 @@ def compare(
     batch_size: BatchSize = 32,
     lr: LearningRate = 0.1,
     momentum: Momentum = 0.9,
+    optimizer: Optimizer = "sgd",
+    servers: Servers = 1,
+    threads_per_worker: Threads = 1,
     seed: Seed = 0,
     repeat: Annotated[
         int | None,
@@ -184,10 +196,12 @@ def compare(
             momentum=momentum,
             seed=seed,
             repeat=repeat,
+            optimizer=optimizer,
+            threads=threads_per_worker,
             data_dir=_data_dir(data_dir, download),
             evaluates_each_epoch=False,
         )
-        return job.Job(settings=settings, workers=workers, slow=case.slow)
+        return job.Job(settings=settings, workers=workers, slow=case.slow, servers=servers)
 
     jobs = [job_of(case, 1 if repeat is None else repeat) for case in cases]
     if json is not None:
@@ -204,7 +218,8 @@ def compare(
     with _progress() as (progress, _):
         for case, training, folder in zip(cases, jobs, folders, strict=True):
             label = f"{case.strategy}, {comparing.in_words(case.slow)}"
-            rows.append(comparing.row(case, workers, _run(training, folder, progress, label, steps * epochs)))
+            sheet = _run(training, folder, progress, label, steps * epochs)
+            rows.append(comparing.row(case, workers, sheet, threads_per_worker))
     stand_in = f", every sample {repeat} times in its batch" if repeat > 1 else ""
     title = f"{model} on {data}, {workers} workers, batches of {batch_size}{stand_in}"
     result = Result(
@@ -241,6 +256,9 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Of the data's order in session.batches and of random slowness.")
     ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="Of the parameter server, for strategies that have one; 1 by default.")
+    ] = None,
     replace: Annotated[
         int,
         typer.Option(
@@ -272,6 +290,10 @@ def run(
         raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {seed}")
     if slow:
         os.environ[environment.SLOW] = ";".join(slow)
+    if servers is not None:
+        if servers < 1:
+            raise ValueError(f"expected at least 1 server, got {servers}")
+        os.environ[environment.SERVERS] = str(servers)
     if seed is not None:
         os.environ[environment.SEED] = str(seed)
     if run_dir is not None:
@@ -371,12 +393,21 @@ def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     from offbeat.runtime.environment import Environment
     from offbeat.strategies import parse_strategy
 
-    specs = parse_strategy(strategy).policies(world, Environment.start_s)
+    specs = parse_strategy(strategy).policies(world, Environment.start_s, Environment.servers)
     return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
 
 
+def _on_servers(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
+    """How a strategy uses a parameter server, and arguments of its `BoundedStaleness`; None without one."""
+    from offbeat.strategies import parse_strategy
+    from offbeat.strategies.staleness import OnServers
+
+    parsed = parse_strategy(strategy)
+    return (parsed.terms(), parsed.staleness()) if isinstance(parsed, OnServers) else None
+
+
 app.add_typer(bench, name="bench")
-simulating.register(app, _policies)
+simulating.register(app, _policies, _on_servers)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

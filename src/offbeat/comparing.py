@@ -89,13 +89,13 @@ def cases(strategies: Sequence[str], slows: Sequence[str]) -> list[Case]:
     return [Case(strategy=strategy, slow=slow) for strategy in strategies for slow in parsed]
 
 
-def row(case: Case, workers: int, sheet: TimeSheet) -> Row:
-    """Return what the case came to, from the time sheet of its run."""
+def row(case: Case, workers: int, sheet: TimeSheet, threads: int = 1) -> Row:
+    """Return what the case came to, from the time sheet of its run; a process has so many worker threads."""
     epochs = sorted({entry.epoch for entry in sheet.entries if entry.epoch >= FIRST_EPOCH})
     if not epochs:
         raise ValueError("a comparison needs at least 2 epochs, for the first one only warms up")
     free = _free_workers([parse(text) for text in case.slow], workers)
-    shares = [entry.share("wait") for entry in sheet.totals(FIRST_EPOCH) if entry.worker in free]
+    shares = [entry.share("wait") for entry in sheet.totals(FIRST_EPOCH) if entry.worker // threads in free]
     measured = timesheet.accuracy(sheet.epoch(epochs[-1]))
     return Row(
         case=case,

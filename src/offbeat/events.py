@@ -106,6 +106,36 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Clocked:
+    """A worker has finished a step, and asks for the clock of its next one.
+
+    It says so as well before its first step, when it has the state and could begin.
+
+    Attributes:
+        clock: at which it took the step; None before its first one.
+        version: the least version of the parameters that the step was computed with; before its first step,
+            the first clock at which it can push.
+        epoch: the worker's epoch.
+        step: steps that it has finished.
+        compute_s: forward and backward time of the step, waiting and communication excluded.
+        samples: samples behind the step and its loss; a loss of none does not count.
+        loss: their mean training loss, None where the program has not said it.
+        blocks: ids of the dealt blocks that the step has used.
+    """
+
+    now_s: float
+    worker: int
+    clock: int | None
+    version: int
+    epoch: int
+    step: int
+    compute_s: float
+    samples: int
+    loss: float | None
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Brought:
     """A member has all of the gradient that a worker outside has computed for it (see `Lend`).
 
@@ -125,7 +155,16 @@ class Brought:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimed:
-    """Where one step's wall time went; the six parts sum to `wall_s`."""
+    """Where one step's wall time went; its parts sum to `wall_s`.
+
+    Attributes:
+        communicate_s: exchanging with other workers.
+        wait_s: for slower workers; with a parameter server, at the gate.
+        push_s: with a parameter server: sending gradients.
+        report_s: telling the coordinator that the step is done, until it has said which clock is next.
+        pull_s: getting parameters from servers.
+        process_cache_s, thread_cache_s: getting them from what this process, or this thread, has already.
+    """
 
     now_s: float
     worker: int
@@ -138,6 +177,11 @@ class StepTimed:
     other_s: float
     wall_s: float
     samples: int
+    push_s: float = 0.0
+    report_s: float = 0.0
+    pull_s: float = 0.0
+    process_cache_s: float = 0.0
+    thread_cache_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +477,7 @@ Event: TypeAlias = (
     | Wants
     | Saving
     | Recalled
+    | Clocked
     | Brought
     | StepTimed
     | Halted
@@ -562,6 +607,33 @@ class Deal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grant:
+    """The clock of a worker's next step, and whether it may start; the worker alone hears it.
+
+    All that it did at earlier clocks is complete, so that it can push it, and where it did nothing, say so.
+    Only its last Grant counts: where that says that it may not start, another one follows, at the same
+    clock or a later one. A worker that waits for samples is told of later and later clocks, as the others
+    go on, and that it may start once it has been dealt some.
+
+    Attributes:
+        version: the least version of the parameters that the step may be computed with, once it may start.
+        complete: the last version of which nothing is missing: what is read from now on is no older.
+        bound: how many clocks that may lie before `clock`, None for any number.
+        may_start: whether it may start now.
+        leads: whether the worker is the one to evaluate, print and save for all.
+    """
+
+    worker: int
+    clock: int
+    version: int
+    complete: int
+    bound: int | None
+    may_start: bool
+    leads: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recall:
     """The member is to say what a worker contributed that was not heard to.
 
@@ -646,6 +718,13 @@ class EpochEnded:
 @dataclass(frozen=True, kw_only=True)
 class Dismiss:
     """Everybody has finished: take or give the final state, as the last Group says, and leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseServers:
+    """Nobody trains any more: the servers that belong to the job end."""
 
     reason: str
 
@@ -841,11 +920,13 @@ Action: TypeAlias = (
     | Group
     | Deal
     | Used
+    | Grant
     | Recall
     | Lend
     | Settle
     | EpochEnded
     | Dismiss
+    | CloseServers
     | Stop
     | Refuse
     | Viewed

@@ -46,6 +46,7 @@ class Job:
         settings: of every worker.
         workers: local processes, at least 1.
         slow: rules as `--slow` spells them, all in force.
+        servers: of the parameter server, where the strategy has one, at least 1.
 
     Raises:
         ValueError: a bad count, or a rule that is not understood or about a worker that there is not.
@@ -54,16 +55,24 @@ class Job:
     settings: Settings
     workers: int
     slow: tuple[str, ...] = ()
+    servers: int = 1
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"expected at least 1 worker, got {self.workers}")
+        if self.servers < 1:
+            raise ValueError(f"expected at least 1 server, got {self.servers}")
         Slowness(self.rules, workers=self.workers, seed=self.settings.seed)
 
     @property
     def rules(self) -> tuple[SlowRule, ...]:
         """The slowness as it was understood."""
         return tuple(parse(text) for text in self.slow)
+
+    @property
+    def world(self) -> int:
+        """How many workers there are in all: a thread of a process is one."""
+        return self.workers * self.settings.threads
 
     def steps_per_epoch(self, samples: int) -> int:
         """Return how many steps each worker takes in an epoch.
@@ -73,7 +82,7 @@ class Job:
         """
         return EqualShards(
             samples=samples,
-            workers=self.workers,
+            workers=self.world,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,
             epoch=0,
@@ -155,6 +164,7 @@ def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lamb
         environment.SLOW: ";".join(job.slow),
         environment.RUN_LOG: str(run_dir / LOG_NAME),
         environment.SEED: str(job.settings.seed),
+        environment.SERVERS: str(job.servers),
     }
     with (run_dir / OUTPUT_NAME).open("w", buffering=1) as output:
         with launch(command, job.workers, env=env, on_output=_line_writer(output)) as workers:
@@ -167,7 +177,7 @@ def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lamb
         first = min(outcomes, key=lambda o: (o.is_good, o.ended_because is not None, o.ended_s))
         where = os.path.relpath(run_dir / OUTPUT_NAME)
         raise WorkerError(f"{summary(outcomes)} (all that the workers said: {where})", worker=first.rank)
-    log.read_to_the_end(sheet, job.workers)
+    log.read_to_the_end(sheet, job.world)
     on_progress(sheet)
     return sheet
 

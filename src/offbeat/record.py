@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import reduce
 from itertools import pairwise
 from operator import or_
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args, ge
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Evaluated, Event
+from offbeat.events import Action, Clocked, Evaluated, Event
 from offbeat.policies import Policy, decide
 
 LOG_VERSION: Final = 1
@@ -41,7 +41,11 @@ def _shape(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
     """Derive what plain data of a dataclass must be: its fields, no other, and a "type" that names it."""
     hints = get_type_hints(kind)
     columns = [
-        (field.name, _constrained(hints[field.name]))
+        (
+            field.name,
+            _constrained(hints[field.name]),
+            msgspec.NODEFAULT if field.default is MISSING else field.default,
+        )
         for field in fields(kind)
         if not (without_clock and field.name == "now_s")
     ]
@@ -51,7 +55,10 @@ def _shape(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
 
 
 def _constrained(hint: Any) -> Any:
-    """Bound every number of a field: counts and durations are finite and not negative, metrics are free."""
+    """Bound every number of a field: counts and durations are finite and not negative.
+
+    Metrics, and a number that may be missing, a loss, are free.
+    """
     if hint is bool:
         return bool
     if hint is int:
@@ -60,6 +67,8 @@ def _constrained(hint: Any) -> Any:
         return _Amount
     if hint == int | None:
         return _Count | None
+    if hint == float | None:
+        return float | _NotFinite | None
     if hint == dict[str, float]:
         return dict[str, float | _NotFinite]
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
@@ -80,6 +89,10 @@ def _constrained(hint: Any) -> Any:
 _EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
 _ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
 _KINDS: Final = _EVENTS | _ACTIONS
+_DEFAULTS: Final = {  # of the fields that may be left out
+    kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
+    for kind in _KINDS.values()
+}
 _EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]
 _ACTION_SHAPES: Final = [_shape(kind) for kind in _ACTIONS.values()]
 _SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])
@@ -95,8 +108,13 @@ _MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def to_plain(thing: Event | Action) -> dict[str, Any]:
     """Return an event or action as a dict of plain data with its class's name under "type"."""
     plain: dict[str, Any] = {"type": type(thing).__name__, **msgspec.to_builtins(thing)}
+    for name, default in _DEFAULTS[type(thing)]:
+        if plain[name] == default:
+            del plain[name]
     if isinstance(thing, Evaluated):
         plain["metrics"] = {name: _plain_metric(value) for name, value in thing.metrics.items()}
+    if isinstance(thing, Clocked) and thing.loss is not None:
+        plain["loss"] = _plain_metric(thing.loss)
     return plain
 
 

@@ -10,7 +10,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +24,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from offbeat.policies import Policy
+    from offbeat.policies.caches import Terms
+    from offbeat.simulator.bounded import BoundedCluster
     from offbeat.simulator.cluster import Cluster, Setting
     from offbeat.simulator.times import ComputeTimes
 
 Build = Callable[[str, int], Callable[[], Sequence["Policy"]]]
+OnServers = Callable[[str], "tuple[Terms, dict[str, Any]] | None"]
 
 _SEED_MAX = 2**63 - 1
 
@@ -37,12 +42,14 @@ class What(StrEnum):
     PS = "ps"
 
 
-def register(app: typer.Typer, build: Build) -> None:
+def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
     """Adds the command.
 
     Args:
         app: to what.
         build: from a strategy as text and a world to what builds the coordinator's policies.
+        on_servers: from a strategy as text to how it uses a parameter server, and the arguments of its
+            `BoundedStaleness`; None for one that uses none.
     """
 
     @app.command()
@@ -84,8 +91,8 @@ def register(app: typer.Typer, build: Build) -> None:
         seeds: Annotated[
             int | None,
             typer.Option(
-                help="Instead, so many runs with random faults, one a seed: of clusters of partial, or of "
-                "parameter servers (for which there is nothing else)."
+                help="Instead, so many runs with random faults, one a seed: of clusters of partial or of a "
+                "strategy on parameter servers, or of these alone (for which there is nothing else)."
             ),
         ] = None,
         json: Annotated[
@@ -107,7 +114,9 @@ def register(app: typer.Typer, build: Build) -> None:
         if seeds is not None:
             if seeds < 1:
                 raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
-            figures = _campaign(_serve if what is What.PS else _train, seed, seeds)
+            served = on_servers(strategy)
+            train = _train if served is None else partial(_train_on_servers, strategy, *served)
+            figures = _campaign(_serve if what is What.PS else train, seed, seeds)
         elif what is What.PS:
             raise ValueError("expected --seeds N: how many trials of the parameter server to run")
         else:
@@ -115,7 +124,11 @@ def register(app: typer.Typer, build: Build) -> None:
                 workers, steps, steps_per_epoch, compute, slow or [], fault or [],
                 size_mb, latency_ms, rate_mbit, seed,
             )  # fmt: skip
-            figures, rows = _one(setting, build(strategy, workers), strategy)
+            served = on_servers(strategy)
+            if served is None:
+                figures, rows = _one(setting, build(strategy, workers), strategy)
+            else:
+                figures, rows = _one_on_servers(setting, build(strategy, workers), strategy, *served)
         _report(figures, rows, seed, json)
 
 
@@ -170,18 +183,7 @@ def _one(
 
     cluster = Cluster(setting, build)
     begin_s = time.process_time()
-    with _progress() as progress:
-        task = progress.add_task(f"{strategy}, {setting.world} workers", total=setting.steps)
-        every_s = 0.0
-
-        def show(_: Any = None) -> None:
-            nonlocal every_s
-            progress.update(task, completed=cluster.step)
-            every_s = max(1.0, cluster.engine.now_s / 20)
-            cluster.engine.at(cluster.engine.now_s + every_s, show)
-
-        cluster.engine.at(1.0, show)
-        _run(cluster)
+    _watch(cluster, strategy, setting.steps)
     figures = {
         "simulated_s": cluster.progress_s,
         "steps": float(max(one.follower.step for one in cluster.workers.values())),
@@ -204,6 +206,84 @@ def _one(
     return figures, rows
 
 
+def _one_on_servers(
+    setting: Setting,
+    build: Callable[[], Sequence[Policy]],
+    strategy: str,
+    terms: Terms,
+    arguments: dict[str, Any],
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Servers themselves are simulated by `offbeat simulate ps`; here nothing happens to them."""
+    from offbeat.policies.manager import Manager
+    from offbeat.simulator.bounded import BoundedCluster, served_of
+
+    steps = setting.steps
+    if terms.is_dealt:
+        setting = _dealt(setting)
+
+    def of_workers() -> list[Policy]:
+        return [policy for policy in build() if not isinstance(policy, Manager)]
+
+    cluster = BoundedCluster(setting, of_workers, served_of(terms, arguments))
+    begin_s = time.process_time()
+    _watch(cluster, strategy, steps)
+    rows = [_row(cluster, worker) for worker in sorted(cluster.threads)]
+    reads = sum(row["pulls"] + row["cached"] for row in rows)
+    figures = {
+        "simulated_s": cluster.progress_s,
+        "steps_count": float(sum(row["steps"] for row in rows)),
+        "wait_share": sum(row["wait_s"] for row in rows) / (len(rows) * cluster.progress_s),
+        "pulls_count": float(sum(row["pulls"] for row in rows)),
+        "cached_share": sum(row["cached"] for row in rows) / reads,
+        "versions_count": float(cluster.servers.version),
+        "cpu_s": time.process_time() - begin_s,
+    }
+    return figures, rows
+
+
+def _dealt(setting: Setting) -> Setting:
+    """The same work, of which each worker takes as much as it can: a sample is a batch."""
+    from offbeat.simulator.loop import Samples
+
+    steps = setting.steps or 1
+    epochs = max(1, round(steps / setting.steps_per_epoch))
+    samples = Samples(count=setting.world * steps // epochs, batch_size=1, epochs=epochs)
+    return replace(setting, steps=None, samples=samples)
+
+
+def _row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
+    """What a worker did with its time, how old what it read was, and from where it came."""
+    one = cluster.threads[worker]
+    staleness = one.staleness
+    total = sum(age * count for age, count in staleness.items())
+    return {
+        "worker": worker,
+        "steps": one.number,
+        "compute_s": one.spent_s["computing"],
+        "wait_s": one.spent_s["waiting"],
+        "pull_s": one.spent_s["pulling"],
+        "push_s": one.spent_s["pushing"],
+        "pulls": one.pulls,
+        "cached": one.reads["thread"] + one.reads["process"],
+        "staleness_mean": total / staleness.total() if staleness else None,
+        "staleness_max": max(staleness, default=None),
+    }
+
+
+def _watch(cluster: Cluster, what: str, steps: int | None) -> None:
+    """Runs to the end, and shows how far it is."""
+    with _progress() as progress:
+        task = progress.add_task(f"{what}, {cluster.setting.world} workers", total=steps)
+
+        def show(_: Any = None) -> None:
+            progress.update(task, completed=cluster.step)
+            now_s = cluster.engine.now_s
+            cluster.engine.at(now_s + max(1.0, now_s / 20), show)
+
+        cluster.engine.at(1.0, show)
+        _run(cluster)
+
+
 def _run(cluster: Cluster) -> None:
     from offbeat.simulator.cluster import ViolationError
 
@@ -219,6 +299,16 @@ def _train(seed: int) -> dict[str, int]:
     cluster = campaign.run(seed)
     steps = max(worker.follower.step for worker in cluster.workers.values())
     return {"faults_count": len(cluster.setting.faults), "steps": steps}
+
+
+def _train_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], seed: int) -> dict[str, int]:
+    from offbeat.simulator import staleness
+
+    this = staleness.case(seed, terms, arguments)
+    again = shlex.join(["offbeat", "simulate", "--strategy", strategy, "--seeds", "1", "--seed", str(seed)])
+    cluster = staleness.run(this, again)
+    steps = sum(one.number for one in cluster.threads.values())
+    return {"faults_count": len(this.setting.faults), "steps": steps}
 
 
 def _serve(seed: int) -> dict[str, int]:

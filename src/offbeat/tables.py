@@ -40,12 +40,14 @@ def epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
 
 
 def parts(sheet: TimeSheet) -> Table:
-    """Return where each worker's time went, as shares of it."""
+    """Return where each worker's time went, as shares of it; parts in which nobody was are left out."""
     table = Table("worker", title="where each worker's time went", title_justify="left")
-    for part in PARTS:
-        table.add_column(part, justify="right")
-    for entry in sheet.totals():
-        table.add_row(str(entry.worker), *(f"{entry.share(part):.1%}" for part in PARTS))
+    totals = sheet.totals()
+    shown = [part for part in PARTS if any(entry.parts_s[part] for entry in totals)]
+    for part in shown:
+        table.add_column(part.replace("_", " "), justify="right")
+    for entry in totals:
+        table.add_row(str(entry.worker), *(f"{entry.share(part):.1%}" for part in shown))
     return table
 
 

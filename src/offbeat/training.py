@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import offbeat
@@ -24,6 +26,14 @@ from offbeat.models import MODELS, build
 from offbeat.strategies import parse_strategy
 
 SEED_MAX: Final = 2**32 - 1
+OPTIMIZERS: Final[Mapping[str, Callable[[Iterable[nn.Parameter], Settings], Optimizer]]] = {
+    "sgd": lambda parameters, settings: torch.optim.SGD(
+        parameters, lr=settings.lr, momentum=settings.momentum
+    ),
+    "adagrad": lambda parameters, settings: torch.optim.Adagrad(parameters, lr=settings.lr),
+    "adam": lambda parameters, settings: torch.optim.Adam(parameters, lr=settings.lr),
+    "adamw": lambda parameters, settings: torch.optim.AdamW(parameters, lr=settings.lr),
+}
 _EVALUATION_BATCH: Final = 512
 
 
@@ -36,8 +46,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         strategy: as on the command line, `name` or `name:key=value,key=value`.
         epochs: passes over the data, at least 1.
         batch_size: samples a worker and step, at least 1.
-        lr: learning rate of SGD, above 0.
+        lr: learning rate, above 0.
         momentum: of SGD, at least 0 and below 1.
+        optimizer: a key of `OPTIMIZERS`.
+        threads: worker threads in each process, at least 1; more than one with a parameter server only.
         seed: of the weights and of the data's order.
         repeat: how often every sample stands in its batch, at least 1. The gradient stays what it is and
             takes so many times as much computing: a small model then stands for one as many times as heavy.
@@ -58,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     momentum: float
     seed: int
     repeat: int = 1
+    optimizer: str = "sgd"
+    threads: int = 1
     data_dir: str = str(DEFAULT_DIR)
     evaluates_each_epoch: bool = True
 
@@ -66,8 +80,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"unknown model {self.model!r}: expected one of {', '.join(MODELS)}")
         if self.data not in SETS:
             raise ValueError(f"unknown data set {self.data!r}: expected one of {', '.join(SETS)}")
-        parse_strategy(self.strategy)
-        for name in ("epochs", "batch_size", "repeat"):
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
+        strategy = parse_strategy(self.strategy)
+        if self.threads > 1 and not strategy.needs_coordinator:
+            raise ValueError(
+                f"expected one worker thread a process with the strategy {self.strategy}, got "
+                f"{self.threads}: several need a strategy on a parameter server"
+            )
+        for name in ("epochs", "batch_size", "repeat", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -78,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the seed must be from 0 to {SEED_MAX}, got {self.seed}")
 
 
-def train(settings: Settings) -> None:
+def train(settings: Settings, thread: int = 0) -> None:
     """Train as one worker of the job that the environment describes.
 
     After every epoch each worker reports its mean training loss, if it had any sample, rank 0 also the test
@@ -91,8 +112,9 @@ def train(settings: Settings) -> None:
     model = build(
         settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
-    with offbeat.join(model, optimizer, parse_strategy(settings.strategy)) as session:
+    optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings)
+    strategy = parse_strategy(settings.strategy)
+    with offbeat.join(model, optimizer, strategy, thread=thread, threads=settings.threads) as session:
         torch.manual_seed(settings.seed + session.worker)  # what dropout draws differs between workers
         for epoch in session.epochs(settings.epochs):
             model.train()
@@ -101,6 +123,7 @@ def train(settings: Settings) -> None:
                 optimizer.zero_grad()
                 loss = loss_of(model, inputs, labels, settings.repeat)
                 loss.backward()
+                session.observe(loss)
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
                 samples += len(labels)
@@ -140,7 +163,12 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 def main(arguments: Sequence[str]) -> int:
     """Train with the settings that the one argument holds as JSON."""
     (text,) = arguments
-    train(msgspec.json.decode(text, type=Settings))
+    settings = msgspec.json.decode(text, type=Settings)
+    with ThreadPoolExecutor(settings.threads, thread_name_prefix="offbeat worker") as workers:
+        runs = [workers.submit(train, settings, thread) for thread in range(1, settings.threads)]
+        train(settings)
+        for run in runs:
+            run.result()
     return 0
 
 

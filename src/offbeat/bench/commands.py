@@ -330,6 +330,73 @@ def sparse_lr(
     _report(json, lambda command: run(command=command, setting=setting, taus=taus, gap=gap))
 
 
+@bench.command()
+def staleness(
+    compute: Annotated[
+        str, typer.Option(help="'timed' waits for measured times and tells times, 'real' tells accuracies.")
+    ] = "timed",
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Some of bsp, ssp3, ssp10, dtssp, asp; by default all.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(help="Some of bursts, bursts_dynamic, lasting_equal, lasting_dynamic; by default all."),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Worker threads of a process, by default 1 and 2; all settings with the first."
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "cnn2",
+    data: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "cifar10",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=2, help="How many processes.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a worker and step.")] = 128,
+    factor: Annotated[float, typer.Option(help="How many times as long a step takes in a burst.")] = 5.0,
+    burst: Annotated[int, typer.Option(min=1, help="Steps of a burst.")] = 12,
+    calm: Annotated[int, typer.Option(min=0, help="Steps between two bursts.")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=2, help="Timed: steps of a worker in bursts; half in the other settings.")
+    ] = 96,
+    step_ms: Annotated[
+        float, typer.Option(min=1.0, help="Timed: forward and backward pass, times threads, in ms.")
+    ] = 120.0,
+    lr: Annotated[float, typer.Option(help="Learning rate of Adam, where something is learnt.")] = 1e-3,
+    epochs: Annotated[int, typer.Option(min=1, help="Real: epochs of each run.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="Real: how many seeds.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data; the first one.")] = 0,
+    json: Json = None,
+) -> None:
+    """BSP, SSP, DTSSP and ASP on a parameter server, with slow workers: the second paper's tables 1 and 2."""
+    from offbeat.bench.staleness import SETTINGS, STRATEGIES, Plan, run
+    from offbeat.data import DEFAULT_DIR
+
+    plan = Plan(
+        strategies=tuple(strategy or STRATEGIES),
+        settings=tuple(setting or SETTINGS),
+        threads=tuple(threads or (1, 2)),
+        model=model,
+        data=data,
+        data_dir=str((data_dir or DEFAULT_DIR).expanduser().absolute()),
+        workers=workers,
+        batch_size=batch_size,
+        factor=factor,
+        burst=burst,
+        calm=calm,
+        steps=steps,
+        step_ms=step_ms,
+        lr=lr,
+        epochs=epochs,
+        seeds=seeds,
+        seed=seed,
+    )
+    how = _compute(compute)
+    _report(json, lambda command: run(plan, command=command, compute=how))
+
+
 def _compute(text: str) -> Compute:
     match text:
         case "timed" | "real":

@@ -134,7 +134,7 @@ def _tell_cpu_s(session: Session) -> float:
     )
     began_s = time.process_time()
     for number in range(_TOLD):
-        round_ = session._averager.round + number
+        round_ = session._synchronizer.round + number
         member.tell(
             Ready(
                 now_s=0.0,

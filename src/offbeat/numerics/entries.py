@@ -5,7 +5,8 @@ Nothing here knows what the values mean, where they are kept or how they travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -13,8 +14,35 @@ from numpy.typing import NDArray
 
 Keys: TypeAlias = NDArray[np.int64]  # (K,), ascending, each once
 Rows: TypeAlias = NDArray[Any]  # (K,) or (K, width)
+Settings: TypeAlias = Mapping[str, float | Sequence[float]]  # numbers of an update, by the name of its field
 
 LAST_MAX: Final = 2**63  # the end of a range that ends with the largest key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """What is said besides values, where anything is.
+
+    Attributes:
+        weight: of how many pushes the values are the sum already, at least 0; what a mean is divided by.
+        settings: numbers of the update that hold for this push, by name; None for those of the namespace.
+        states: by name, what an update keeps, rows beside those of the values; None where nothing is said of
+            it. A push that has them, be it an empty mapping, is no step of the update: its rows take the
+            place of what is there, and zeros do where a name is missing.
+    """
+
+    weight: float = 1.0
+    settings: Settings | None = None
+    states: Mapping[str, Rows] | None = None
+
+    def cut(self, places: slice) -> Terms:
+        """Return what is said of some of the rows."""
+        if self.states is None:
+            return self
+        return replace(self, states={name: rows[places] for name, rows in self.states.items()})
+
+
+PLAIN: Final = Terms()
 
 
 class Entries:
@@ -24,20 +52,32 @@ class Entries:
         first: the key of the first row, where `keys` is None.
         values: one row a key.
         keys: ascending, each once; None where the keys are neighbours.
+        terms: what is said besides the values; None, which is `PLAIN`, nearly always.
     """
 
-    __slots__ = ("first", "keys", "values")  # no dataclass: the wire has a form of its own for it
+    __slots__ = ("first", "keys", "terms", "values")  # no dataclass: the wire has a form of its own for it
 
-    def __init__(self, first: int, values: Rows, keys: Keys | None = None) -> None:
-        self.first, self.values, self.keys = first, values, keys
+    def __init__(
+        self, first: int, values: Rows, keys: Keys | None = None, terms: Terms | None = None
+    ) -> None:
+        self.first, self.values, self.keys, self.terms = first, values, keys, terms
 
     def cut(self, first: int, last: int) -> Entries:
         """Return what is there for keys `first` to `last` - 1, without copying it."""
         if self.keys is None:
             begin = max(first, self.first)
-            return Entries(begin, self.values[begin - self.first : max(begin, last) - self.first])
-        places = places_of(self.keys, first, last)
-        return Entries(first, self.values[places], self.keys[places])
+            places = slice(begin - self.first, max(begin, last) - self.first)
+            keys = None
+        else:
+            begin, places = first, places_of(self.keys, first, last)
+            keys = self.keys[places]
+        terms = None if self.terms is None else self.terms.cut(places)
+        return Entries(begin, self.values[places], keys, terms)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether, pushed, these take the place of what is there."""
+        return self.terms is not None and self.terms.states is not None
 
     def listed(self) -> Keys:
         """Return the keys, also where they are neighbours."""
@@ -66,7 +106,8 @@ def gathered(parts: list[Entries]) -> Entries:
 def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
     """Return the values of keys `first` to `last` - 1, added up by key in the order of the parts.
 
-    Where all parts list their keys, those that any of them lists; otherwise all.
+    Where all parts list their keys, those that any of them lists; otherwise all. What the parts say besides
+    their values is left out.
 
     Raises:
         ValueError: no parts.

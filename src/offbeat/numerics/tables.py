@@ -6,14 +6,14 @@ Nothing here knows which blocks a server is to have, or how they come to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.entries import Entries, Keys, Rows, problem_of, problem_of_keys, summed
-from offbeat.numerics.updates import Update
+from offbeat.numerics.entries import PLAIN, Entries, Keys, Rows, Terms, problem_of, problem_of_keys, summed
+from offbeat.numerics.updates import Update, with_settings
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
 Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # a new array, whose values are anything
@@ -77,7 +77,7 @@ class ArrayTable:
         """See whether something can be pushed to keys `first` to `last` - 1.
 
         Raises:
-            ValueError: it is of other keys, or of other rows than there are here.
+            ValueError: it is of other keys, or of other rows than there are here, or its terms cannot be.
         """
         if not isinstance(content, Entries):
             raise ValueError(f"expected Entries, got {type(content).__name__}")
@@ -89,13 +89,23 @@ class ArrayTable:
             )
         if problem := problem_of(content, first, last):
             raise ValueError(problem)
+        if content.terms is not None:
+            check_weight(content.terms.weight)
+            self._update_for(content.terms)
+            for name, one in (content.terms.states or {}).items():
+                if one.dtype != rows.dtype or one.shape != rows.shape:
+                    expected, came = (rows.dtype, rows.shape), (one.dtype, one.shape)
+                    raise ValueError(f"expected {name} as {expected}, beside the values, got {came}")
 
     def rehearse(self, first: int, last: int, content: Entries) -> None:
         """See, on copies, whether the update can take what was pushed for keys `first` to `last` - 1.
 
         Raises:
-            ValueError: it raises.
+            ValueError: it raises, or has no such states.
         """
+        if content.terms is not None and content.terms.states is not None:
+            check_states(self._update, content.terms.states)
+            return
         if not self._may_fail:
             return
         for number, part in self._by_block(content):
@@ -114,16 +124,23 @@ class ArrayTable:
 
     def apply(self, first: int, last: int, content: Entries) -> None:
         """Take what was pushed for keys `first` to `last` - 1; of those that it does not list, nothing."""
+        update = self._update if content.terms is None else self._update_for(content.terms)
         for number, part in self._by_block(content):
             if not len(part):
                 continue
             block = self._blocks.get(number)
             if block is None:
                 block = self._blocks[number] = self._new_block(number)
-            block.apply(self._update, part)
+            if content.replaces:
+                block.replace(part)
+            else:
+                block.apply(update, part)
 
-    def read(self, first: int, last: int, keys: Keys | None) -> Entries:
+    def read(self, first: int, last: int, keys: Keys | None, states: bool = False) -> Entries:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
+
+        Args:
+            states: with all that the update keeps besides them.
 
         Raises:
             ValueError: what is listed is no such keys, or the values are of more than 2 GiB.
@@ -133,16 +150,24 @@ class ArrayTable:
             if problem:
                 raise ValueError(problem)
         count = last - first if keys is None else len(keys)
-        size_bytes = count * math.prod(self._shape) * self._dtype.itemsize
+        names = tuple(self._update.states) if states else ()
+        size_bytes = count * math.prod(self._shape) * self._dtype.itemsize * (1 + len(names))
         if size_bytes > _READ_BYTES_MAX:
             raise ValueError(f"expected values of at most {_READ_BYTES_MAX} bytes, got {size_bytes}")
+        wanted = self._read(first, count, keys, "values")
+        if states:
+            rows = {name: self._read(first, count, keys, name).values for name in names}
+            wanted.terms = Terms(states=rows)
+        return wanted
+
+    def _read(self, first: int, count: int, keys: Keys | None, name: str) -> Entries:
         wanted = Entries(first, self._empty((count, *self._shape), self._dtype), keys)
         for number, part in self._by_block(wanted):
             block = self._blocks.get(number)
             if block is None:
                 part.values[...] = 0
             else:
-                block.read_into(part)
+                block.read_into(part, name)
         return wanted
 
     def cut(self, content: Entries, first: int, last: int) -> Entries:
@@ -152,11 +177,30 @@ class ArrayTable:
     def sum(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
         """Return what `contents` have for keys `first` to `last` - 1, added up by key in their order.
 
-        Their mean, where the namespace has means.
+        Their mean, where the namespace has means: the sum divided by that of the weights. Where all weights
+        are 0, there is nothing to apply: no keys. The settings of the first one that has a weight hold.
+        Where some replace what is there, the first of them does, and nothing else is applied.
         """
+        if all(one.terms is None for one in contents):
+            total = summed(contents, first, last)
+            if self._means:
+                total.values /= len(contents)
+            return total
+        return self._sum_on_terms(contents, first, last)
+
+    def _sum_on_terms(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
+        for one in contents:
+            if one.replaces:
+                return one.cut(first, last)
+        every = [one.terms or PLAIN for one in contents]
+        weight = math.fsum(terms.weight for terms in every)
+        if not weight:
+            return Entries(first, np.zeros((0, *self._shape), self._dtype), np.zeros(0, np.int64))
         total = summed(contents, first, last)
         if self._means:
-            total.values /= len(contents)
+            total.values /= weight
+        settings = next(terms.settings for terms in every if terms.weight)
+        total.terms = None if settings is None else Terms(settings=settings)
         return total
 
     def copy_out(self, first: int, last: int) -> Contents | None:
@@ -175,6 +219,18 @@ class ArrayTable:
     def drop(self, first: int, last: int) -> None:
         """Forget the block of keys `first` to `last` - 1."""
         self._blocks.pop(first // self._block_keys, None)
+
+    def _update_for(self, terms: Terms) -> Update:
+        """The update with the settings of a push.
+
+        Raises:
+            ValueError: it does not take them.
+        """
+        if terms.settings is None:
+            return self._update
+        if self._may_fail:
+            raise ValueError("expected no settings for a function of the user's own")
+        return with_settings(self._update, terms.settings)
 
     def _new_block(self, number: int) -> _Block:
         first = number * self._block_keys
@@ -199,6 +255,27 @@ class ArrayTable:
             return
         for number in range(begin, end + 1):
             yield number, content.cut(max(first, number * size), min(last, (number + 1) * size))
+
+
+def check_weight(weight: float) -> None:
+    """See whether something can be a push's weight.
+
+    Raises:
+        ValueError: it is no finite number of at least 0.
+    """
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"expected a finite weight of at least 0, got {weight}")
+
+
+def check_states(update: Update, states: Mapping[str, Rows]) -> None:
+    """See whether these are names of what an update keeps.
+
+    Raises:
+        ValueError: one is none.
+    """
+    if unknown := states.keys() - set(update.states):
+        known = ", ".join(update.states) or "none"
+        raise ValueError(f"expected states of {type(update).__name__} among {known}, got {min(unknown)}")
 
 
 class _Block:
@@ -227,6 +304,16 @@ class _Block:
             self.arrays["values"][places] = values
             for name, rows in states.items():
                 self.arrays[name][places] = rows
+
+    def replace(self, content: Entries) -> None:
+        """Take what was pushed in the place of what is there."""
+        if self._keys is not None:
+            self._make_room(content.listed())
+        places = self._places(content)
+        assert content.terms is not None
+        given = {"values": content.values, **(content.terms.states or {})}
+        for name, rows in self.arrays.items():
+            rows[places] = given.get(name, 0)
 
     def read_into(self, wanted: Entries, name: str = "values") -> None:
         """Write what is kept of these keys under a name into their rows."""

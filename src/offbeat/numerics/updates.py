@@ -7,11 +7,15 @@ and a key that is not pushed is not touched. Nothing here knows what a key is or
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from offbeat.numerics.entries import Settings
 
 Rows: TypeAlias = NDArray[np.floating]  # (K,) or (K, width)
 
@@ -35,6 +39,56 @@ class Update(Protocol):
             states: by name, each of the shape of `values`.
             pushed: likewise; not changed.
         """
+
+
+_U = TypeVar("_U", bound=Update)
+
+
+def with_settings(update: _U, settings: Settings) -> _U:
+    """Return an update with other numbers, and the same states.
+
+    Args:
+        update: one of this package's.
+        settings: numbers by the names that the update has for them; those that are left out stay.
+
+    Raises:
+        ValueError: names that the update has no number of, what is no number, or one that it refuses.
+    """
+    fields: Any = update  # of a dataclass
+    numbers = {
+        field.name: value
+        for field in dataclasses.fields(fields)
+        if not isinstance(value := getattr(update, field.name), bool)
+    }
+    if unknown := settings.keys() - numbers.keys():
+        raise ValueError(
+            f"expected settings of {type(update).__name__} among {', '.join(numbers) or 'none'}, "
+            f"got {min(unknown)}"
+        )
+    changed: _U = dataclasses.replace(
+        fields, **{name: _like(numbers[name], value, name) for name, value in settings.items()}
+    )
+    if changed.states != update.states:
+        raise ValueError(
+            f"expected settings with which {type(update).__name__} keeps {list(update.states)}, "
+            f"got {dict(settings)}: it would keep {list(changed.states)}"
+        )
+    return changed
+
+
+def _like(known: float | Sequence[float], value: Any, name: str) -> float | tuple[float, ...]:
+    """Return a number, or as many numbers as are known."""
+    if not isinstance(known, Sequence):
+        if _is_number(value):
+            return float(value)
+        raise ValueError(f"expected a number as {name}, got {value!r}")
+    if isinstance(value, list | tuple) and len(value) == len(known) and all(map(_is_number, value)):
+        return tuple(map(float, value))
+    raise ValueError(f"expected {len(known)} numbers as {name}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -165,11 +219,21 @@ class Adam:
         elif self.weight_decay:
             gradients = pushed + self.weight_decay * values
         steps += 1
-        mean += (1 - beta) * (gradients - mean)
+        work = gradients - mean
+        work *= 1 - beta
+        mean += work
         squares *= beta_squares
-        squares += (1 - beta_squares) * gradients * gradients
-        unbiased = np.sqrt(squares / (1 - beta_squares**steps))
-        values -= self.lr * (mean / (1 - beta**steps)) / (unbiased + self.eps)
+        np.multiply(gradients, 1 - beta_squares, out=work)
+        work *= gradients
+        squares += work
+        steps_taken = _all_alike(steps)
+        root = np.divide(squares, 1 - beta_squares**steps_taken, out=work)
+        np.sqrt(root, out=root)
+        root += self.eps
+        change = mean / (1 - beta**steps_taken)
+        change *= self.lr
+        change /= root
+        values -= change
 
 
 @dataclass(frozen=True)
@@ -235,6 +299,15 @@ class SoftThreshold:
         """See `Update.apply`."""
         moved = values - self.lr * pushed
         values[...] = np.sign(moved) * np.maximum(np.abs(moved) - self.lr * self.l1, 0)
+
+
+def _all_alike(rows: Rows) -> Rows:
+    """Return one number where all are the same, with as many dimensions; all of them otherwise.
+
+    Not as a Python float: its powers may have other bits than those of the same number among others.
+    """
+    corner = rows[(slice(1),) * rows.ndim]
+    return corner if (rows == corner).all() else rows
 
 
 def _at_least_0(update: object, *names: str) -> None:

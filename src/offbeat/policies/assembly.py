@@ -12,6 +12,7 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
     Brought,
+    Clocked,
     Evaluated,
     Event,
     Failed,
@@ -83,6 +84,7 @@ class Assembly:
                 | Brought()
                 | Saving()
                 | Recalled()
+                | Clocked()
                 | StepTimed()
                 | Halted()
                 | Evaluated()

@@ -14,6 +14,8 @@ from offbeat.policies.clocks import Piece, RangeVectorClock
 from offbeat.policies.parcels import (
     Content,
     Enlist,
+    Inspect,
+    Inspected,
     Pull,
     Pulled,
     Push,
@@ -36,10 +38,12 @@ class Done(NamedTuple):
 
     Attributes:
         parts: of a pull: what came, by first key and key behind the last, ascending.
+        times: of a pull that wants them: of this client's pushes that are in what came, ascending.
     """
 
     number: int
     parts: tuple[tuple[int, int, Content], ...]
+    times: tuple[Piece, ...] = ()
 
 
 class Failed(NamedTuple):
@@ -57,6 +61,9 @@ class _Asked:
         first, last: of all its keys.
         missing: ranges of keys that have not been answered, ascending.
         time, after: of a push that has been sent; None of a pull.
+        chosen: the time that a push is to have, None for the next one.
+        wants: of a pull: whether states, and whether times; None for neither.
+        times: that have come.
     """
 
     number: int
@@ -69,6 +76,9 @@ class _Asked:
     time: int | None = None
     after: tuple[Piece, ...] = ()
     parts: list[tuple[int, int, Content]] = field(default_factory=list)
+    chosen: int | None = None
+    wants: tuple[bool, bool] | None = None
+    times: tuple[Piece, ...] = ()
 
 
 class Client:
@@ -78,6 +88,8 @@ class Client:
     done before all of it is. Every participant pushes the same ranges at the same times, or leaves them out
     and pushes there later; a push is done when all have pushed. What is pushed before this client takes part,
     or while another is about to begin, is sent afterwards.
+
+    A client's times are 1, 2, ... in each namespace, or as it chooses them: each later than all before it.
 
     Args:
         client: its id, which no other has or had.
@@ -97,7 +109,8 @@ class Client:
         self._pieces = pieces or (lambda _, __, first, last: ((first, last),))
         self._number = 0
         self._asked: dict[int, _Asked] = {}  # in the order in which they were made
-        self._times: dict[str, int] = {}
+        self._times: dict[str, int] = {}  # the latest that was sent
+        self._chosen: dict[str, int] = {}  # the latest that was chosen
         self._clocks: dict[str, RangeVectorClock] = {}
         self._view: View | None = None
         self._enlisted: set[str] = set()
@@ -106,21 +119,47 @@ class Client:
         self._out: list[Send | Done | Failed] = []
 
     def push(
-        self, namespace: str, content: Content, first: int, last: int
+        self, namespace: str, content: Content, first: int, last: int, time: int | None = None
     ) -> tuple[int, list[Send | Done | Failed]]:
         """Push what `content` has for keys `first` to `last` - 1; return the request's number.
 
+        Args:
+            time: that the push is to have; by default one later than the last one's. It fails if this client
+                takes part in the namespace later only.
+
         Raises:
             ProtocolError: this client has withdrawn from the namespace.
+            ValueError: there was a push of that time, or of a later one.
         """
         self._check_stays(namespace)
-        return self._ask(namespace, content, first, last, is_push=True)
+        asked = self._new(namespace, content, first, last, is_push=True)
+        if time is not None:
+            latest = max(self._times.get(namespace, 0), self._chosen.get(namespace, 0))
+            if time <= latest:
+                raise ValueError(f"expected a time of {namespace} later than {latest}, got {time}")
+            asked.chosen = self._chosen[namespace] = time
+        return self._ask(asked)
 
     def pull(
-        self, namespace: str, first: int, last: int, keys: Content | None = None
+        self,
+        namespace: str,
+        first: int,
+        last: int,
+        keys: Content | None = None,
+        *,
+        states: bool = False,
+        times: bool = False,
     ) -> tuple[int, list[Send | Done | Failed]]:
-        """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
-        return self._ask(namespace, keys, first, last, is_push=False)
+        """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
+
+        Args:
+            states: with what the update keeps besides them.
+            times: with the times of this client's own pushes that are in them.
+        """
+        asked = self._new(namespace, keys, first, last, is_push=False)
+        if states or times:
+            asked.wants = states, times
+        return self._ask(asked)
 
     def enlist(self, namespace: str) -> list[Send | Done | Failed]:
         """Take part in a namespace that aggregates, from a time on that a view says.
@@ -151,14 +190,14 @@ class Client:
         """Return the time of this client's first push in a namespace that aggregates, None while unknown."""
         return None if self._view is None else self._view.participants.get(namespace, {}).get(self.client)
 
-    def _ask(
-        self, namespace: str, content: Content, first: int, last: int, *, is_push: bool
-    ) -> tuple[int, list[Send | Done | Failed]]:
+    def _new(self, namespace: str, content: Content, first: int, last: int, *, is_push: bool) -> _Asked:
         self._number += 1
-        asked = _Asked(self._number, namespace, content, first, last, [(first, last)], is_push)
-        self._asked[self._number] = asked
+        return _Asked(self._number, namespace, content, first, last, [(first, last)], is_push)
+
+    def _ask(self, asked: _Asked) -> tuple[int, list[Send | Done | Failed]]:
+        self._asked[asked.number] = asked
         self._send(asked)
-        return self._number, self._said()
+        return asked.number, self._said()
 
     def hear(self, message: ToClient) -> list[Send | Done | Failed]:
         """Take a server's answer."""
@@ -170,6 +209,8 @@ class Client:
                 case Pulled():
                     for first, last in _within(asked.missing, message.first, message.last):
                         asked.parts.append((first, last, self._cut(message.content, first, last)))
+                        if isinstance(message, Inspected):
+                            asked.times += _of_range(message.times, first, last)
                     self._answered(asked, message.first, message.last)
                 case Refused():
                     del self._asked[asked.number]
@@ -186,7 +227,7 @@ class Client:
             for namespace, pause in view.paused.items():
                 if self.client in view.participants.get(namespace, {}):
                     self._pause(namespace, pause)
-            for asked in self._asked.values():
+            for asked in list(self._asked.values()):  # one may fail
                 self._send(asked)
         return self._said()
 
@@ -213,7 +254,8 @@ class Client:
             asked.missing = _without(asked.missing, first, last)
         if not asked.missing:
             del self._asked[asked.number]
-            self._out.append(Done(asked.number, tuple(sorted(asked.parts, key=lambda part: part[0]))))
+            parts = tuple(sorted(asked.parts, key=lambda part: part[0]))
+            self._out.append(Done(asked.number, parts, _joined(asked.times) if asked.times else ()))
 
     def _send(self, asked: _Asked) -> None:
         view = self._view
@@ -249,7 +291,14 @@ class Client:
             if namespace in view.paused:
                 return False
             begins = view.participants[namespace][self.client]
-        time = self._times[namespace] = max(self._times.get(namespace, 0) + 1, begins)
+        earliest = max(self._times.get(namespace, 0) + 1, begins)
+        time = earliest if asked.chosen is None else asked.chosen
+        if time < earliest:
+            reason = f"expected time {earliest} or a later one of {namespace}, got {time}"
+            del self._asked[asked.number]
+            self._out.append(Failed(asked.number, reason))
+            return False
+        self._times[namespace] = time
         clock = self._clocks.get(namespace)
         if clock is None:
             clock = self._clocks[namespace] = RangeVectorClock()
@@ -260,10 +309,19 @@ class Client:
         content, after = asked.content, asked.after
         if (first, last) != (asked.first, asked.last):
             content = None if content is None else self._cut(content, first, last)
-            after = tuple(
-                Piece(max(first, piece.first), min(last, piece.last), piece.time)
-                for piece in after
-                if piece.first < last and first < piece.last
+            after = _of_range(after, first, last)
+        if asked.wants is not None:
+            with_states, with_times = asked.wants
+            return Inspect(
+                client=self.client,
+                number=asked.number,
+                epoch=epoch,
+                namespace=asked.namespace,
+                first=first,
+                last=last,
+                keys=content,
+                with_states=with_states,
+                with_times=with_times,
             )
         if asked.time is None:
             return Pull(
@@ -300,3 +358,22 @@ def _without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple
 def _within(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     cut = [(max(begin, first), min(end, last)) for begin, end in ranges]
     return [part for part in cut if part[0] < part[1]]
+
+
+def _of_range(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(max(first, piece.first), min(last, piece.last), piece.time)
+        for piece in pieces
+        if piece.first < last and first < piece.last
+    )
+
+
+def _joined(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Return what came in any order as few pieces as there can be, ascending."""
+    joined: list[Piece] = []
+    for piece in sorted(pieces):
+        if joined and (joined[-1].last, joined[-1].time) == (piece.first, piece.time):
+            joined[-1] = joined[-1]._replace(last=piece.last)
+        else:
+            joined.append(piece)
+    return tuple(joined)

@@ -12,6 +12,7 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
     Brought,
+    Clocked,
     Evaluated,
     Event,
     Failed,
@@ -101,7 +102,7 @@ class Lockstep:
                 return []
             case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
                 return []
-            case NodeEvent():
+            case Clocked() | NodeEvent():
                 return []
             case _:
                 assert_never(event)

@@ -92,6 +92,19 @@ class Pull:
 
 
 @dataclass(kw_only=True, slots=True)
+class Inspect(Pull):
+    """A client wants to know more than values.
+
+    Attributes:
+        with_states: what the update keeps besides them, too.
+        with_times: the times of the client's own pushes that are in them, too.
+    """
+
+    with_states: bool
+    with_times: bool
+
+
+@dataclass(kw_only=True, slots=True)
 class Pushed:
     """All holders have this part of a push."""
 
@@ -109,6 +122,18 @@ class Pulled:
     first: int
     last: int
     content: Content
+
+
+@dataclass(kw_only=True, slots=True)
+class Inspected(Pulled):
+    """Likewise, of one that wants to know more.
+
+    Attributes:
+        times: of the client's own pushes that are in these values, ascending; none where they are not wanted,
+            and none of keys that it has not pushed.
+    """
+
+    times: tuple[Piece, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -302,6 +327,6 @@ class Reached:
 
 
 ToServer: TypeAlias = (
-    Push | Pull | Copy | Copied | Handed | Resent | HandEnd | Fetch | Chunk | ChunkTaken | FillEnd
+    Push | Pull | Inspect | Copy | Copied | Handed | Resent | HandEnd | Fetch | Chunk | ChunkTaken | FillEnd
 )
-ToClient: TypeAlias = Pushed | Pulled | Stale | Refused
+ToClient: TypeAlias = Pushed | Pulled | Inspected | Stale | Refused

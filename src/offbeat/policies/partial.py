@@ -13,6 +13,7 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
     Brought,
+    Clocked,
     Dismiss,
     EpochEnded,
     Evaluated,
@@ -224,7 +225,7 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case StepTimed() | Evaluated() | NodeEvent():
+            case Clocked() | StepTimed() | Evaluated() | NodeEvent():
                 return []
             case _:
                 assert_never(event)

@@ -24,6 +24,8 @@ from offbeat.policies.parcels import (
     FillEnd,
     Handed,
     HandEnd,
+    Inspect,
+    Inspected,
     Mark,
     Operation,
     Pull,
@@ -33,6 +35,7 @@ from offbeat.policies.parcels import (
     Refused,
     Resent,
     Stale,
+    ToClient,
     ToServer,
     View,
 )
@@ -66,8 +69,11 @@ class Table(Protocol):
     def apply(self, first: int, last: int, content: Content) -> None:
         """Take what was pushed for keys `first` to `last` - 1."""
 
-    def read(self, first: int, last: int, keys: Content | None) -> Content:
+    def read(self, first: int, last: int, keys: Content | None, states: bool = False) -> Content:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
+
+        Args:
+            states: with what is kept besides them.
 
         Raises:
             ValueError: what is listed is no such keys.
@@ -244,15 +250,7 @@ class ServerNode:
         elif self._has_to_wait(message):
             self._deferred.append(message)
         elif isinstance(message, Pull):
-            values = self._read(space, message)
-            pulled = Pulled(
-                number=message.number,
-                namespace=message.namespace,
-                first=message.first,
-                last=message.last,
-                content=values,
-            )
-            self._tell_client(message.client, pulled)
+            self._tell_client(message.client, self._pulled(space, message))
         else:
             self._check(space, message)
             if space.aggregates:
@@ -266,14 +264,36 @@ class ServerNode:
                 f"expected a push of keys with one master, server {self.server}, got {push.first} to "
                 f"{push.last} of {space.name}"
             )
+        begins = self._now().participants.get(space.name, {}).get(push.client, 0)
+        if space.aggregates and push.time < begins:
+            raise ProtocolError(f"expected a push of time {begins} at least, got one of time {push.time}")
         try:
             self._store.table(space).check(push.content, push.first, push.last)
         except ValueError as error:
             raise ProtocolError(f"expected a push that {space.name} can take: {error}") from error
 
-    def _read(self, space: Space, pull: Pull) -> Content:
+    def _pulled(self, space: Space, pull: Pull) -> Pulled:
+        if not isinstance(pull, Inspect):
+            return Pulled(
+                number=pull.number,
+                namespace=pull.namespace,
+                first=pull.first,
+                last=pull.last,
+                content=self._read(space, pull, False),
+            )
+        pieces = self._clock(space.name).pieces(pull.client, pull.first, pull.last) if pull.with_times else []
+        return Inspected(
+            number=pull.number,
+            namespace=pull.namespace,
+            first=pull.first,
+            last=pull.last,
+            content=self._read(space, pull, pull.with_states),
+            times=tuple(piece for piece in pieces if piece.time),
+        )
+
+    def _read(self, space: Space, pull: Pull, states: bool) -> Content:
         try:
-            return self._store.table(space).read(pull.first, pull.last, pull.keys)
+            return self._store.table(space).read(pull.first, pull.last, pull.keys, states)
         except ValueError as error:
             raise ProtocolError(f"expected a pull that {space.name} can answer: {error}") from error
 
@@ -702,7 +722,7 @@ class ServerNode:
     def _tell(self, server: int, message: ToServer) -> None:
         self._out.append(Send(f"server-{server}", message))
 
-    def _tell_client(self, client: int, message: Pushed | Pulled | Stale | Refused) -> None:
+    def _tell_client(self, client: int, message: ToClient) -> None:
         self._out.append(Send(f"client-{client}", message))
 
     # Filling others --------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of
+from offbeat.policies.clocks import Piece
 from offbeat.runtime.buffers import Buffers
+
+States: TypeAlias = dict[str, Rows]  # "values", and what the update keeps besides them
 
 _LAND_BYTES_MIN: Final = 64 * 1024
 
@@ -21,6 +24,8 @@ class Answer:
         shape: of a row.
         dtype: of its numbers.
         buffers: memory for rows.
+        states: it wants what the update keeps, too.
+        times: it wants the times of this client's pushes, too.
     """
 
     def __init__(
@@ -31,40 +36,59 @@ class Answer:
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         buffers: Buffers,
+        *,
+        states: bool = False,
+        times: bool = False,
     ) -> None:
+        self._wants_states, self._wants_times = states, times
         self._buffers = buffers
         self._first, self._last, self._keys = first, last, keys
         self._shape, self._dtype = shape, dtype
         self._rows: Rows | None = None
-        self._placed: dict[tuple[int, int], str] = {}  # who sends, or has sent, these keys to their place
+        self._placed: list[tuple[int, int]] = []  # what comes, or has come, to its place
         self._landing: set[tuple[int, int]] = set()  # of these, what has not all come
 
-    def place(self, peer: str, first: int, last: int, coming: Rows) -> Rows | None:
+    def place(self, first: int, last: int, coming: Rows) -> Rows | None:
         """Return where rows that a server sends belong; None where they have to come elsewhere.
 
-        A place is given to one server only, which may send the same again after a connection broke: what
-        another one sends meanwhile could not be told from it.
+        A place is given once only, for nobody could tell apart what comes to it: an answer that comes again,
+        from the same server too, may hold other pushes, and the first one may be taken before all of it has.
         """
-        span = first, last
         where = self._where(first, last)
         shape = (where.stop - where.start, *self._shape)
-        if coming.nbytes < _LAND_BYTES_MIN or coming.shape != shape or coming.dtype != self._dtype:
+        if (
+            self._wants_states
+            or coming.nbytes < _LAND_BYTES_MIN
+            or coming.shape != shape
+            or coming.dtype != self._dtype
+        ):
             return None
         if not self._first <= first < last <= self._last:
             return None
-        if span in self._placed:
-            if self._placed[span] != peer or span not in self._landing:
-                return None
-        elif any(first < end and begin < last for begin, end in self._placed):
+        if any(first < end and begin < last for begin, end in self._placed):
             return None
-        self._placed[span] = peer
-        self._landing.add(span)
+        self._placed.append((first, last))
+        self._landing.add((first, last))
         return self._whole()[where]
 
     def came(self, first: int, last: int, values: Rows) -> None:
         """Rows have come, wherever they were put."""
         if self._is_here(values):
             self._landing.discard((first, last))
+
+    def result(
+        self, parts: tuple[tuple[int, int, Entries], ...], times: tuple[Piece, ...]
+    ) -> Rows | States | tuple[Rows | States, tuple[Piece, ...]]:
+        """Return what was wanted, of parts that ascend: rows, by name if with states, and times."""
+        rows = self._states(parts) if self._wants_states else self.rows(parts)
+        return (rows, times) if self._wants_times else rows
+
+    def _states(self, parts: tuple[tuple[int, int, Entries], ...]) -> States:
+        contents = [content for _, _, content in parts]
+        told = [one.terms.states or {} for one in contents if one.terms is not None]
+        return {"values": gathered(contents).values} | {
+            name: np.concatenate([states[name] for states in told]) for name in told[0]
+        }
 
     def rows(self, parts: tuple[tuple[int, int, Entries], ...]) -> Rows:
         """Return all rows, of parts that ascend.

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError
 from offbeat.numerics.buckets import plan_buckets
 from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
+from offbeat.runtime.hooks import Hook, do_nothing
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.timing import PartTimer
 
@@ -55,23 +56,6 @@ class Host(Protocol):
 
     def take_hyperparameters(self, values: list[float]) -> None:
         """Hears the first member's."""
-
-
-class _Hook:
-    """A session's hook on somebody's model; copies and pickles of the model get one that does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
-        return _Hook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    return
 
 
 def _spread(value: float) -> list[float]:
@@ -141,7 +125,7 @@ class GradientAverager:
         self._launched = 0
         self._stale = False
         self._backward_id: int | None = None
-        self._backward_end: Callable[[], object] = _do_nothing  # a weak reference: gone with the pass
+        self._backward_end: Callable[[], object] = do_nothing  # a weak reference: gone with the pass
         self._accumulated = False  # the backward pass under way has reached a parameter
         self._quiet = False
         self._fresh_weight = 0.0
@@ -149,7 +133,7 @@ class GradientAverager:
         self._round_end_s = host.timer.switch("other")
         # The gradients of the last round, by identity and version: others were set by hand.
         self._handed_out: list[tuple[Callable[[], torch.Tensor | None], int]] = [
-            (_do_nothing, 0) for _ in self._parameters
+            (do_nothing, 0) for _ in self._parameters
         ]
         self._batch_weight = 1.0
         self._contribution = (0, 0)  # dealt blocks behind the gradients of the round: own, and others' for it
@@ -210,10 +194,10 @@ class GradientAverager:
     def attach(self) -> None:
         """Puts the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
-            hook = _Hook(partial(self._gradient_ready, entry))
+            hook = Hook(partial(self._gradient_ready, entry))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._handles.append(self._model.register_forward_pre_hook(_Hook(self._before_forward)))
-        self._handles.append(self._model.register_forward_hook(_Hook(self._after_forward)))
+        self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
+        self._handles.append(self._model.register_forward_hook(Hook(self._after_forward)))
 
     def detach(self) -> None:
         """Takes every hook off the model again."""

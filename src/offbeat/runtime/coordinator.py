@@ -25,9 +25,11 @@ import msgspec
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
 from offbeat.events import (
     Action,
+    CloseServers,
     Deal,
     Event,
     Failed,
+    Grant,
     GroupViewed,
     Joined,
     Left,
@@ -401,11 +403,13 @@ class Coordinator:
         match action:
             case Viewed() | SpaceRefused():
                 return action.node == speaker or (not action.node and isinstance(speaker, str))
+            case CloseServers():
+                return isinstance(speaker, str)
             case TaskIssued() | PassesEnded() | WorkerRefused():
                 return action.node == speaker
             case GroupViewed():
                 return speaker in ([action.node] if action.node else [one.node for one in action.workers])
-            case Deal() | Used() | Recall() | Settle():
+            case Deal() | Used() | Grant() | Recall() | Settle():
                 return action.worker == speaker
             case Lend():
                 return speaker in (action.worker, action.patron)

@@ -50,7 +50,7 @@ class DealtBatches:
         is_last: the loop has no epoch after this one.
         skips: the loop has left the epoch before early.
         used: positions of the epoch, as ranges, that the state that was loaded has used.
-        late: what this worker is lent, and what others bring.
+        late: what this worker is lent, and what others bring; None where nobody is ever left out.
         is_clear: whether no gradient has been computed since the last optimizer step.
         blocks_per_round: how many batches a round has had so far, at most.
         deadline_s: how long to wait for samples, in seconds.
@@ -72,7 +72,7 @@ class DealtBatches:
         is_last: bool,
         skips: bool,
         used: tuple[tuple[int, int], ...],
-        late: LateGradients,
+        late: LateGradients | None,
         is_clear: Callable[[], bool],
         blocks_per_round: int,
         deadline_s: float,
@@ -117,6 +117,7 @@ class DealtBatches:
                 yield self._borrowed(), 0
                 continue
             if following is _Next.LENT:
+                assert self._late is not None
                 block = self._late.begin()
                 if block is not None:
                     _, samples, self._last = self._batches[block.id, self._samples_of(block)]
@@ -133,7 +134,7 @@ class DealtBatches:
     def _next(self) -> _Next:
         """Waits for samples, or for a reason to go on without."""
         following = self._what_is_next()
-        if following is None and not self._follower.is_member:
+        if following is None and self._is_outside:
             limit_s = time.monotonic() + _PARAMETERS_S
             self._member.wait_for(
                 lambda: self._what_is_next() is not None or time.monotonic() >= limit_s,
@@ -151,9 +152,13 @@ class DealtBatches:
             self._hand.is_awaited = False
         return following
 
+    @property
+    def _is_outside(self) -> bool:
+        return self._late is not None and not self._follower.is_member
+
     def _what_is_next(self) -> _Next | None:
         with self._member.lock:
-            if not self._follower.is_member:  # what it is dealt is for when it has the members' state
+            if self._late is not None and self._is_outside:  # it is dealt for when it has the members' state
                 is_over = self._hand.is_over or self._member.epochs_ended > self._epoch
                 if is_over or not self._is_clear():
                     return _Next.END if is_over else _Next.BORROWED
@@ -162,7 +167,8 @@ class DealtBatches:
                 return _Next.LENT if self._late.is_lent else _Next.BORROWED
             if len(self._hand):
                 return _Next.BLOCK
-            if self._late.has_brought and (self._is_last or not self._hand.is_over):
+            has_brought = self._late is not None and self._late.has_brought
+            if has_brought and (self._is_last or not self._hand.is_over):
                 return _Next.BORROWED
             if self._hand.is_over:
                 return _Next.END
@@ -174,7 +180,7 @@ class DealtBatches:
         self._has_asked = True
         with self._member.lock:
             taken, round_ = self._hand.taken, self._follower.round
-            if not self._follower.is_member:
+            if self._late is not None and self._is_outside:
                 self._late.ask()
         self._member.tell(
             Wants(

@@ -17,11 +17,12 @@ class Tensors:
     """Named tensors of a parameter server; `PS.tensors` makes it.
 
     Attributes:
+        namespace: where they are.
         offsets: which keys are which tensor's.
     """
 
     def __init__(self, ps: PS, namespace: Namespace, offsets: Offsets) -> None:
-        self._ps, self._namespace, self.offsets = ps, namespace, offsets
+        self._ps, self.namespace, self.offsets = ps, namespace, offsets
 
     def push(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
         """Send tensors, or gradients of them, by name; those that are left out get nothing.
@@ -39,7 +40,7 @@ class Tensors:
         contents = [self.offsets.gather(tensors, first, last) for first, last in ranges]
         before = list(after)
         pushes = [
-            self._namespace.push(content, first=first, after=before)
+            self.namespace.push(content, first=first, after=before)
             for content, (first, _) in zip(contents, ranges, strict=True)
         ]
         return self._ps.when_done(pushes)
@@ -59,7 +60,7 @@ class Tensors:
         for first, last in ranges:
             self.offsets.gather(tensors, first, last)  # says what does not fit before anything is asked for
         before = list(after)
-        pulls = [self._namespace.pull(first=first, last=last, after=before) for first, last in ranges]
+        pulls = [self.namespace.pull(first=first, last=last, after=before) for first, last in ranges]
 
         def write() -> None:
             for (first, _), pull in zip(ranges, pulls, strict=True):

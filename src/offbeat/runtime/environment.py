@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offbeat.errors import OffbeatError
 
@@ -13,6 +13,7 @@ RUN_LOG = "OFFBEAT_RUN_LOG"
 SEED = "OFFBEAT_SEED"
 NEWCOMER = "OFFBEAT_NEWCOMER"
 START_S = "OFFBEAT_START_S"
+SERVERS = "OFFBEAT_SERVERS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,9 @@ class Environment:
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
+        threads: the workers of this process, by id; more than one where it has several worker threads.
+        servers: how many the parameter server begins with, where the strategy has one; the first processes
+            start one each, or several where there are more servers than processes.
         attempt: how often the launcher has restarted the workers.
         slow: slowness to inject, as `--slow` spells it.
         run_log: where the run log goes, None for no log.
@@ -40,6 +44,8 @@ class Environment:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     agent_hosts_store: bool = False
+    threads: tuple[int, ...] = (0,)
+    servers: int = 1
     attempt: int = 0
     slow: tuple[str, ...] = ()
     run_log: str | None = None
@@ -80,13 +86,16 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     port = _whole(environ, "MASTER_PORT", 0) if world > 1 or is_newcomer else 0
     if not 0 <= port < 65536:
         raise OffbeatError(f"MASTER_PORT must be a port from 1 to 65535, got {port}")
+    rank = -1 if is_newcomer and not ("RANK" in environ and rank >= world) else rank
     return Environment(
-        rank=-1 if is_newcomer and not ("RANK" in environ and rank >= world) else rank,
+        rank=rank,
         world=world,
+        threads=(rank,),
         is_newcomer=is_newcomer,
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        servers=_servers(environ),
         attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
         run_log=environ.get(RUN_LOG) or None,
@@ -95,11 +104,44 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     )
 
 
+def of_thread(environment: Environment, thread: int, threads: int) -> Environment:
+    """Return the place of one of a process's worker threads.
+
+    Args:
+        environment: the process's.
+        thread: 0 <= thread < threads.
+        threads: how many worker threads every process has, at least 1.
+
+    Raises:
+        OffbeatError: a thread that there is not, or a newcomer with several.
+    """
+    if not 0 <= thread < threads:
+        raise OffbeatError(f"expected a thread from 0 to {threads - 1}, got {thread} of {threads}")
+    if threads == 1:
+        return environment
+    if environment.is_newcomer:
+        raise OffbeatError(f"expected a newcomer to have one worker thread, got {threads}")
+    first = environment.rank * threads
+    return replace(
+        environment,
+        rank=first + thread,
+        world=environment.world * threads,
+        threads=tuple(range(first, first + threads)),
+    )
+
+
 def _is_newcomer(environ: Mapping[str, str]) -> bool:
     text = environ.get(NEWCOMER, "0")
     if text not in ("", "0", "1"):
         raise OffbeatError(f"{NEWCOMER} must be 1, or not be set, got {text!r}")
     return text == "1"
+
+
+def _servers(environ: Mapping[str, str]) -> int:
+    servers = _whole(environ, SERVERS, 1)
+    if servers < 1:
+        raise OffbeatError(f"expected {SERVERS} of at least 1, got {servers}")
+    return servers
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

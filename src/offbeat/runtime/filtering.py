@@ -25,7 +25,7 @@ from offbeat.numerics.filters import (
     UnknownKeysError,
 )
 from offbeat.numerics.spaces import NO_FILTERS, Filters, make_filters
-from offbeat.policies.parcels import Copy, Operation, Pull, Pulled, Push, Refused, Stale
+from offbeat.policies.parcels import Copy, Inspected, Operation, Pull, Pulled, Push, Refused, Stale
 from offbeat.policies.placement import Space
 from offbeat.runtime.parcelling import Encoded
 
@@ -41,7 +41,7 @@ class Filtering:
     through those that lose nothing; what servers answer to pulls through the filters for pulls. Answers come
     without keys, for the client remembers what it asked for until each answer has come. The lists of keys
     that pulls ask for are cached where key caching is a filter of pulls. What a filter cannot send, such as
-    values that are not finite through fixed point, travels as it is.
+    values that are not finite through fixed point, travels as it is; so do values together with states.
 
     Where KKT is a filter of pushes, it is one for all servers, and learns from answers (`observe`).
 
@@ -162,13 +162,20 @@ class Filtering:
             return message.entries
 
     def _encode_values(self, node: str, kind: str, what: Push | Operation, time: int) -> Encoded | Entries:
-        message = Message.of(what.namespace, what.first, what.last, what.content, time=time)
-        return self._encode((node, what.namespace, kind), message)
+        key = node, what.namespace, kind
+        content: Entries = what.content
+        if content.replaces:
+            if key in self._chains:  # what its filters count as sent is not there any more
+                self._end(key)
+            return content
+        encoded = self._encode(key, Message.of(what.namespace, what.first, what.last, content, time=time))
+        encoded.terms = content.terms
+        return encoded
 
     def _encode_answer(self, node: str, message: Pulled) -> Encoded | Entries:
         content, filters = message.content, self._of(message.namespace)
-        if not filters.pull or not len(content):
-            return Entries(message.first, content.values)
+        if not filters.pull or not len(content) or content.terms is not None:
+            return Entries(message.first, content.values, None, content.terms)
         known = content.listed() if filters.knows_keys else None
         answer = Message.answering(message.namespace, content.values, known)
         return self._encode((node, message.namespace, "pull"), answer)
@@ -187,7 +194,10 @@ class Filtering:
             content = _undone(self._chain(node, message.namespace, "pull heard"), arrived).entries
         if not isinstance(content, Entries) or len(content) != rows:
             raise ProtocolError(f"expected {rows} rows of {message.namespace}, got {content}")
-        return Entries(message.first, content.values, keys)
+        states = {} if content.terms is None else content.terms.states or {}
+        if any(one.shape != content.values.shape for one in states.values()):
+            raise ProtocolError(f"expected states of {message.namespace} beside its values, got others")
+        return Entries(message.first, content.values, keys, content.terms)
 
     def _answered(self, node: str, message: Pulled | Stale | Refused) -> Pull | None:
         """Return the pull that this answers, if it answers one; each is answered once."""
@@ -261,7 +271,9 @@ def _add(so_far: dict[str, Passed], more: Mapping[str, Passed]) -> None:
 
 
 def _decode(chain: FilterChain, what: Push | Operation, content: Encoded, time: int) -> Entries:
-    return _undone(chain, _arrived(what.namespace, what.first, what.last, time, content)).entries
+    entries = _undone(chain, _arrived(what.namespace, what.first, what.last, time, content)).entries
+    entries.terms = content.terms
+    return entries
 
 
 def _undone(filters: FilterChain | KeyCaching, arrived: Message) -> Message:
@@ -272,6 +284,8 @@ def _undone(filters: FilterChain | KeyCaching, arrived: Message) -> Message:
 
 
 def _answer(message: Pulled, content: Encoded | Entries) -> Pulled:
+    if isinstance(message, Inspected):
+        return replace(message, content=content)
     return Pulled(
         number=message.number,
         namespace=message.namespace,

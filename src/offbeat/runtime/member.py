@@ -13,6 +13,7 @@ from offbeat.events import (
     Dismiss,
     EpochEnded,
     Event,
+    Grant,
     Group,
     Halt,
     Joined,
@@ -57,6 +58,8 @@ class Member:
         epochs_ended: how many epochs the group is done with, as far as is known.
         used: which samples a state holds, the last that was heard.
         is_dismissed: everybody has finished.
+        grant: the last one; set to None before another is asked for.
+        on_grant: called, in the links' thread, with every Grant.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         on_loan: called, in the links' thread, with all that is said of loans.
         failure: why the job has failed, None as long as it has not.
@@ -78,6 +81,8 @@ class Member:
         self.epochs_ended = 0
         self.used: Used | None = None
         self.is_dismissed = False
+        self.grant: Grant | None = None
+        self.on_grant: Callable[[Grant], None] = _do_nothing
         self.on_abandon: Callable[[], None] = _do_nothing
         self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
         self._survives = survives
@@ -202,6 +207,9 @@ class Member:
                         self.hand.hear(action)
                     if action.anew or not self.follower.is_member:
                         self.on_loan(action)
+                case Grant():
+                    self.grant = action
+                    self.on_grant(action)
                 case Recall():
                     with self._changed:
                         recalled = self.follower.recall(action)

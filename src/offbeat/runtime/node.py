@@ -16,6 +16,7 @@ import msgspec
 
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import (
+    CloseServers,
     Event,
     GroupAction,
     GroupViewed,
@@ -101,6 +102,7 @@ class Node:
         on_refused: a namespace cannot be as this node wants it.
         on_group: the manager has said something of a group of workers.
         place: where what travels beside messages is to come, see `Post`.
+        on_close: the job to which the servers belong is over.
         on_gone: this node takes part no more, with the cause; called once.
         functions: import paths of the user's own updates that a server has.
         unix: nodes on this host may reach it over Unix sockets, instead of TCP.
@@ -117,13 +119,14 @@ class Node:
         on_gone: Callable[[str], None],
         on_refused: Callable[[SpaceRefused], None] = lambda refused: None,
         on_group: Callable[[GroupAction], None] = lambda said: None,
+        on_close: Callable[[], None] = lambda: None,
         place: Place = nowhere,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
         self.name = name
         self._on_view, self._on_gone = on_view, on_gone
-        self._on_refused, self._on_group = on_refused, on_group
+        self._on_refused, self._on_group, self._on_close = on_refused, on_group, on_close
         self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
         self._gone: set[str] = set()  # servers that were there
         self._unreached_s: dict[str, float] = {}
@@ -184,6 +187,8 @@ class Node:
                     self._on_refused(action)
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
                     self._on_group(action)
+                case CloseServers():
+                    self._on_close()
                 case Refuse() | Stop():
                     self._end(action.reason)
 

@@ -18,7 +18,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.entries import Entries, Terms
 from offbeat.policies.parcels import ToClient, ToServer
 from offbeat.runtime.buffers import Buffers
 
@@ -34,7 +34,7 @@ _DTYPES: Final = tuple(
     np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
 )
 _DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_ARRAY, _ENTRIES, _ENCODED = 1, 2, 3
+_ARRAY, _ENTRIES, _ENCODED, _ON_TERMS = 1, 2, 3, 4
 _HEAD: Final = struct.Struct("<BBBxQQ")  # dtype, dimensions, whether it is beside; rows, and numbers in a row
 _FIRST: Final = struct.Struct("<qB")  # of Entries: the first key, and whether keys are listed
 _MALFORMED: Final = (
@@ -46,9 +46,13 @@ Array = NDArray[Any]
 
 
 class Encoded:
-    """What filters have made of values: keys and rows as far as they are left, and what undoes the rest."""
+    """What filters have made of values: keys and rows as far as they are left, and what undoes the rest.
 
-    __slots__ = ("body", "keys", "notes", "values")
+    Attributes:
+        terms: of the `Entries` that they were; no filter changes them.
+    """
+
+    __slots__ = ("body", "keys", "notes", "terms", "values")
 
     def __init__(
         self,
@@ -56,8 +60,9 @@ class Encoded:
         values: Array | None,
         body: bytes | None,
         notes: Mapping[str, Mapping[str, Any]],
+        terms: Terms | None = None,
     ) -> None:
-        self.keys, self.values, self.body, self.notes = keys, values, body, notes
+        self.keys, self.values, self.body, self.notes, self.terms = keys, values, body, notes, terms
 
 
 class Packed(NamedTuple):
@@ -102,15 +107,21 @@ class Packer:
             if thing.keys is not None:
                 self._describe(thing.keys, pieces)
             self._describe(thing.values, pieces)
-            return Ext(_ENTRIES, b"".join(pieces))
+            entries = Ext(_ENTRIES, b"".join(pieces))
+            return entries if thing.terms is None else self._with_terms(entries, thing.terms)
         if isinstance(thing, np.ndarray):
             pieces = []
             self._describe(thing, pieces)
             return Ext(_ARRAY, b"".join(pieces))
         if isinstance(thing, Encoded):
             plain = (thing.keys, thing.values, thing.body, thing.notes)
-            return Ext(_ENCODED, self._encoder.encode(plain))
+            encoded = Ext(_ENCODED, self._encoder.encode(plain))
+            return encoded if thing.terms is None else self._with_terms(encoded, thing.terms)
         raise TypeError(f"expected plain data, arrays and Entries, got {type(thing).__name__}")
+
+    def _with_terms(self, content: Ext, terms: Terms) -> Ext:
+        plain = (content, terms.weight, terms.settings, terms.states)
+        return Ext(_ON_TERMS, self._encoder.encode(plain))
 
     def _describe(self, array: Array, pieces: list[Any]) -> None:
         code = _DTYPE_CODES.get(array.dtype)
@@ -140,6 +151,10 @@ class Unpacker:
         self._buffers = Buffers()
         self._encoded = msgspec.msgpack.Decoder(
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
+        )
+        self._on_terms = msgspec.msgpack.Decoder(
+            tuple[Any, float, dict[str, float | list[float]] | None, dict[str, Any] | None],
+            ext_hook=self._extend,
         )
         self._lots = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
         self._beside_bytes = 0
@@ -179,6 +194,8 @@ class Unpacker:
                     "expected numbers and texts, or lists of whole numbers, as what filters note"
                 )
             return Encoded(keys, values, body, notes)
+        if code == _ON_TERMS:
+            return self._taken_on_terms(data)
         if code != _ENTRIES:
             raise ValueError(f"expected an array or Entries, got extension {code}")
         first, is_listed = _FIRST.unpack_from(data)
@@ -187,6 +204,15 @@ class Unpacker:
         if end != len(data):
             raise ValueError(f"expected Entries in {end} bytes, got {len(data)}")
         return Entries(first, values, keys)
+
+    def _taken_on_terms(self, data: memoryview) -> Entries | Encoded:
+        content, weight, settings, states = self._on_terms.decode(data)
+        if not isinstance(content, Entries | Encoded) or content.terms is not None:
+            raise ValueError("expected values with the terms of a push, got something else")
+        if not all(isinstance(rows, np.ndarray) for rows in (states or {}).values()):
+            raise ValueError("expected arrays as states")
+        content.terms = Terms(weight, settings, states)
+        return content
 
     def _array(self, data: memoryview, begin: int) -> tuple[Array, int]:
         code, dimensions, is_beside, rows, width = _HEAD.unpack_from(data, begin)

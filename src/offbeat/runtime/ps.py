@@ -12,9 +12,10 @@ update says; `pull` fetches rows. Both return a `Future` at once.
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -36,11 +37,20 @@ from offbeat.events import (
     SpaceOpened,
     SpaceRefused,
 )
-from offbeat.numerics.entries import Entries, Keys, Rows, places_of, problem_of, problem_of_rows
+from offbeat.numerics.entries import (
+    Entries,
+    Keys,
+    Rows,
+    Settings,
+    Terms,
+    places_of,
+    problem_of,
+    problem_of_rows,
+)
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
-from offbeat.numerics.tables import DENSE_KEYS_MAX
-from offbeat.numerics.updates import Sum, Update
+from offbeat.numerics.tables import DENSE_KEYS_MAX, check_states, check_weight
+from offbeat.numerics.updates import Sum, Update, with_settings
 from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
 from offbeat.policies.placement import Space
@@ -63,6 +73,7 @@ _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
 _PIECE_BYTES: Final = 4 * 1024 * 1024
 _CALLEE: Final = "servers"
+_NUMBERS: Final = 2**62  # of clients
 
 
 @dataclass(slots=True, eq=False)
@@ -113,19 +124,32 @@ class PS:
         cluster: a cluster, or the path of a cluster file, as `offbeat serve --new` writes it.
         host: this host's address as servers reach it; found by itself, usually.
         start_s: for how many seconds to wait for the cluster's servers.
+        number: this client's, 0 to 2**62 - 1, which no other client of the cluster has or ever had; drawn if
+            it is None. Where pushes are aggregated, they are added up in the order of these.
+
+    Attributes:
+        number: likewise.
 
     Raises:
+        ValueError: no such number.
         FileNotFoundError: there is no such file.
         OffbeatError: the cluster cannot be reached, or has not got all its servers within `start_s`.
     """
 
     def __init__(
-        self, cluster: Cluster | str | Path, *, host: str | None = None, start_s: float = _START_S
+        self,
+        cluster: Cluster | str | Path,
+        *,
+        host: str | None = None,
+        start_s: float = _START_S,
+        number: int | None = None,
     ) -> None:
+        if number is not None and not 0 <= number < _NUMBERS:
+            raise ValueError(f"expected a client's number from 0 to 2**62 - 1, got {number}")
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
         self._owned: LocalServers | None = None
-        number = secrets.randbelow(2**62)
-        self._client = Client(number, _cut, self._pieces)
+        self.number = secrets.randbelow(_NUMBERS) if number is None else operator.index(number)
+        self._client = Client(self.number, _cut, self._pieces)
         self._piece_keys: dict[str, int] = {}  # by namespace: in ranges of so many keys they travel
         self._changed = threading.Condition()
         self._view: View | None = None
@@ -143,7 +167,7 @@ class PS:
         self._current = threading.local()
         self._groups: dict[str, WorkerGroup] = {}
         self._node = Node(
-            f"client-{number}",
+            f"client-{self.number}",
             self.cluster,
             host=host or self.cluster.own_host(),
             on_view=self._see,
@@ -253,7 +277,7 @@ class PS:
         space = Space(name, keys, block_keys, about, aggregate is not None)
         self._open(space, update)
         combines = aggregate is None and not filters.push and not isinstance(update, Function)
-        return Namespace(self, space, width=width, dtype=dtype, combines=combines)
+        return Namespace(self, space, update or Sum(), width=width, dtype=dtype, combines=combines)
 
     def tensors(
         self,
@@ -290,7 +314,7 @@ class PS:
         space = Space(name, offsets.keys, block_keys, about, aggregate is not None)
         self._open(space, update)
         combines = aggregate is None and not isinstance(update, Function)
-        namespace = Namespace(self, space, width=0, dtype=offsets.dtype, combines=combines)
+        namespace = Namespace(self, space, update or Sum(), width=0, dtype=offsets.dtype, combines=combines)
         return Tensors(self, namespace, offsets)
 
     def join_group(
@@ -446,16 +470,29 @@ class PS:
             if name in self._refused:
                 raise OffbeatError(f"the namespace {name} cannot be opened: {self._refused[name]}")
 
-    def _take_part(self, name: str, clients: int, timeout_s: float) -> None:
+    def _take_part(self, name: str, clients: int, timeout_s: float) -> int:
+        def is_complete(participants: Mapping[int, int]) -> bool:
+            return self.number in participants and len(participants) >= clients
+
         self.when_done([], lambda: self._take_up(self._client.enlist(name))).result(timeout_s)
         self._wait_for(
-            lambda: name in self._refused or len(self._participants(name)) >= clients,
+            lambda: name in self._refused or is_complete(self._participants(name)),
             f"{clients} clients to take part in {name}",
             timeout_s,
         )
         with self._changed:
             if name in self._refused:
                 raise OffbeatError(f"nobody takes part in {name}: {self._refused[name]}")
+            return self._participants(name)[self.number]
+
+    def _wait_until_left(self, name: str, timeout_s: float) -> None:
+        def left() -> str:
+            return ", ".join(f"client {one}" for one in sorted(self._participants(name)))
+
+        try:
+            self._wait_for(lambda: not self._participants(name), f"all to leave {name}", timeout_s)
+        except OffbeatError as error:
+            raise OffbeatError(f"{error}; {left() or 'nobody'} is left") from None
 
     def _withdraw(self, name: str, timeout_s: float) -> None:
         self.when_done([], lambda: self._take_up(self._client.withdraw(name))).result(timeout_s)
@@ -559,7 +596,7 @@ class PS:
         self._send_combined()
         try:
             number, said = request.make()
-        except ProtocolError as error:  # it has withdrawn
+        except (ProtocolError, ValueError) as error:  # it has withdrawn, or the time has been
             future.finish(None, error)
             return
         self._asked[number] = (future,), request.answer
@@ -598,7 +635,7 @@ class PS:
         for one in said:
             if isinstance(one, Done):
                 futures, answer = self._asked.pop(one.number)
-                value = None if answer is None else answer.rows(one.parts)
+                value = None if answer is None else answer.result(one.parts, one.times)
                 for future in futures:
                     future.finish(value)
             elif isinstance(one, Failed):
@@ -644,9 +681,9 @@ class PS:
         if not isinstance(message, Pulled) or not isinstance(message.content, Entries):
             return None
         _, answer = self._asked.get(message.number, (None, None))
-        place = None if answer is None else answer.place(peer, message.first, message.last, coming)
+        place = None if answer is None else answer.place(message.first, message.last, coming)
         if place is not None:
-            message.content = Entries(message.first, place)
+            message.content = Entries(message.first, place, None, message.content.terms)
         return place
 
     def _refuse(self, refused: SpaceRefused) -> None:
@@ -711,9 +748,18 @@ class Namespace:
         name, keys: of the namespace.
     """
 
-    def __init__(self, ps: PS, space: Space, *, width: int, dtype: str, combines: bool) -> None:
+    def __init__(
+        self,
+        ps: PS,
+        space: Space,
+        update: Update | Function,
+        *,
+        width: int,
+        dtype: str,
+        combines: bool,
+    ) -> None:
         self.name, self.keys = space.name, space.keys
-        self._combines = combines
+        self._aggregates, self._update, self._combines = space.aggregates, update, combines
         self._ps = ps
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
@@ -726,6 +772,9 @@ class Namespace:
         keys: ArrayLike | None = None,
         first: int = 0,
         last: int | None = None,
+        weight: float = 1.0,
+        settings: Settings | None = None,
+        time: int | None = None,
         after: Iterable[Future] = (),
     ) -> Future:
         """Send rows for some keys.
@@ -736,17 +785,28 @@ class Namespace:
             first, last: the range that the push is of, keys `first` to `last` - 1, where `keys` may list
                 some of them or none; by default it goes from the first to the last that are listed. Where
                 pushes are aggregated, it is this range that all have to push.
+            weight: where pushes are aggregated, of how many the rows are the sum already: a mean is divided
+                by the sum of all weights. With 0, and no keys of a whole range, this client has nothing at
+                this time; where nobody has anything, nothing is applied.
+            settings: numbers of the namespace's update that hold for this push, such as `{"lr": 0.05}`; by
+                default those with which the namespace was made. Where pushes are aggregated, those of the
+                first client, by number, that has a weight above 0.
+            time: of this push, later than those of all pushes of this client to the namespace before it; by
+                default the next one. Where pushes are aggregated, what is summed is what has one time, and
+                who leaves a time out and pushes later has nothing of it: all may push at a clock's time what
+                they have of that clock. The future fails if others began without this client and are beyond
+                that time, or if an earlier request of a later time went first.
             after: requests that have to be done before this one is sent.
 
         Raises:
-            ValueError: rows or keys that the namespace has not got, or more than 2 GiB with `keys`.
+            ValueError: rows or keys that the namespace has not got, or more than 2 GiB with `keys`; a weight
+                below 0, or one other than 1 where nothing is aggregated; settings that the update does not
+                take, and a function takes none; a time below 1.
             OffbeatError: this client is out of the parameter server.
         """
-        rows = np.ascontiguousarray(values, dtype=self._dtype)
+        rows = self._rows(values)
         self._check_size(1 if keys is None else len(rows))
         listed = None if keys is None else self._listed(keys)
-        if rows.shape[1:] != self._shape or rows.ndim != 1 + len(self._shape):
-            raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
         if listed is not None and len(listed) != len(rows):
             raise ValueError(f"expected a row for each key, got {len(listed)} keys and {len(rows)} rows")
         if last is None:
@@ -763,15 +823,49 @@ class Namespace:
             problem = f"expected keys from {begin} to below {end}, got {listed[0]} to {listed[-1]}"
         if problem:
             raise ValueError(problem)
-        client, name = self._ps._client, self.name
-        is_small = listed is None and rows.nbytes <= COMBINED_BYTES_MAX // 2
-        return self._ps._request(
-            lambda: client.push(name, content, begin, end),
-            f"a push to {name}",
-            (name, begin, end),
-            after,
-            part=(name, content) if is_small and self._combines else None,
-        )
+        if weight != 1.0 or settings is not None:
+            content.terms = self._terms(weight, settings)
+        return self._push(content, begin, end, time, after)
+
+    def put(
+        self,
+        values: ArrayLike,
+        *,
+        first: int = 0,
+        states: Mapping[str, ArrayLike] | None = None,
+        time: int | None = None,
+        after: Iterable[Future] = (),
+    ) -> Future:
+        """Replace the rows of neighbouring keys, and what the update keeps besides them, whatever it is.
+
+        It is one of this client's pushes of these keys: it comes behind those before it, once, and to all
+        replicas. Where pushes are aggregated, it is this client's push of its time: if any of that time is a
+        put, the put of the first client, by number, is applied, and nothing else of that time.
+
+        Args:
+            values: one row a key, (K,) or (K, width). They must not change until it is done.
+            first: the first key.
+            states: by the names that the update has for them, rows beside those of `values`; zero for those
+                that are left out.
+            time: as for `push`.
+            after: requests that have to be done before this one is sent.
+
+        Raises:
+            ValueError: rows, keys or states that the namespace has not got; a time below 1.
+            OffbeatError: this client is out of the parameter server.
+        """
+        rows = self._rows(values)
+        self._check_size(1)
+        given = {name: np.ascontiguousarray(one, self._dtype) for name, one in (states or {}).items()}
+        for name, one in given.items():
+            if one.shape != rows.shape:
+                raise ValueError(f"expected {name} of shape {rows.shape}, beside the values, got {one.shape}")
+        if not isinstance(self._update, Function):
+            check_states(self._update, given)
+        if not len(rows):
+            return self._nothing(None, after)
+        begin, end = self._range(first, first + len(rows))
+        return self._push(Entries(begin, rows, None, Terms(states=given)), begin, end, time, after)
 
     def pull(
         self,
@@ -779,6 +873,8 @@ class Namespace:
         keys: ArrayLike | None = None,
         first: int = 0,
         last: int | None = None,
+        states: bool = False,
+        times: bool = False,
         after: Iterable[Future] = (),
     ) -> Future:
         """Fetch the rows of some keys; those that nobody has pushed are zero.
@@ -786,29 +882,40 @@ class Namespace:
         Args:
             keys: (K,) whole numbers, ascending, each once; by default all from `first` to `last` - 1.
             first, last: see `keys`; by default all keys.
+            states: what the update keeps besides the rows, too, by name, and the rows as "values": a
+                dictionary takes the place of the rows in what is returned.
+            times: the times of this client's own pushes that are in these very rows, too. Then the future is
+                of a pair, whose second are `Piece`s (first, last, time), ascending: keys `first` to
+                `last` - 1 hold this client's pushes up to `time`. Keys that hold none are in no piece. Where
+                keys are listed, pieces are also of those between them.
             after: requests that have to be done before this one is sent.
 
         Returns:
-            A future of the rows, (K,) or (K, width).
+            A future of the rows, (K,) or (K, width); or as `states` and `times` say.
 
         Raises:
             ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
             OffbeatError: this client is out of the parameter server.
         """
-        self._check_size(1 if keys is None else np.size(keys))
+        count = 1 if keys is None else np.size(keys)
+        self._check_size(count * (1 + len(self._states)) if states else count)
         listed = None if keys is None else self._listed(keys)
         if listed is not None and not len(listed):
-            return self._nothing(np.zeros((0, *self._shape), self._dtype), after)
+            rows = np.zeros((0, *self._shape), self._dtype)
+            empty = dict.fromkeys(("values", *self._states), rows) if states else rows
+            return self._nothing((empty, ()) if times else empty, after)
         begin, end = (
             self._range(first, self.keys if last is None else last) if listed is None else _ends(listed)
         )
         client, name = self._ps._client, self.name
         return self._ps._request(
-            lambda: client.pull(name, begin, end, listed),
+            lambda: client.pull(name, begin, end, listed, states=states, times=times),
             f"a pull from {name}",
             (name, begin, end),
             after,
-            Answer(begin, end, listed, self._shape, self._dtype, self._ps._buffers),
+            Answer(
+                *(begin, end, listed, self._shape, self._dtype, self._ps._buffers), states=states, times=times
+            ),
         )
 
     def report(self) -> dict[str, dict[str, Passed]]:
@@ -855,17 +962,34 @@ class Namespace:
         )
         return found
 
-    def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> None:
-        """Take part in a namespace that aggregates, and wait until so many clients do.
+    def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> int:
+        """Take part in a namespace that aggregates, and wait until so many clients do, this one among them.
 
         Who pushes without having said so takes part from then on. Clients that are to begin together call
         this before any of them pushes.
+
+        Returns:
+            The time of this client's first push: 1 if nobody has pushed before, or one that is later than
+            those of all pushes of others.
 
         Raises:
             OffbeatError: it does not aggregate, this client has withdrawn, or so many did not come within
                 `timeout_s` seconds.
         """
-        self._ps._take_part(self.name, clients, timeout_s)
+        return self._ps._take_part(self.name, clients, timeout_s)
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """The numbers of the clients that take part in a namespace that aggregates, ascending."""
+        return tuple(sorted(self._ps._participants(self.name)))
+
+    def wait_until_left(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until nobody takes part any more: all that was pushed is done then.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds; names who is left.
+        """
+        self._ps._wait_until_left(self.name, timeout_s)
 
     def withdraw(self, timeout_s: float = TIMEOUT_S) -> None:
         """Push no more to a namespace that aggregates, so that nobody waits for this client.
@@ -876,6 +1000,40 @@ class Namespace:
             OffbeatError: pushes to it are not done.
         """
         self._ps._withdraw(self.name, timeout_s)
+
+    def _push(
+        self, content: Entries, first: int, last: int, time: int | None, after: Iterable[Future]
+    ) -> Future:
+        if time is not None and not 1 <= operator.index(time) < 2**63:
+            raise ValueError(f"expected a time of 1 to 2**63 - 1, got {time}")
+        chosen = None if time is None else operator.index(time)
+        client, name = self._ps._client, self.name
+        is_plain = content.keys is None and content.terms is None and time is None
+        is_small = content.values.nbytes <= COMBINED_BYTES_MAX // 2
+        return self._ps._request(
+            lambda: client.push(name, content, first, last, chosen),
+            f"a push to {name}",
+            (name, first, last),
+            after,
+            part=(name, content) if is_plain and is_small and self._combines else None,
+        )
+
+    def _rows(self, values: ArrayLike) -> Rows:
+        rows: Rows = np.ascontiguousarray(values, dtype=self._dtype)
+        if rows.shape[1:] != self._shape or rows.ndim != 1 + len(self._shape):
+            raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
+        return rows
+
+    def _terms(self, weight: float, settings: Settings | None) -> Terms:
+        check_weight(weight)
+        if weight != 1.0 and not self._aggregates:
+            raise ValueError(f"expected no weight where pushes are not aggregated, got {weight}")
+        if settings is None:
+            return Terms(float(weight))
+        if isinstance(self._update, Function):
+            raise ValueError(f"expected no settings for a function of your own, got {dict(settings)}")
+        changed = with_settings(self._update, settings)
+        return Terms(float(weight), {name: getattr(changed, name) for name in settings})
 
     def _check_size(self, rows: int) -> None:
         """See whether so many rows, or their keys, can be one array; neighbours travel in pieces anyway."""
@@ -900,7 +1058,12 @@ class Namespace:
             raise ValueError(f"expected keys from 0 to {self.keys - 1}, got {first} to {last - 1}")
         return first, last
 
-    def _nothing(self, value: Rows | None, after: Iterable[Future]) -> Future:
+    @property
+    def _states(self) -> tuple[str, ...]:
+        """What is kept besides the values, as far as is known here."""
+        return () if isinstance(self._update, Function) else tuple(self._update.states)
+
+    def _nothing(self, value: Any, after: Iterable[Future]) -> Future:
         return self._ps.when_done(after, lambda: value)
 
 

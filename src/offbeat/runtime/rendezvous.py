@@ -7,18 +7,18 @@ but that address, the job's token and size and the ids that newcomers were given
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from offbeat.errors import OffbeatError
@@ -31,7 +31,9 @@ _KEY = "meeting"
 _COUNT = "workers"
 _RUNNING = "offbeat/running"  # where the job meets that has started last; no prefix, for newcomers know none
 _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
-_joins = itertools.count()
+# How often each rank of this process has joined a job, by how many threads of it did so, too.
+_joins: Counter[tuple[int, int]] = Counter()
+_inside = HashStore()  # where the threads of a world of one process meet
 _hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
 _T = TypeVar("_T")
 
@@ -207,7 +209,11 @@ def _reach_store(environment: Environment, *, hosts_it: bool) -> Store:
 
 
 def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
-    prefix = f"offbeat/{environment.attempt}/{next(_joins)}"
+    threads = len(environment.threads)
+    prefix = f"offbeat/{environment.attempt}/{threads}/{_joins[threads, environment.rank]}"
+    _joins[threads, environment.rank] += 1
+    if len(environment.threads) == environment.world:
+        return PrefixStore(prefix, _inside)
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
     where = f"{environment.master_addr}:{environment.master_port}"

@@ -86,7 +86,7 @@ class Server:
         self._core = ServerNode(self.server, Tables(functions))
         self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
         self._changed = threading.Condition()
-        self._is_leaving = self._is_in = self._is_out = self._is_last = False
+        self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
         self._gone: str | None = None
         self._node = Node(
             f"server-{self.server}",
@@ -94,6 +94,7 @@ class Server:
             host=configuration.host,
             on_view=self._see,
             on_message=self._hear,
+            on_close=self._close,
             on_gone=self._end,
             functions=configuration.functions,
             unix=configuration.unix,
@@ -101,14 +102,16 @@ class Server:
         self._node.join()  # now that what is called back finds it
 
     def serve(self) -> None:
-        """Run until it has left, or is not part of the cluster any more.
+        """Run until it has left, its job is over, or it is not part of the cluster any more.
 
         Raises:
             OffbeatError: it was not asked to leave, and is out.
         """
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_leaving or self._gone is not None)
+                self._changed.wait_for(lambda: self._is_leaving or self._is_closed or self._gone is not None)
+                if self._is_closed:
+                    return
                 if self._gone is None:
                     leaves = ServerLeaves(now_s=0.0, node=self._node.name, server=self.server)
                     self._node.tell(leaves)
@@ -186,6 +189,11 @@ class Server:
                 self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
             else:
                 self._node.send(to, message)
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def _end(self, cause: str) -> None:
         with self._changed:

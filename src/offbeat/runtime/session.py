@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Failed, Finished, Left, Ready, Saving, StepTimed
+from offbeat.events import Evaluated, Event, Failed, Finished, Left, Saving, StepTimed
 from offbeat.policies.slowness import Slowness, parse
-from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.checks import Watch, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.dealt import DealtBatches
-from offbeat.runtime.environment import Environment, read_environment
-from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
+from offbeat.runtime.environment import Environment, of_thread, read_environment
 from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
-from offbeat.runtime.grouping import Grouping, RegroupedError
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting, meet
-from offbeat.runtime.state import Place, StateCopier
+from offbeat.runtime.state import Place
+from offbeat.runtime.synchronizer import Loop, Synchronizer
 from offbeat.runtime.timing import PartTimer
 
 _STATE_VERSION = 1
 _ERROR_CHARACTERS_MAX = 2000
 _SILENT_S = 10.0
-_SILENT_AND_SURVIVED_S = 300.0  # the policy leaves out who is not heard of, and takes it back
+_SILENT_AND_TAKEN_BACK_S = 300.0
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -55,21 +50,28 @@ class Strategy(Protocol):
         """Whether the others go on when a worker is lost."""
 
     @property
+    def takes_back(self) -> bool:
+        """Whether nobody waits for a worker that falls silent, so that it may come back; else it is lost."""
+
+    @property
     def shards(self) -> Literal["dynamic", "equal"]:
         """Whether samples are dealt as they are needed, or shared out before."""
 
-    def policies(self, world: int, start_s: float) -> tuple[PolicySpec, ...]:
+    @property
+    def needs_coordinator(self) -> bool:
+        """Whether there is something to decide also where there is one worker."""
+
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """The policies that the coordinator asks, in order.
 
         Args:
             world: how many workers make up the job at its start.
             start_s: how long after the first the last one may come, in seconds.
+            servers: of the parameter server, where the strategy has one.
         """
 
-    def averager(
-        self, model: nn.Module, grouping: Grouping | None, host: Host, *, workers: int
-    ) -> GradientAverager:
-        """What keeps this worker's gradients in step with the others'."""
+    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> Synchronizer:
+        """What keeps this worker's model in step with the others'."""
 
 
 def join(
@@ -78,6 +80,8 @@ def join(
     strategy: Strategy,
     *,
     run_log: str | os.PathLike[str] | None = None,
+    thread: int = 0,
+    threads: int = 1,
 ) -> Session:
     """Makes this process a worker of the job that its launcher started.
 
@@ -93,6 +97,9 @@ def join(
         optimizer: steps the model's parameters.
         strategy: how the workers keep together, equal on every worker.
         run_log: where rank 0's coordinator writes the run log; by default where the launcher said, if it did.
+        thread, threads: with a parameter server, a process may have several worker threads, each with a
+            model, an optimizer and a loop of its own: which one this is, from 0, and how many each process
+            has.
 
     Returns:
         The session, to be used in a `with` statement.
@@ -102,7 +109,7 @@ def join(
         WorkerError: the job did not come together within 30 s (or OFFBEAT_START_S); names who is missing or
             differs. Or it takes no newcomers, or not this one; says why.
     """
-    return Session(model, optimizer, strategy, read_environment(), run_log)
+    return Session(model, optimizer, strategy, of_thread(read_environment(), thread, threads), run_log)
 
 
 class Session:
@@ -112,6 +119,11 @@ class Session:
         worker: this worker's id.
         world: how many workers the job started with.
         epoch: the epoch under way, from 0.
+        is_newcomer: this worker came when the job was running.
+        threads: the workers of this process, this one among them.
+        servers: how many the parameter server begins with, where the strategy has one.
+        timer: splits the wall time into parts.
+        samples: taken from `batches` since the last optimizer step.
     """
 
     def __init__(
@@ -126,7 +138,8 @@ class Session:
         if optimizer in _joined:
             raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
         self.worker, self.world = environment.rank, environment.world
-        self._is_newcomer, self._is_placed = environment.is_newcomer, False
+        self.is_newcomer, self.threads = environment.is_newcomer, environment.threads
+        self.servers = environment.servers
         self.epoch = 0
         self._steps_taken = 0  # by this worker's own count, also where no group counts on it
         self.timer = PartTimer(time.perf_counter)
@@ -144,16 +157,15 @@ class Session:
         self._is_used_up = False  # the epoch's batches
         self._last_epoch: int | None = None
         self._has_given_up = False  # the rest of the epoch before
-        self._blocks_per_round = 0
-        self._samples = 0
+        self.samples = 0
+        self._losses: list[float] = []
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
         self._meeting: Meeting | None = None
         self._member: Member | None = None
-        self._grouping: Grouping | None = None
-        self._silent_s = _SILENT_AND_SURVIVED_S if strategy.survives else _SILENT_S
+        self._synchronizer = strategy.synchronizer(self, model, optimizer)
+        self._silent_s = _SILENT_AND_TAKEN_BACK_S if strategy.takes_back else _SILENT_S
         self._handles: list[RemovableHandle] = []
-        self._group: dist.ProcessGroup | None = None
         log = str(run_log) if run_log is not None else environment.run_log
         try:
             self._enter(environment, log)
@@ -168,9 +180,11 @@ class Session:
     # Coming and going ----------------------------------------------------------------------------------
 
     def _enter(self, environment: Environment, log: str | None) -> None:
-        if self.world > 1 or log is not None or self._is_newcomer:
+        if self.world > 1 or log is not None or self.is_newcomer or self._strategy.needs_coordinator:
             meeting = self._meeting = meet(environment, lambda *where: self._configure(*where, log=log))
             self.worker, self.world = meeting.worker, meeting.world
+            if self.is_newcomer:
+                self.threads = (self.worker,)
             self._member = Member(
                 meeting,
                 self.worker,
@@ -186,21 +200,16 @@ class Session:
             )
             if self.worker == 0:
                 meeting.announce()
-        self._shared_numbers = _numbers(self._optimizer)  # before those are taken that a scheduler has added
-        if self.world > 1:
-            self._join_group()
-        self._averager = self._strategy.averager(self._model, self._grouping, self, workers=self.world)
+        self._synchronizer.enter(self._member, self._meeting)
+        if self.is_newcomer:
+            self._steps_taken = self.step
         self._watch = Watch(self._model, self._optimizer)
-        self._averager.attach()
+        self._synchronizer.attach()
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
         self.timer.lap()
-
-    @property
-    def _deals(self) -> bool:
-        return self._grouping is not None and self._strategy.shards == "dynamic"
 
     def _configure(self, job: str, token: str, host: str, *, log: str | None) -> Configuration:
         about = {
@@ -210,7 +219,7 @@ class Session:
             "seed": self._seed,
             "command": os.path.basename(sys.argv[0]),
         }
-        policies = self._strategy.policies(self.world, self._start_s)
+        policies = self._strategy.policies(self.world, self._start_s, self.servers)
         return Configuration(
             job=job,
             token=token,
@@ -222,102 +231,36 @@ class Session:
             stay_s=self._start_s,
         )
 
-    def _join_group(self) -> None:
-        assert self._member is not None
-        deadline_s = self._strategy.deadline_s
-        self._grouping = Grouping(self._member, self._open_exchange, self._copy_state, deadline_s)
-        if self._is_newcomer:
-            self._grouping.seat_of_newcomer()
-            self._grouping.has_taken = False
-            self._is_placed = True
-            self._steps_taken = self.step
-        else:
-            seat = self._grouping.seat(wait=True)
-            assert seat is not None  # the first group has everybody
-            try:
-                self._copy_state(seat.exchange, seat.position, 0, 0)
-            except RegroupedError as error:
-                raise WorkerError(
-                    f"worker {self.worker}: another was lost before all had the same state; nothing was "
-                    "trained yet: start the job again"
-                ) from error
-
-    def _open_exchange(self, workers: Sequence[int]) -> Exchange:
-        assert self._member is not None
-        device = next(self._model.parameters()).device
-        if device.type == "cpu":
-            names = [self._member.name_of(worker) for worker in workers]
-            return LinkExchange(self._member.endpoint, names, workers.index(self.worker))
-        if device.type != "cuda" or not dist.is_nccl_available():
-            raise OffbeatError(
-                f"the model lies on {device}; tensors travel from the CPU, or from CUDA with NCCL, "
-                "which is not here"
-            )
-        if self._strategy.survives:
-            raise OffbeatError(
-                f"the model lies on {device}, where groups cannot change yet: use the strategy bsp, "
-                "or train on the CPU"
-            )
-        assert self._meeting is not None
-        torch.cuda.set_device(device)
-        if dist.is_initialized():
-            self._group = dist.new_group(backend="nccl")
-        else:
-            deadline = datetime.timedelta(seconds=self._strategy.deadline_s)
-            dist.init_process_group(
-                "nccl", store=self._meeting.store, rank=self.worker, world_size=self.world, timeout=deadline
-            )
-            self._group = dist.group.WORLD
-        assert self._group is not None
-        return TorchExchange(self._group)
-
-    def _copy_state(self, exchange: Exchange, position: int, exchange_id: int, round_: int) -> int:
-        copier = StateCopier(
-            exchange,
-            device=next(self._model.parameters()).device,
-            position=position,
-            deadline_s=self._strategy.deadline_s,
-            exchange_id=exchange_id,
-        )
-        own = Place(
+    def place(self, round_: int) -> Place:
+        """Where in the training the state belongs that this worker has."""
+        return Place(
             round=round_,
             epoch=self.epoch,
             seed=self._seed,
             samples=self._samples_in_epoch,
             batch_size=self._batch_size,
         )
-        place = copier.copy(self._model, self._optimizer, own)
-        if self._is_newcomer and not self._is_placed:
-            self.epoch, self._seed = place.epoch, place.seed
-            self._joined_at = place
-        return place.round
+
+    def take_place(self, place: Place) -> None:
+        """Goes on where another worker's state belongs."""
+        self.epoch, self._seed = place.epoch, place.seed
+        self._joined_at = place
 
     @property
     def step(self) -> int:
         """Optimizer steps finished, by the group where this worker belongs to one."""
-        return self._steps_taken if self._grouping is None else self._grouping.follower.step
+        step = self._synchronizer.step
+        return self._steps_taken if step is None else step
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The workers that average with one another now; this one is not always among them."""
-        group = None if self._grouping is None else self._grouping.follower.group
-        return (self.worker,) if group is None else group.members
+        """The workers that train with one another now; this one is not always among them."""
+        return self._synchronizer.members
 
     @property
     def leads(self) -> bool:
-        """Whether this worker is the one to evaluate, print and save for all.
-
-        It is the first of the members that held the parameters when the group was named; after every step
-        there is exactly one.
-        """
-        if self._grouping is None or self._grouping.follower.group is None:
-            return True
-        return self._is_current and self._grouping.follower.donor == self.worker
-
-    @property
-    def _is_current(self) -> bool:
-        """Whether this worker holds the parameters that the members have."""
-        return self._grouping is None or self._grouping.follower.is_member
+        """Whether this worker is the one to evaluate, print and save for all."""
+        return self._synchronizer.leads
 
     def __enter__(self) -> Self:
         return self
@@ -341,42 +284,29 @@ class Session:
         if self._member is not None and not self._member.coordinator_knows:
             with suppress(LinkError):
                 if error is None or (isinstance(error, SystemExit) and not error.code):
-                    self._tell(Left(now_s=0.0, worker=self.worker, step=self.step))
+                    self.tell(Left(now_s=0.0, worker=self.worker, step=self.step))
                 else:
                     text = _in_one_line(error)
-                    self._tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
+                    self.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
         self._disband()
 
     def _wait_for_the_others(self) -> None:
         """Stays until everybody has finished, for who is behind takes the final state from who is not."""
-        if self._grouping is None or self._member is None or not self._strategy.survives:
+        is_alone = self.world == 1 and not self._strategy.needs_coordinator
+        if is_alone or self._member is None or not self._strategy.survives:
             return
         epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
         try:
-            self._tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
+            self._synchronizer.flush()
+            self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
+            self._synchronizer.finish()
             what = "everybody to finish"
             self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)
-            self._grouping.settle_at_the_end()
-            self._see_whether_current()
+            self._synchronizer.settle()
         except BaseException as error:
             self._left = False
             self.leave(error)
             raise
-
-    def _see_whether_current(self) -> None:
-        """A worker that hung while the others finished has not got what they have in the end.
-
-        Raises:
-            WorkerError: this is one.
-        """
-        assert self._grouping is not None
-        if not self._grouping.follower.is_member:
-            raise WorkerError(
-                f"worker {self.worker} did not answer while the others finished: its model is that of step "
-                f"{self.step} and not of the end, which the others have",
-                worker=self.worker,
-                step=self.step,
-            )
 
     def _dismissed(self) -> bool:
         return self._member is not None and self._member.is_dismissed
@@ -385,19 +315,15 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if hasattr(self, "_averager"):
-            self._averager.detach()
         _joined.discard(self._optimizer)
         try:
-            if self._group is not None:  # made here, whether it is the world's or not
-                dist.destroy_process_group(self._group)
+            self._synchronizer.detach()
         finally:
             if self._member is not None:
                 self._member.close()
 
     def _abandon(self, error: WorkerError) -> None:
-        if self._grouping is not None:
-            self._grouping.abandon(error)
+        self._synchronizer.abandon(error)
 
     # The loop ------------------------------------------------------------------------------------------
 
@@ -466,7 +392,7 @@ class Session:
         self._batch_size = batch_size
         taken = (
             self._dealt(dataset, batch_size, shuffle, loader_options)
-            if self._deals
+            if self._synchronizer.deals
             else self._shared_out(dataset, shards, loader_options)
         )
         self._is_dealing = True
@@ -479,14 +405,14 @@ class Session:
                     break
                 batch, samples = following
                 self._batches_taken += 1
-                self._samples += samples
-                self._averager.weigh(samples / batch_size)
+                self.samples += samples
+                self._synchronizer.weigh(samples / batch_size)
                 self.timer.switch("compute")
                 yield batch
             self._is_used_up = True
         finally:
             self._is_dealing = False
-            self._averager.weigh(1.0)
+            self._synchronizer.weigh(1.0)
             self.timer.switch("other")
             if not self._is_used_up:
                 self._give_up_the_rest()
@@ -525,7 +451,6 @@ class Session:
     ) -> Iterator[tuple[Any, int]]:
         """Yields what this worker is dealt, with sizes."""
         assert self._member is not None
-        assert self._grouping is not None
         samples = len(dataset)  # type: ignore[arg-type]
         dealt = DealtBatches(
             self._member,
@@ -538,9 +463,9 @@ class Session:
             is_last=self._last_epoch is None or self.epoch >= self._last_epoch,
             skips=self._has_given_up,
             used=self._used.get(self.epoch, ()),
-            late=self._grouping.late,
-            is_clear=lambda: self._averager.is_clear,
-            blocks_per_round=self._blocks_per_round,
+            late=self._synchronizer.late,
+            is_clear=lambda: self._synchronizer.is_clear,
+            blocks_per_round=self._synchronizer.blocks_per_round,
             deadline_s=self._strategy.deadline_s,
         )
         self._has_given_up = False
@@ -548,30 +473,53 @@ class Session:
 
     def _give_up_the_rest(self) -> None:
         """The loop has left the epoch early."""
-        if self._deals and self._member is not None and self._grouping is not None:
+        if self._synchronizer.deals and self._member is not None:
             self._has_given_up = True
             with self._member.lock:
                 self._member.hand.throw_away()
-                self._grouping.late.throw_away()
+                self._synchronizer.give_up_the_rest()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate gradients; the next one outside exchanges them all.
 
         Accumulation is right without it too, at the price of an exchange a backward pass.
         """
-        return self._averager.quiet() if self._grouping is not None else nullcontext()
+        return self._synchronizer.quiet()
+
+    def observe(self, loss: float | Tensor) -> None:
+        """Says the mean training loss of a batch, for strategies that go by it.
+
+        Args:
+            loss: a number, or a tensor that holds one.
+        """
+        self._losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+
+    def take_loss(self) -> float | None:
+        """The mean of what was observed since the last call, None where that is nothing."""
+        losses, self._losses = self._losses, []
+        return sum(losses) / len(losses) if losses else None
 
     def report(self, **metrics: float) -> None:
         """Puts numbers about the current epoch (accuracy, loss, …) into the run log."""
         plain = {name: float(value) for name, value in metrics.items()}
-        self._tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+        self.tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
 
-    def _tell(self, event: Event) -> None:
+    @property
+    def traffic(self) -> Mapping[str, float]:
+        """What has gone between this process, all its worker threads together, and a parameter server.
+
+        `pulls_count` and `pulled_bytes` are parameters that a step waited for, `traffic_bytes` all that was
+        sent and received; empty without a parameter server.
+        """
+        return self._synchronizer.traffic
+
+    def tell(self, event: Event) -> None:
+        """Tells the coordinator, together with where the time of steps went."""
         if self._member is not None:
             self._member.tell(*self._timed, event)
             self._timed.clear()
 
-    # What the averager asks for ------------------------------------------------------------------------
+    # What the synchronizer asks for ------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises the job's failure, if there is one.
@@ -588,7 +536,11 @@ class Session:
             return
         try:
             factor = self._slowness.factor(
-                self.worker, self.epoch, self._step_in_epoch(), self._batches_in_epoch, self._steps_taken
+                self.worker // len(self.threads),
+                self.epoch,
+                self._step_in_epoch(),
+                self._batches_in_epoch,
+                self._steps_taken,
             )
         except ValueError as error:
             raise OffbeatError(f"{error}; session.batches knows it, your own loader does not") from error
@@ -599,83 +551,36 @@ class Session:
 
     def _step_in_epoch(self) -> int:
         """How far the epoch is, in steps of all workers; by what all have done where samples are dealt."""
-        if not self._deals or self._batches_in_epoch is None or self._member is None:
+        if not self._synchronizer.deals or self._batches_in_epoch is None or self._member is None:
             return max(0, self._batches_taken - 1)
         return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
-
-    def ready(self, compute_s: float) -> tuple[int, int]:
-        """Tells the coordinator that this worker's gradients are on their way.
-
-        Returns:
-            How many dealt blocks they are of: its own, and those that others have computed for it.
-        """
-        blocks: tuple[int, ...] = ()
-        own = 0
-        if self._deals and self._member is not None:
-            with self._member.lock:
-                own = len(self._member.hand.taken)
-                blocks = self._member.hand.contribute(self._member.follower.is_member)
-            own = min(own, len(blocks))
-            self._blocks_per_round = max(self._blocks_per_round, own)
-        self._tell(
-            Ready(
-                now_s=0.0,
-                worker=self.worker,
-                generation=0 if self._grouping is None else self._grouping.follower.generation,
-                epoch=self.epoch,
-                step=self.step,
-                round=self._averager.round,
-                compute_s=compute_s,
-                samples=self._samples,
-                blocks=blocks,
-            )
-        )
-        return own, len(blocks) - own
-
-    def hyperparameters(self) -> list[float]:
-        """The learning rates and the like.
-
-        Schedulers are each worker's own, and one that was left out is behind with them.
-        """
-        groups = self._optimizer.param_groups
-        return [float(groups[index][name]) for index, name in self._shared_numbers]
-
-    def take_hyperparameters(self, values: list[float]) -> None:
-        """Uses the first member's learning rates and the like."""
-        for (index, name), value in zip(self._shared_numbers, values, strict=True):
-            group = self._optimizer.param_groups[index]
-            if group[name] != value:
-                group[name] = value
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._averager.exchange_is_due and closure is None:  # a closure has its own backward pass
-            self._averager.exchange()
-        if self._averager.is_outside:
-            self._averager.drop()
+        self._synchronizer.before_step(has_closure=closure is not None)
         self.timer.switch("apply")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.timer.switch("other")
+        step = self.step
+        self._synchronizer.after_step()
+        self._steps_taken += 1
         wall_s, parts_s = self.timer.lap()
         if self._member is not None:
             self._timed.append(
                 StepTimed(
                     now_s=0.0,
                     worker=self.worker,
-                    step=self.step,
-                    samples=self._samples,
+                    step=step,
+                    samples=self.samples,
                     wall_s=wall_s,
                     **{f"{part}_s": spent_s for part, spent_s in parts_s.items()},
                 )
             )
-        self._steps_taken += 1
-        if self._grouping is not None:
-            self._grouping.finish_step()
-        self._samples = 0
-        self._averager.rounds_since_step = 0
+        self.samples = 0
+        self._losses.clear()
 
     # Saving and restoring ------------------------------------------------------------------------------
 
@@ -689,10 +594,11 @@ class Session:
             OffbeatError: this worker is left out of the group, so that its parameters are old ones.
             WorkerError: the job failed.
         """
-        if not self._is_current:
+        if not self._synchronizer.is_current:
             raise OffbeatError(self._why_old())
+        self._synchronizer.refresh()
         whole = self._is_used_up or self._batches_taken == self._batches_in_epoch
-        if self._deals:
+        if self._synchronizer.deals:
             epoch, used = self._ask_what_is_used()
             taken = 0
         else:
@@ -713,16 +619,15 @@ class Session:
     def _ask_what_is_used(self) -> tuple[int, dict[int, tuple[tuple[int, int], ...]]]:
         """The epoch in which the state is, and which positions of that and later ones it has used."""
         assert self._member is not None
-        assert self._grouping is not None
         if self._member.hand.epoch < 0:  # nothing since the start
             return self.epoch, self._used
-        member, round_ = self._member, self._grouping.follower.round
+        member, round_ = self._member, self._synchronizer.round
 
         def has_heard() -> bool:
             return member.used is not None and member.used.round == round_
 
         member.used = None
-        self._tell(Saving(now_s=0.0, worker=self.worker, round=round_))
+        self.tell(Saving(now_s=0.0, worker=self.worker, round=round_))
         what = "the coordinator to say which samples the state holds"
         member.wait_for(has_heard, self._strategy.deadline_s, what)
         assert member.used is not None
@@ -756,36 +661,27 @@ class Session:
                 f"the state was taken in the middle of an epoch with {state['world']} workers and there are "
                 f"{self.world} now: use as many, or a state from an epoch's end"
             )
-        if (state["batches_taken"] and self._deals) or (any(state["used"].values()) and not self._deals):
-            how = "shared out equally" if self._deals else "dealt as they were needed"
+        if (state["batches_taken"] and self._synchronizer.deals) or (
+            any(state["used"].values()) and not self._synchronizer.deals
+        ):
+            how = "shared out equally" if self._synchronizer.deals else "dealt as they were needed"
             raise OffbeatError(
                 f"the state was taken in the middle of an epoch whose samples were {how}: use a strategy "
                 "that does the same, or a state from an epoch's end"
             )
-        if self._is_newcomer:
+        if self.is_newcomer:
             return
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.epoch = state["epoch"]
         self._steps_taken = state["step"]
-        if self._grouping is not None:
-            self._grouping.follower.step = state["step"]
+        self._synchronizer.resume(state["step"])
         self._batches_taken, self._seed = state["batches_taken"], state["seed"]
         self._used = {
             int(epoch): tuple((start, stop) for start, stop in ranges)
             for epoch, ranges in state["used"].items()
         }
         self._samples_loaded = state["samples"]
-
-
-def _numbers(optimizer: Optimizer) -> list[tuple[int, str]]:
-    """Where the hyperparameters are that are one number: index of the group, and name."""
-    return [
-        (index, name)
-        for index, group in enumerate(optimizer.param_groups)
-        for name in sorted(group)
-        if isinstance(group[name], float | int) and not isinstance(group[name], bool)
-    ]
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -799,6 +695,7 @@ def _read_slowness(environment: Environment) -> Slowness | None:
         return None
     try:
         rules = [parse(text) for text in environment.slow]
-        return Slowness(rules, workers=environment.world, seed=environment.seed)
+        processes = environment.world // len(environment.threads)
+        return Slowness(rules, workers=processes, seed=environment.seed)
     except ValueError as error:
         raise OffbeatError(str(error)) from error

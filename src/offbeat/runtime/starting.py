@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _COORDINATOR_S = 20.0
 _SERVER_S = 60.0  # it has to be taken in by the manager first
-_coordinators: list[subprocess.Popen[bytes]] = []  # started here; who ended is reaped at the next start
+_detached: list[subprocess.Popen[bytes]] = []  # started here; who ended is reaped at the next start
 
 
 def new_secrets() -> tuple[str, str]:
@@ -42,14 +42,7 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     Raises:
         OffbeatError: it did not start.
     """
-    _coordinators[:] = [one for one in _coordinators if one.poll() is None]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offbeat.runtime.coordinator"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    _coordinators.append(process)
+    process = _detach("offbeat.runtime.coordinator")
 
     def kill() -> None:
         os.killpg(process.pid, signal.SIGKILL)  # its child too
@@ -57,17 +50,39 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     return tuple(_answer(process, configuration, "the coordinator", _COORDINATOR_S, kill)["addresses"])
 
 
-def start_server(configuration: ServerConfiguration) -> subprocess.Popen[bytes]:
-    """Start a server as a process that ends with the thread that starts it.
+def start_server(configuration: ServerConfiguration, *, outlives: bool = False) -> subprocess.Popen[bytes]:
+    """Start a server as a process of its own.
+
+    Args:
+        configuration: what it is to be.
+        outlives: it ends with its job; otherwise, with the thread that starts it.
 
     Raises:
         OffbeatError: it did not start.
     """
-    process = subprocess.Popen(
-        tied([sys.executable, "-m", "offbeat.runtime.server"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    module = "offbeat.runtime.server"
+    process = _detach(module) if outlives else _tie(module)
     name = "a server" if configuration.server is None else f"server {configuration.server}"
     _answer(process, configuration, name, _SERVER_S, process.kill)
+    return process
+
+
+def _tie(module: str) -> subprocess.Popen[bytes]:
+    """Start a module as a process that ends with this thread."""
+    command = tied([sys.executable, "-m", module])
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _detach(module: str) -> subprocess.Popen[bytes]:
+    """Start a module as a process that outlives this one."""
+    _detached[:] = [one for one in _detached if one.poll() is None]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    _detached.append(process)
     return process
 
 

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-Part: TypeAlias = Literal["batch", "compute", "apply", "communicate", "wait", "other"]
-PARTS: tuple[Part, ...] = ("batch", "compute", "apply", "communicate", "wait", "other")
+Part: TypeAlias = Literal[
+    "batch",
+    "compute",
+    "apply",
+    "communicate",
+    "wait",
+    "other",
+    "push",
+    "report",
+    "pull",
+    "process_cache",
+    "thread_cache",
+]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class PartTimer:

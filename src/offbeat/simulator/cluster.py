@@ -10,15 +10,17 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import Any, NoReturn, assert_never
 
 from offbeat.errors import OffbeatError
 from offbeat.events import (
     Action,
+    CloseServers,
     Deal,
     Dismiss,
     EpochEnded,
     Event,
+    Grant,
     Group,
     GroupViewed,
     Halt,
@@ -137,6 +139,7 @@ class Cluster:
         cohort: the members, while all that they do is known beforehand.
         heard: workers whose last Ready the coordinator has heard although they are only about to say it.
         changed_s: when the last Halt or Group was said.
+        is_numbered: what is said is recorded once and heard once, in order, whenever the coordinator dies.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class Cluster:
         self._present: set[int] = set()
         self._gone: set[int] = set()
         self._away: set[int] = set()  # who hung when a coordinator came back
-        # Where samples are dealt: of how many events of each worker the log knows, and what each was told.
+        # Where what is said is numbered: of how many events of each worker the log knows, what each was told.
         self._recorded: Counter[int] = Counter()
         self._told: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
         self._said: list[Action] = []  # the last Start, Group and Halt
@@ -195,6 +198,7 @@ class Cluster:
         )
         self._alive = 0
         self.lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
+        self.is_numbered = samples is not None
 
     # Running -------------------------------------------------------------------------------------------
 
@@ -214,8 +218,12 @@ class Cluster:
         self.cohort.dissolve()
         if self._alive:
             engine.run(engine.now_s)  # of this very time, what members do on their own
-        if setting.samples is not None:
-            self._check_uses(setting.samples)
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """See that the run has ended as it must."""
+        if self.setting.samples is not None:
+            self._check_uses(self.setting.samples)
 
     @property
     def workers(self) -> dict[int, SimulatedWorker]:
@@ -241,11 +249,14 @@ class Cluster:
             seed=self.setting.seed,
             slowness=self._slowness if is_slowed and worker < self.world else None,
         )
-        one = self._workers[worker] = SimulatedWorker(self, worker, stopwatch, is_new=is_new)
+        one = self._workers[worker] = self._make(worker, stopwatch, is_new)
         self._alive += 1
         self.engine.at(self.engine.now_s, one.meet)
 
-    def violated(self, what: str) -> None:
+    def _make(self, worker: int, stopwatch: Stopwatch, is_new: bool) -> SimulatedWorker:
+        return SimulatedWorker(self, worker, stopwatch, is_new=is_new)
+
+    def violated(self, what: str) -> NoReturn:
         """Ends the run: this must never happen."""
         raise ViolationError(f"after {self.engine.now_s:.6f} s: {what}")
 
@@ -285,7 +296,7 @@ class Cluster:
         """Sends an event to the coordinator."""
         at_s = max(worker.up_s, self.engine.now_s + self.network.latency_s)
         worker.up_s = at_s
-        if worker.loop is not None:
+        if self.is_numbered:
             worker.told.append(event)
         self.bring(worker.worker, event, at_s)
 
@@ -325,7 +336,7 @@ class Cluster:
         worker, incarnation, event = message
         if incarnation != self._incarnation or self._is_down:
             return
-        if self.setting.samples is not None:
+        if self.is_numbered:
             told, recorded = self._workers[worker].told, self._recorded[worker]
             if recorded == len(told) or event is not told[recorded]:
                 return  # it has been heard, or what comes before it has not
@@ -340,7 +351,7 @@ class Cluster:
             self.ask(event)
         elif worker in self._present:
             self.ask(event)
-        if type(event) is Left and self.setting.samples is not None:
+        if type(event) is Left and self.is_numbered:
             self._durable = len(self.log)
             self.engine.at(self.engine.now_s + self.network.latency_s, self._let_go, worker)
 
@@ -375,7 +386,7 @@ class Cluster:
                     self.groups.append((self.engine.now_s, action))
                 case Halt():
                     self._check_halt(action)
-                case Deal() | Recall():
+                case Deal() | Grant() | Recall():
                     self._send(action.worker, (action,))
                     continue
                 case Used():
@@ -385,7 +396,7 @@ class Cluster:
                     continue  # no simulated worker computes for another: what is lent is called in
                 case Dismiss():
                     self.is_dismissed = True
-                case Start() | EpochEnded() | Viewed() | SpaceRefused():
+                case Start() | EpochEnded() | Viewed() | SpaceRefused() | CloseServers():
                     pass
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
                     pass
@@ -403,7 +414,7 @@ class Cluster:
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
-        if self.setting.samples is not None:
+        if self.is_numbered:
             number = len(self._told[worker])
             self._told[worker].append(actions)
         self._carry(worker, number, actions)
@@ -420,7 +431,7 @@ class Cluster:
         self.cohort.dissolve()
         if incarnation != self._incarnation or not worker.is_alive:
             return
-        if worker.loop is not None:
+        if self.is_numbered:
             if number != worker.heard:
                 return  # it has been heard, or what comes before it has not
             worker.heard += 1
@@ -713,7 +724,7 @@ class Cluster:
 
     def _reconnect(self, one: SimulatedWorker) -> None:
         self._away.discard(one.worker)
-        if one.loop is not None:
+        if self.is_numbered:
             self._say_what_was_missed(one)
             return
         has_joined = any(isinstance(event, Joined) and event.worker == one.worker for event, _ in self.log)

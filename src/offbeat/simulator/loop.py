@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from offbeat.events import Block, Deal, Wants
-from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
 
 
@@ -50,12 +50,28 @@ class Next(Enum):
     OVER = auto()  # nothing any more
 
 
+class Taker(Protocol):
+    """Who goes through the samples."""
+
+    @property
+    def worker(self) -> int:
+        """Its id."""
+
+    @property
+    def round(self) -> int:
+        """How many rounds it has finished."""
+
+    @property
+    def is_member(self) -> bool:
+        """Whether what it computes counts."""
+
+
 class Loop:
     """One worker's way through its epochs, batch by batch.
 
     Args:
         samples: of all workers.
-        follower: the worker's.
+        taker: whose way, a worker's `Follower` where there are groups.
         tell: says something to the coordinator, at once.
 
     Attributes:
@@ -65,12 +81,12 @@ class Loop:
         blocks: behind the gradients of the round under way.
     """
 
-    def __init__(self, samples: Samples, follower: Follower, tell: Callable[[Wants], None]) -> None:
+    def __init__(self, samples: Samples, taker: Taker, tell: Callable[[Wants], None]) -> None:
         self.samples = samples
         self.hand = Hand()
         self.epoch = self.epochs_ended = 0
         self.blocks: tuple[Block, ...] = ()
-        self._follower, self._tell = follower, tell
+        self._taker, self._tell = taker, tell
         self._batches = 0  # of the round under way
         self._rounds = 0  # in this epoch
         self._blocks_per_round = 0
@@ -97,7 +113,7 @@ class Loop:
                 if self.epoch == self.samples.epochs:
                     return Next.OVER
                 self._enter()
-            is_member, hand = self._follower.is_member, self.hand
+            is_member, hand = self._taker.is_member, self.hand
             if self._has_ended or self._is_at_the_end():
                 self._has_ended = True
                 if self._batches:
@@ -116,7 +132,7 @@ class Loop:
 
     def contribute(self) -> tuple[int, ...]:
         """Ids of the blocks behind the gradients, as the worker names them when it is Ready."""
-        ids = self.hand.contribute(self._follower.is_member)
+        ids = self.hand.contribute(self._taker.is_member)
         self._blocks_per_round = max(self._blocks_per_round, len(ids))
         return ids
 
@@ -141,7 +157,7 @@ class Loop:
         self._has_asked = False
 
     def _is_at_the_end(self) -> bool:
-        return self.hand.is_over or (not self._follower.is_member and self.epochs_ended > self.epoch)
+        return self.hand.is_over or (not self._taker.is_member and self.epochs_ended > self.epoch)
 
     def _enter(self) -> None:
         self._is_inside, self._has_ended = True, False
@@ -163,7 +179,7 @@ class Loop:
         self._tell(
             Wants(
                 now_s=0.0,
-                worker=self._follower.worker,
+                worker=self._taker.worker,
                 epoch=self.epoch,
                 samples=samples.count,
                 batch_size=samples.batch_size,
@@ -171,7 +187,7 @@ class Loop:
                 skips=self._has_given_up,
                 ahead=together + 1 if together > 1 else 0,
                 taken=self.hand.taken,
-                round=self._follower.round,
+                round=self._taker.round,
                 used=(),
             )
         )

@@ -2,7 +2,8 @@
 
 Every push adds 1 to some keys, in a digit of its client's own. At the end each key must be, on its master and
 on every replica, what was pushed to it: no push lost that was acknowledged, none applied twice. Where pushes
-are summed, none is acknowledged without those of all others. The policies decide; nothing here does.
+are summed, none is acknowledged without those of all others. What is pulled with the times of the client's
+own pushes holds just these. The policies decide; nothing here does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from offbeat.policies.channels import Channel, Packet
 from offbeat.policies.client import Client, Done, Failed
+from offbeat.policies.clocks import Piece
 from offbeat.policies.parcels import (
     Content,
     Copy,
@@ -66,7 +68,7 @@ class Counts:
         """See `Table.apply`."""
         self.values.update(content)
 
-    def read(self, first: int, last: int, keys: Content | None) -> Content:
+    def read(self, first: int, last: int, keys: Content | None, states: bool = False) -> Content:
         """See `Table.read`."""
         return cut(self.values, first, last)
 
@@ -189,6 +191,7 @@ class Serving:
         self._make_node, self._make_client = make_node, make_client
         self._engine = Engine()
         self._chance = random.Random(f"serving {trial.seed}")
+        self._whims = random.Random(f"whims {trial.seed}")  # of clients: what to say besides keys and values
         self._spaces = [
             Space(f"space {number}", trial.keys, trial.block_keys, aggregates=bool(number))
             for number in range(1 + trial.aggregates)
@@ -212,16 +215,17 @@ class Serving:
         # Requests that are not done: what was pushed, or what had been acknowledged when the pull was made.
         self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
         self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
+        self._wants_times: dict[tuple[int, int], bool] = {}  # by pull
         self._asked_of: dict[tuple[int, int], str] = {}  # the namespace of each request
         self._pushed: Counter[Counted] = Counter()
         # What each client knows to be everywhere; of sums, that is what all had pushed.
         self._acknowledged = {client: Counter[Counted]() for client in self._clients}
         self._masters: dict[tuple[int, Place], int] = {}  # who served, by epoch and block
-        # Of namespaces that aggregate: how often each client has pushed, what and when it has, and whose
+        # How many times of a namespace each client has gone through, what it has pushed at which, and whose
         # pushes were in the sum of a key, by view and time.
         self._rounds: Counter[tuple[str, int]] = Counter()
         self._times: dict[tuple[int, int], int] = {}  # of requests
-        self._at: dict[tuple[str, int], dict[int, Counter[Counted]]] = {}
+        self._at: dict[tuple[str, int], dict[int, Counter[Counted]]] = {}  # by namespace and client, by time
         self._sums: dict[tuple[int, str, int, int], tuple[int, ...]] = {}
 
     def run(self) -> None:
@@ -347,14 +351,17 @@ class Serving:
         first, last = found
         self.requests += 1
         if is_pull:
-            number, said = one.pull(space.name, first, last)
+            wants_times = self._whims.random() < 0.5
+            number, said = one.pull(space.name, first, last, times=wants_times)
             known = Counter(self._acknowledged[client])
             self._pulling[client, number] = (space.name, first, last, known)
+            self._wants_times[client, number] = wants_times
         else:
             self._left_to_push[client] -= 1
-            self._rounds[space.name, client] += 1
             content = {key: 1 << _DIGIT_BITS * client for key in range(first, last) if chance.random() < 0.5}
-            number, said = one.push(space.name, content, first, last)
+            if self._whims.random() < 0.1:
+                content = {}  # it has nothing at this time
+            number, said = one.push(space.name, content, first, last, self._time_of(client, space))
             self._pushing[client, number] = Counter((space.name, key, client) for key in content)
             self._pushed.update(self._pushing[client, number])
         self._asked_of[client, number] = space.name
@@ -364,9 +371,28 @@ class Serving:
         first = chance.randrange(self.trial.keys)
         return first, chance.randrange(first, self.trial.keys) + 1
 
+    def _time_of(self, client: int, space: Space) -> int | None:
+        """The time that a client chooses for its next push; None if it leaves it to come next.
+
+        Where all push the same ranges, nobody leaves out a time whose range does not come again.
+        """
+        begins = self._clients[client].begins(space.name) if space.aggregates else 1
+        step = self._whims.choice((0, 1, 3))
+        if space.aggregates and not self._is_whole(space):
+            step = min(step, 1)
+        if begins is None or not step:
+            self._rounds[space.name, client] += 1
+            return None
+        self._rounds[space.name, client] += step
+        return begins - 1 + self._rounds[space.name, client]
+
+    def _is_whole(self, space: Space) -> bool:
+        """Whether all push all keys of a namespace each time."""
+        return random.Random(f"{self.trial.seed} {space.name}").random() < 0.5
+
     def _keys_of(self, client: int, space: Space) -> tuple[int, int] | None:
         """What a client is to push next where all push the same; None while it does not know its time."""
-        if random.Random(f"{self.trial.seed} {space.name}").random() < 0.5:
+        if self._is_whole(space):
             return 0, space.keys
         begins = self._clients[client].begins(space.name)
         if begins is None:
@@ -450,7 +476,7 @@ class Serving:
         request = push.client, push.number
         self._times[request] = push.time
         if request in self._pushing:
-            self._at.setdefault((push.namespace, push.time), {})[push.client] = self._pushing[request]
+            self._at.setdefault((push.namespace, push.client), {})[push.time] = self._pushing[request]
 
     def _done(self, client: int, done: Done) -> None:
         content = self._pushing.pop((client, done.number), None)
@@ -465,19 +491,21 @@ class Serving:
             values |= part
         for key in range(first, last):
             self._check_value((name, key), values.get(key, 0), known, f"what client {client} pulled")
+        if self._wants_times.pop((client, done.number)):
+            self._check_own(client, name, (first, last), values, done.times)
 
     def _know_the_sum(self, client: int, number: int) -> None:
         """Where pushes are summed, who has one acknowledged knows that those of all others are everywhere."""
         view, name, time = self._group.view, self._asked_of[client, number], self._times[client, number]
         if view is None or not view.spaces[name].aggregates:
             return
-        came = self._at[name, time]
         for other, begins in view.participants.get(name, {}).items():
             if other == client or begins > time or f"client-{other}" in self._dead:
                 continue
-            if other not in came:
+            pushed = self._at.get((name, other), {})
+            if max(pushed, default=0) < time:
                 self._violated(f"client {client} was acknowledged time {time} of {name} without {other}")
-            self._acknowledged[client].update(came[other])
+            self._acknowledged[client].update(pushed.get(time, Counter()))  # it may have left the time out
 
     # The network -----------------------------------------------------------------------------------------
 
@@ -568,6 +596,21 @@ class Serving:
                 self._violated(
                     f"{what} of {place} has {count} pushes of client {client}, which had "
                     f"{known[counted]} of {self._pushed[counted]} acknowledged"
+                )
+
+    def _check_own(
+        self, client: int, name: str, span: tuple[int, int], values: dict[int, int], times: tuple[Piece, ...]
+    ) -> None:
+        """See that just those of a client's own pushes are in what it pulled that its times say."""
+        pushed = self._at.get((name, client), {})
+        for key in range(*span):
+            upto = sum(piece.time for piece in times if piece.first <= key < piece.last)
+            told = sum((name, key, client) in content for time, content in pushed.items() if time <= upto)
+            count = values.get(key, 0) >> _DIGIT_BITS * client & (1 << _DIGIT_BITS) - 1
+            if count != told:
+                self._violated(
+                    f"client {client} pulled {count} of its own pushes of {(name, key)}, and times that say "
+                    f"{told}"
                 )
 
     def _check_the_end(self) -> None:

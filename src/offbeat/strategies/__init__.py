@@ -3,5 +3,17 @@
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.spelling import STRATEGIES, parse_strategy
+from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 
-__all__ = ["DPAR", "STRATEGIES", "AllReduce", "PartialAllReduce", "parse_strategy"]
+__all__ = [
+    "ASP",
+    "DPAR",
+    "DTSSP",
+    "SSP",
+    "STRATEGIES",
+    "AllReduce",
+    "Downpour",
+    "PartialAllReduce",
+    "ServerBSP",
+    "parse_strategy",
+]

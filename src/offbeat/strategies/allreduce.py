@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
-from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.grouping import Grouping
+from offbeat.runtime.group_synchronizer import GroupSynchronizer
+from offbeat.runtime.synchronizer import Loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,9 @@ class AllReduce:
     """
 
     name: ClassVar[str] = "bsp"
+    needs_coordinator: ClassVar[bool] = False
     survives: ClassVar[bool] = False
+    takes_back: ClassVar[bool] = False
     shards: ClassVar[Literal["dynamic", "equal"]] = "equal"
 
     bucket_bytes: int = 25 * 2**20
@@ -40,7 +43,7 @@ class AllReduce:
         if self.deadline_s <= 0:
             raise ValueError(f"deadline_s must be more than 0 s, got {self.deadline_s}")
 
-    def policies(self, world: int, start_s: float) -> tuple[PolicySpec, ...]:
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
             PolicySpec(
@@ -52,15 +55,14 @@ class AllReduce:
             ),
         )
 
-    def averager(
-        self, model: nn.Module, grouping: Grouping | None, host: Host, *, workers: int
-    ) -> GradientAverager:
-        """See `Strategy.averager`."""
-        return GradientAverager(
+    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
+        """See `Strategy.synchronizer`."""
+        return GroupSynchronizer(
+            loop,
             model,
-            grouping,
-            host,
-            workers=workers,
+            optimizer,
             bucket_bytes=self.bucket_bytes,
             deadline_s=self.deadline_s,
+            survives=self.survives,
+            is_dealt=self.shards == "dynamic",
         )

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from offbeat.policies.partial import Monitor, PartialGroups
-from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.grouping import Grouping
+from offbeat.runtime.group_synchronizer import GroupSynchronizer
+from offbeat.runtime.synchronizer import Loop
 
 
 class _AroundTheSlow(ABC):
     """What both have in common: the groups, and what keeps gradients in step within them."""
 
+    needs_coordinator: ClassVar[bool] = False
     survives: ClassVar[bool] = True
+    takes_back: ClassVar[bool] = True
 
     shards: Literal["dynamic", "equal"]
     bucket_bytes: int
@@ -28,7 +31,7 @@ class _AroundTheSlow(ABC):
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
         PartialGroups(1, **self._groups())
 
-    def policies(self, world: int, start_s: float) -> tuple[PolicySpec, ...]:
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
             PolicySpec(
@@ -40,17 +43,16 @@ class _AroundTheSlow(ABC):
             ),
         )
 
-    def averager(
-        self, model: nn.Module, grouping: Grouping | None, host: Host, *, workers: int
-    ) -> GradientAverager:
-        """See `Strategy.averager`."""
-        return GradientAverager(
+    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
+        """See `Strategy.synchronizer`."""
+        return GroupSynchronizer(
+            loop,
             model,
-            grouping,
-            host,
-            workers=workers,
+            optimizer,
             bucket_bytes=self.bucket_bytes,
             deadline_s=self.deadline_s,
+            survives=self.survives,
+            is_dealt=self.shards == "dynamic",
         )
 
     def _groups(self) -> dict[str, Any]:

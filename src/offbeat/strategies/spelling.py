@@ -10,8 +10,10 @@ import msgspec
 from offbeat.runtime.session import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
+from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 
-STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in (AllReduce, PartialAllReduce, DPAR)}
+_KINDS = (AllReduce, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
+STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
 
 
 def parse_strategy(text: str) -> Strategy:

@@ -1,0 +1,132 @@
+"""How far workers may be apart, by how fast the loss falls; a part that a policy owns.
+
+Nothing here knows of workers or clocks, or measures a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_EPS = 1e-12  # a loss of 0 has no percentage
+
+
+class LprController:
+    """Raises the bound while the loss falls fast, and lowers it while the loss rises.
+
+    The loss L of a version is the mean, by samples, of the training losses of all steps at its clock. Once
+    the version is complete, its learning progress rate is LPR = 100 (M' - M) / |M'| percent, with M = L and
+    M' that of the version before. Above `limit` the bound s rises by `step`, below -`limit` it falls.
+
+    Source: Y. Kim and S. Rhee, "Distributed and parallel deep learning architecture exploiting dynamic stale
+    synchronous parallel method", Journal of Digital Contents Society 20(2), 2019 (DTSSP): steps of 1, a limit
+    of 5 %, bounds from 3 to 10. Deviations: what the rate is computed from is not printed there; this is the
+    signal that a server has at every version without evaluating. A version whose losses nobody has said is
+    passed over, and so is the first. A loss that is no finite number counts as one that has risen beyond all
+    bounds, and is not compared with later. `beta` is an addition.
+
+    Args:
+        s: the bound at first, from `s_min` to `s_max`.
+        s_min: at least 0.
+        s_max: at least `s_min`.
+        step: by how much the bound changes at one version, at least 1.
+        limit: in percent, at least 0; with infinity the bound stays what it is.
+        beta: compares M = beta M' + (1 - beta) L instead, above 0 and below 1; None does not smooth.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        s: int = 3,
+        *,
+        s_min: int = 3,
+        s_max: int = 10,
+        step: int = 1,
+        limit: float = 5.0,
+        beta: float | None = None,
+    ) -> None:
+        if not 0 <= s_min <= s <= s_max:
+            raise ValueError(f"expected 0 <= s_min <= s <= s_max, got s_min={s_min}, s={s}, s_max={s_max}")
+        if step < 1:
+            raise ValueError(f"expected a step of at least 1, got {step}")
+        if not limit >= 0:
+            raise ValueError(f"expected a limit of at least 0 percent, got {limit}")
+        if beta is not None and not 0 < beta < 1:
+            raise ValueError(f"expected beta above 0 and below 1, got {beta}")
+        self._s, self._s_min, self._s_max = s, s_min, s_max
+        self._step, self._limit, self._beta = step, limit, beta
+        self._heard: dict[int, tuple[int, float]] = {}  # version: samples, and the sum of their losses
+        self._before: float | None = None  # M'
+        self._lpr: float | None = None
+
+    @property
+    def s(self) -> int:
+        """The bound now."""
+        return self._s
+
+    @property
+    def s_max(self) -> int:
+        """The largest that it may be."""
+        return self._s_max
+
+    @property
+    def lpr(self) -> float | None:
+        """The last learning progress rate, in percent; None before the second version with a loss."""
+        return self._lpr
+
+    def stepped(self, version: int, samples: int, loss: float) -> None:
+        """Take note of a step.
+
+        Args:
+            version: the clock of the step, of a version that is not complete.
+            samples: behind the loss, at least 0; a loss of none does not count.
+            loss: their mean.
+        """
+        if samples:
+            count, total = self._heard.get(version, (0, 0.0))
+            self._heard[version] = (count + samples, total + samples * loss)
+
+    def completed(self, until: int) -> list[str]:
+        """Take all versions before `until` as complete, in order; returns why the bound has changed."""
+        why = []
+        for version in sorted(version for version in self._heard if version < until):
+            count, total = self._heard.pop(version)
+            self._lpr = self._rate(total / count)
+            if self._lpr is not None and self._change(self._lpr):
+                moved = "fell" if self._lpr > 0 else "rose"
+                why.append(f"the loss {moved} by {abs(self._lpr):.3g} % at version {version}")
+        return why
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that changes, as plain data."""
+        return {
+            "s": self._s,
+            "heard": [[version, *one] for version, one in self._heard.items()],
+            "before": self._before,
+            "lpr": self._lpr,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a controller with the same arguments."""
+        self._s, self._before, self._lpr = state["s"], state["before"], state["lpr"]
+        self._heard = {version: (count, total) for version, count, total in state["heard"]}
+
+    def _rate(self, loss: float) -> float | None:
+        if not math.isfinite(loss):
+            return -math.inf
+        before = self._before
+        if before is None:
+            self._before = loss
+            return None
+        self._before = loss if self._beta is None else self._beta * before + (1 - self._beta) * loss
+        return 100 * (before - self._before) / max(abs(before), _EPS)
+
+    def _change(self, lpr: float) -> bool:
+        before = self._s
+        if lpr > self._limit:
+            self._s = min(self._s_max, self._s + self._step)
+        elif lpr < -self._limit:
+            self._s = max(self._s_min, self._s - self._step)
+        return self._s != before

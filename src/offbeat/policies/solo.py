@@ -1,0 +1,186 @@
+"""Deals samples to workers that are in no group: what each has computed is used at once.
+
+A part that a policy owns. Nothing here knows when a worker may compute, nor how an epoch is cut into blocks
+(see `offbeat.policies.work`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.errors import ProtocolError
+from offbeat.events import Action, Block, Deal, Saving, Used, Wants
+from offbeat.policies.work import WorkScheduler
+
+
+class SoloDealing:
+    """Says who gets which samples, so that each is used once, while workers come and go.
+
+    No step is repeated once a worker has said that it is done, so its blocks count as used then. What a
+    worker has that is lost goes to others. With no group, nobody waits for a worker that has no samples; but
+    one that waits for more in the midst of a step is told to do without (`Deal.is_awaited`), for others may
+    wait for the blocks that it has taken.
+    """
+
+    def __init__(self) -> None:
+        self._scheduler = WorkScheduler()
+        self._members: set[int] = set()
+        self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
+        self._waiting: set[int] = set()  # who has nothing to compute with, and its epoch is not over
+        self._anew: set[int] = set()  # who is to be told that it has nothing
+        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds that has finished
+        self._steps = 0  # with samples; each is a round of its own for the scheduler
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Who waits for samples."""
+        return frozenset(self._waiting)
+
+    def may_compute(self, worker: int) -> bool:
+        """Whether the worker has samples, or none are dealt to it because it has never wanted any."""
+        return worker not in self._in or bool(self._scheduler.held(worker))
+
+    def holders(self) -> set[int]:
+        """Who has blocks for which others wait, since their epochs end only when these are used."""
+        latest = max((self._in[worker][0] for worker in self._waiting), default=-1)
+        epochs = [epoch for epoch in self._scheduler.unfinished() if epoch <= latest]
+        return {worker for epoch in epochs for worker in self._scheduler.holders(epoch)}
+
+    def joined(self, worker: int) -> None:
+        """A worker is here."""
+        self._members.add(worker)
+        self._scheduler.set_members(self._members)
+
+    def wants(self, event: Wants) -> None:
+        """A worker is in an epoch, and has nothing to compute with.
+
+        Raises:
+            ProtocolError: an epoch, sizes or blocks that cannot be.
+        """
+        worker, scheduler = event.worker, self._scheduler
+        if event.skips and worker in self._in:
+            scheduler.forgone(worker)
+            scheduler.cut(self._in[worker][0])
+            self._anew.add(worker)
+        scheduler.begin(
+            worker,
+            event.epoch,
+            event.samples,
+            event.batch_size,
+            hold=event.is_last,
+            ahead=event.ahead,
+            early=event.skips,
+            used=event.used,
+        )
+        self._in[worker] = (event.epoch, event.samples)
+        for block_id in event.taken:
+            scheduler.taken(worker, block_id)
+        if len(scheduler.held(worker)) == scheduler.taken_count(worker):  # else they crossed this
+            self._waiting.add(worker)
+
+    def stepped(self, worker: int, blocks: tuple[int, ...]) -> None:
+        """A worker has finished a step with these blocks.
+
+        Raises:
+            ProtocolError: they are not its own.
+        """
+        if not blocks:
+            return
+        if not self._scheduler.contributed(worker, self._steps, blocks):
+            raise ProtocolError(f"blocks {list(blocks)} are not worker {worker}'s any more")
+        self._scheduler.completed(self._steps)
+        self._steps += 1
+
+    def saving(self, event: Saving) -> None:
+        """A worker's state is taken down.
+
+        Raises:
+            ProtocolError: the worker has never wanted samples.
+        """
+        if event.worker not in self._in:
+            raise ProtocolError(f"expected worker {event.worker} to have begun an epoch before it saves")
+        self._saving[event.worker] = event.round
+
+    def finished(self, worker: int) -> None:
+        """The worker's loop is over; what it had is nobody's."""
+        if worker in self._in:
+            self._scheduler.retired(worker)
+        self._forget(worker)
+        self._scheduler.set_members(self._members)
+
+    def gone(self, worker: int) -> None:
+        """The worker is no more; what it had is for others."""
+        self._forget(worker)
+        if worker in self._scheduler:
+            self._scheduler.lost(worker)
+
+    def _forget(self, worker: int) -> None:
+        self._members.discard(worker)
+        self._waiting.discard(worker)
+        self._anew.discard(worker)
+        self._in.pop(worker, None)
+        self._saving.pop(worker, None)
+
+    def deals(self) -> list[Action]:
+        """What there is to tell now, ascending by worker."""
+        dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.deal()}
+        self._waiting -= {worker for worker, (blocks, over) in dealt.items() if blocks or over}
+        awaited = {worker for worker in self._waiting if self._scheduler.taken_count(worker)}
+        self._waiting -= awaited
+        said: list[Action] = [
+            self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
+            for worker in sorted({*dealt, *awaited, *self._anew})
+        ]
+        self._anew.clear()
+        return said + self._saved()
+
+    def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
+        epoch, samples = self._in[worker]
+        is_open = epoch in self._scheduler.unfinished()
+        reasons = ["there is nothing for it, and others wait for what it has begun"] * is_awaited
+        reasons += ["what it had is not its own any more"] * (worker in self._anew)
+        reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
+        return Deal(
+            worker=worker,
+            epoch=epoch,
+            anew=worker in self._anew,
+            blocks=blocks,
+            over=over,
+            is_awaited=is_awaited,
+            used=self._scheduler.used(epoch) if is_open else samples,
+            reason="; ".join(reasons),
+        )
+
+    def _saved(self) -> list[Action]:
+        used = self._scheduler.used_before(self._steps) if self._saving else {}
+        said: list[Action] = [
+            Used(
+                worker=worker,
+                round=round_,
+                epoch=min(used, default=self._scheduler.next_epoch),
+                used=tuple(used.items()),
+                is_current=True,
+                reason="asked",
+            )
+            for worker, round_ in sorted(self._saving.items())
+        ]
+        self._saving.clear()
+        return said
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as plain data."""
+        return {
+            "scheduler": self._scheduler.state_dict(),
+            "members": sorted(self._members),
+            "in": [[worker, *one] for worker, one in self._in.items()],
+            "waiting": sorted(self._waiting),
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, which was taken when everything had been told."""
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._members = set(state["members"])
+        self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
+        self._waiting, self._steps = set(state["waiting"]), state["steps"]
+        self._anew, self._saving = set(), {}

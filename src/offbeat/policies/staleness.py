@@ -1,0 +1,480 @@
+"""Bounded staleness on a parameter server: who may start the next step, with whose samples.
+
+Nothing here knows where parameters are, nor how they are pushed and pulled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, TypeAlias, assert_never
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Brought,
+    Clocked,
+    CloseServers,
+    Deal,
+    Dismiss,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Grant,
+    Halted,
+    Joined,
+    Left,
+    Lost,
+    NodeEvent,
+    Ready,
+    Recalled,
+    Refuse,
+    Saving,
+    StepTimed,
+    Stop,
+    Tick,
+    Wants,
+)
+from offbeat.policies.consistency import ConsistencyGate, Counts, Opened
+from offbeat.policies.learning import LprController
+from offbeat.policies.solo import SoloDealing
+from offbeat.policies.stragglers import StragglerClassifier
+
+_FIRST: Final = 0  # the worker whose parameters all begin with
+
+Shards: TypeAlias = Literal["dynamic", "equal"]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    """What is known of a worker that is not gone.
+
+    Attributes:
+        peer: its link name.
+        has_begun: it could take steps.
+        has_finished: its loop is over.
+        epoch: of its last step.
+        iteration: of that step in its epoch.
+    """
+
+    peer: str
+    has_begun: bool = False
+    has_finished: bool = False
+    epoch: int = -1
+    iteration: int = -1
+
+
+class BoundedStaleness:
+    """Answers every finished step with the clock of the next, and says when that may start.
+
+    Nobody starts before all workers of the start could, or are gone. With s = 0 training is bulk-synchronous
+    (BSP), with no bound asynchronous (ASP), in between stale-synchronous (SSP); with `dynamic` the bound
+    follows the loss (DTSSP). When a version of the parameters is complete, first its losses count and the
+    bound changes, and then those are let go whom that bound lets go.
+
+    Who is dealt samples and has none rests (see `ConsistencyGate`): so the end of an epoch, whose last
+    blocks are with a slow worker, holds nobody back, and who has nothing holds nobody back either. A Grant
+    says so, and another one comes with the next samples.
+
+    The job goes on with whoever is left, unless worker 0 goes before it could take steps: all begin with its
+    parameters. Who leaves without having finished, is lost or fails hands back the
+    samples that it had. Who keeps others waiting for too long is refused.
+
+    Source: those of `ConsistencyGate` and `LprController`. Deviations: theirs; workers that come and go;
+    samples that are dealt as they are needed; stragglers, whom others may leave further behind.
+
+    Args:
+        world: how many workers make up the job at the start; their ids are 0 to `world` - 1.
+        s: the bound, at least 0; None for none. With `dynamic`, the bound at first.
+        counts: what a clock is (see `ConsistencyGate`).
+        deadline_s: how long others wait for a step of a worker, in seconds.
+        shards: "dynamic" deals samples as they are needed; with "equal" nothing is dealt.
+        dynamic: arguments of `LprController`; None for a bound that stays.
+        detector: arguments of `StragglerClassifier`, whose stragglers hold others back only beyond the
+            largest bound of `dynamic`, which it needs; None makes no difference between workers.
+
+    Raises:
+        ValueError: an argument out of range, or two that contradict each other.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        *,
+        s: int | None = 3,
+        counts: Counts = "own",
+        deadline_s: float = 600.0,
+        shards: Shards = "dynamic",
+        dynamic: dict[str, Any] | None = None,
+        detector: dict[str, Any] | None = None,
+    ) -> None:
+        if world < 1:
+            raise ValueError(f"expected a world of at least 1 worker, got {world}")
+        if not deadline_s > 0:
+            raise ValueError(f"expected a deadline of more than 0 s, got {deadline_s}")
+        if shards not in ("dynamic", "equal"):
+            raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
+        if dynamic is not None and s is None:
+            raise ValueError("expected a bound that may change, got none at all: give s or leave out dynamic")
+        if detector is not None and dynamic is None:
+            raise ValueError("expected dynamic along with detector: its s_max bounds how far stragglers fall")
+        self._world, self._deadline_s = world, deadline_s
+        self._controller = None if dynamic is None or s is None else LprController(s, **dynamic)
+        s_max = None if self._controller is None else self._controller.s_max
+        self._gate = ConsistencyGate(s, counts, s_max)
+        self._dealing = SoloDealing() if shards == "dynamic" else None
+        self._classifier = None if detector is None else StragglerClassifier(**detector)
+        self._workers: dict[int, _Worker] = {}
+        self._gone: set[int] = set()
+        self._has_started = False
+        self._awaited: set[int] = set()  # of the start, and could not take a step yet
+        self._since_s: dict[int, float] = {}  # who keeps others waiting, since when
+        self._is_over = False  # everybody has been dismissed, or is gone
+
+    def handle(self, event: Event) -> list[Action]:
+        """Answer with Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
+
+        Raises:
+            ProtocolError: a message that no worker of a running job can send.
+        """
+        if self._is_over:
+            return self._end(event)
+        match event:
+            case Joined():
+                return self._joined(event)
+            case Clocked():
+                return self._clocked(event)
+            case Wants():
+                return self._wants(event)
+            case Saving():
+                return self._saving(event)
+            case Finished():
+                return self._finished(event)
+            case Left() | Lost() | Failed():
+                return self._left(event)
+            case Tick():
+                return self._tick(event.now_s)
+            case Ready() | Halted() | Recalled() | Brought():
+                raise ProtocolError(
+                    f"expected nothing about groups, of which there are none, got {_said(event)}"
+                )
+            case StepTimed() | Evaluated() | NodeEvent():
+                return []
+            case _:
+                assert_never(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is not an argument of the constructor, as plain data."""
+        return {
+            "controller": None if self._controller is None else self._controller.state_dict(),
+            "gate": self._gate.state_dict(),
+            "dealing": None if self._dealing is None else self._dealing.state_dict(),
+            "classifier": None if self._classifier is None else self._classifier.state_dict(),
+            "workers": [[worker, asdict(one)] for worker, one in self._workers.items()],
+            "gone": sorted(self._gone),
+            "has_started": self._has_started,
+            "awaited": sorted(self._awaited),
+            "since_s": [list(one) for one in self._since_s.items()],
+            "is_over": self._is_over,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of a policy with the same arguments."""
+        for part, name in (
+            (self._controller, "controller"),
+            (self._gate, "gate"),
+            (self._dealing, "dealing"),
+            (self._classifier, "classifier"),
+        ):
+            if part is not None:
+                part.load_state_dict(state[name])
+        self._workers = {worker: _Worker(**one) for worker, one in state["workers"]}
+        self._gone, self._awaited = set(state["gone"]), set(state["awaited"])
+        self._has_started, self._is_over = state["has_started"], state["is_over"]
+        self._since_s = dict(state["since_s"])
+
+    # Coming and going ------------------------------------------------------------------------------------
+
+    def _joined(self, event: Joined) -> list[Action]:
+        if event.worker in self._workers or event.worker in self._gone:
+            return []  # the assembly answers
+        self._workers[event.worker] = _Worker(peer=event.peer)
+        if self._dealing is not None:
+            self._dealing.joined(event.worker)
+        if not self._has_started and len(self._workers) == self._world:
+            self._has_started = True
+            self._awaited = set(self._workers)
+        return []
+
+    def _finished(self, event: Finished) -> list[Action]:
+        one = self._known(event)
+        self._ends(event.worker, one)
+        one.has_finished = True
+        if self._dealing is not None:
+            self._dealing.finished(event.worker)
+        return self._go_on() + self._dismiss()
+
+    def _left(self, event: Left | Lost | Failed) -> list[Action]:
+        if event.worker not in self._workers:
+            if event.worker in self._gone or not self._has_started:
+                return []
+            raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
+        if self._has_not_given([event.worker]) and len(self._workers) > 1:
+            return self._stop()
+        self._part(event.worker)
+        return self._go_on() + self._dismiss()
+
+    def _has_not_given(self, going: list[int]) -> bool:
+        """Whether the one whose parameters all begin with is among these, and has not given them yet."""
+        return _FIRST in going and _FIRST in self._awaited
+
+    def _stop(self) -> list[Action]:
+        self._part(_FIRST)
+        self._is_over = True
+        reason = f"worker {_FIRST} is out, and the others have not got its parameters to begin with"
+        return [Stop(worker=_FIRST, step=None, reason=reason)]
+
+    def _part(self, worker: int) -> None:
+        self._ends(worker, self._workers.pop(worker))
+        self._gone.add(worker)
+        if self._dealing is not None:
+            self._dealing.gone(worker)
+
+    def _ends(self, worker: int, one: _Worker) -> None:
+        """The worker takes no further step."""
+        self._awaited.discard(worker)
+        if worker not in self._gate:
+            return
+        self._gate.leave(worker)
+        if self._classifier is not None:
+            self._classifier.remove(worker)
+            self._gate.set_stragglers(self._classifier.stragglers)
+
+    def _dismiss(self) -> list[Action]:
+        """Let everybody go once all have finished who have ever begun."""
+        if not self._has_started or self._awaited:
+            return []
+        if not self._workers:
+            self._is_over = True
+            return [_close_servers()]
+        begun = [one for one in self._workers.values() if one.has_begun or one.has_finished]
+        if not begun or not all(one.has_finished for one in begun):
+            return []
+        self._is_over = True
+        return [Dismiss(reason="everybody has finished")]
+
+    def _end(self, event: Event) -> list[Action]:
+        """Everybody has been dismissed, or is gone."""
+        if isinstance(event, Joined):
+            return [_turn_away(event.worker, event.peer)]
+        if isinstance(event, Clocked) and event.worker in self._workers:
+            refused = _turn_away(event.worker, self._workers.pop(event.worker).peer)
+            return [refused] if self._workers else [refused, _close_servers()]
+        if not isinstance(event, Left | Lost | Failed) or self._workers.pop(event.worker, None) is None:
+            return []
+        return [] if self._workers else [_close_servers()]
+
+    # Steps and samples -----------------------------------------------------------------------------------
+
+    def _clocked(self, event: Clocked) -> list[Action]:
+        worker, one = event.worker, self._known(event)
+        if event.clock is None:
+            if one.has_begun:
+                raise ProtocolError(f"expected a clock, for it has begun, got {_said(event)}")
+            one.has_begun = True
+            self._awaited.discard(worker)
+            self._gate.enter(worker, event.version)
+            if self._classifier is not None:
+                self._classifier.add(worker)
+            return self._go_on(event)
+        self._check_step(event, event.clock)
+        self._since_s.pop(worker, None)
+        if self._dealing is not None:
+            self._dealing.stepped(worker, event.blocks)
+        if self._controller is not None and event.loss is not None:
+            self._controller.stepped(event.clock, event.samples, event.loss)
+        self._observe(event, one)
+        return self._go_on(event)
+
+    def _check_step(self, event: Clocked, clock: int) -> None:
+        worker, gate = event.worker, self._gate
+        required = gate.required(worker) if worker in gate and gate.runs(worker) else None
+        if required is None or clock != gate.clock(worker):
+            may = f"might start at {gate.clock(worker)}" if required is not None else "might not start"
+            raise ProtocolError(f"expected no step at clock {clock} of worker {worker}, which {may}")
+        if event.version < required:
+            raise ProtocolError(
+                f"expected worker {worker} to take its step at clock {clock} with version {required} of the "
+                f"parameters at least, got {event.version}"
+            )
+        if event.blocks and self._dealing is None:
+            raise ProtocolError(f"expected no blocks, for none are dealt, got {_said(event)}")
+
+    def _observe(self, event: Clocked, one: _Worker) -> None:
+        if self._classifier is None:
+            return
+        one.iteration = one.iteration + 1 if one.epoch == event.epoch else 0
+        one.epoch = event.epoch
+        verdicts = self._classifier.observe(
+            event.worker, epoch=event.epoch, iteration=one.iteration, compute_s=event.compute_s
+        )
+        if verdicts:
+            self._gate.set_stragglers(self._classifier.stragglers)
+
+    def _wants(self, event: Wants) -> list[Action]:
+        self._known(event)
+        self._dealt(event).wants(event)
+        return self._go_on(event)
+
+    def _saving(self, event: Saving) -> list[Action]:
+        self._known(event)
+        self._dealt(event).saving(event)
+        return self._go_on()
+
+    def _dealt(self, event: Wants | Saving) -> SoloDealing:
+        if self._dealing is None:
+            raise ProtocolError(f"expected nothing about samples, for none are dealt, got {_said(event)}")
+        return self._dealing
+
+    # What follows ----------------------------------------------------------------------------------------
+
+    def _go_on(self, event: Clocked | Wants | None = None) -> list[Action]:
+        """Say who gets which samples, and who may start."""
+        deals = [] if self._dealing is None else self._dealing.deals()
+        concerned = {deal.worker for deal in deals if isinstance(deal, Deal)}
+        told = set()
+        if event is not None:
+            concerned.add(event.worker)
+        if isinstance(event, Clocked):
+            told.add(event.worker)
+            if event.clock is not None and self._may_compute(event.worker):
+                self._gate.advance(event.worker)
+        told |= {worker for worker in sorted(concerned) if self._has_turned(worker)}
+        why = self._complete()
+        return [*self._grants(told, why), *deals]
+
+    def _has_turned(self, worker: int) -> bool:
+        """Let a worker run as long as it may compute, and rest otherwise; returns whether it now does so."""
+        gate = self._gate
+        if worker not in gate or gate.runs(worker) == self._may_compute(worker):
+            return False
+        if gate.runs(worker):
+            gate.rest(worker)
+        else:
+            gate.enter(worker)
+        return True
+
+    def _may_compute(self, worker: int) -> bool:
+        return self._dealing is None or self._dealing.may_compute(worker)
+
+    def _complete(self) -> list[str]:
+        """Versions may be complete now: their losses say which bound holds from now on; returns why."""
+        if self._controller is None:
+            return []
+        why = self._controller.completed(self._gate.version)
+        if why:
+            self._gate.set_bound(self._controller.s)
+        return why
+
+    def _grants(self, told: set[int], why: list[str]) -> list[Action]:
+        """Tell these, who may start now, and who rests while the others go on."""
+        opened = {one.worker: one for one in self._gate.opened()} if self._may_open() else {}
+        told = {*told, *opened, *self._gate.moved()}
+        return [
+            self._let_go(opened[worker], why) if worker in opened else self._keep(worker)
+            for worker in sorted(told)
+        ]
+
+    def _may_open(self) -> bool:
+        return self._has_started and not self._awaited
+
+    def _let_go(self, opened: Opened, why: list[str]) -> Grant:
+        ahead = opened.clock - self._gate.version
+        bound = "there is no bound" if opened.bound is None else f"the bound is {opened.bound}"
+        if opened.bound != self._gate.s:
+            bound += " for a straggler"
+        return Grant(
+            worker=opened.worker,
+            clock=opened.clock,
+            version=opened.version,
+            complete=self._gate.version,
+            bound=opened.bound,
+            may_start=True,
+            leads=self._leads(opened.worker),
+            reason="; ".join([f"it is {ahead} ahead of the slowest", bound, *why]),
+        )
+
+    def _keep(self, worker: int) -> Grant:
+        gate, clock = self._gate, self._gate.clock(worker)
+        if not gate.runs(worker):
+            reason = "it has no samples"
+        elif not self._may_open():
+            reason = "not everybody is here yet"
+        else:
+            reason = f"it is {clock - gate.version} ahead of the slowest, and the bound is {gate.s}"
+        return Grant(
+            worker=worker,
+            clock=clock,
+            version=0 if gate.s is None else max(0, clock - gate.s),
+            complete=gate.version,
+            bound=gate.s,
+            may_start=False,
+            leads=self._leads(worker),
+            reason=reason,
+        )
+
+    def _leads(self, worker: int) -> bool:
+        return worker == min(self._workers)
+
+    # Who keeps others waiting ----------------------------------------------------------------------------
+
+    def _tick(self, now_s: float) -> list[Action]:
+        holding = self._holding() if self._has_started else set()
+        self._since_s = {worker: self._since_s.get(worker, now_s) for worker in sorted(holding)}
+        late = [worker for worker, since_s in self._since_s.items() if now_s - since_s > self._deadline_s]
+        if not late:
+            return []
+        if self._has_not_given(late):
+            return self._stop()
+        reason = f"others have waited for it for more than {self._deadline_s:g} s"
+        refused = [
+            Refuse(peer=self._workers[worker].peer, reason=f"worker {worker} is out: {reason}")
+            for worker in late
+        ]
+        for worker in late:
+            self._part(worker)
+        return [*refused, *self._go_on(), *self._dismiss()]
+
+    def _holding(self) -> set[int]:
+        """Who could take a step for which others wait: to begin, at the gate, for samples, to end."""
+        if self._awaited:
+            return self._awaited
+        holding = set(self._gate.holding())
+        idle = set(self._gate.waiting)
+        if self._dealing is not None:
+            holding |= self._dealing.holders() - idle
+            idle |= self._dealing.waiting
+        if any(one.has_finished for one in self._workers.values()):
+            working = {
+                worker for worker, one in self._workers.items() if one.has_begun and not one.has_finished
+            }
+            holding |= working - idle
+        return holding
+
+    def _known(self, event: Clocked | Wants | Saving | Finished) -> _Worker:
+        one = self._workers.get(event.worker)
+        if one is None or not self._has_started or one.has_finished:
+            raise ProtocolError(f"expected a worker that takes part in a running job, got {_said(event)}")
+        return one
+
+
+def _close_servers() -> CloseServers:
+    return CloseServers(reason="all workers are gone")
+
+
+def _turn_away(worker: int, peer: str) -> Refuse:
+    return Refuse(peer=peer, reason=f"worker {worker} cannot take part: it came when all others were done")
+
+
+def _said(event: Event) -> str:
+    return f"{type(event).__name__} of worker {getattr(event, 'worker', None)}"

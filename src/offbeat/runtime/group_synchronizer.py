@@ -1,0 +1,336 @@
+"""Training in groups that average gradients: binds the averager and the grouping to a session.
+
+Nothing here decides who is in a group.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.events import Ready
+from offbeat.runtime.averaging import GradientAverager
+from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
+from offbeat.runtime.grouping import Grouping, RegroupedError
+from offbeat.runtime.late import LateGradients
+from offbeat.runtime.member import Member
+from offbeat.runtime.rendezvous import Meeting
+from offbeat.runtime.state import StateCopier
+from offbeat.runtime.synchronizer import Loop
+from offbeat.runtime.timing import PartTimer
+
+
+class GroupSynchronizer:
+    """A worker among those that average their gradients; see `Synchronizer`.
+
+    Args:
+        loop: the worker's session.
+        model, optimizer: what is trained.
+        bucket_bytes: the largest bucket of several gradients.
+        deadline_s: how long a worker may keep the others waiting, in seconds.
+        survives: the others go on when a worker is lost.
+        is_dealt: samples are dealt as they are needed.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        bucket_bytes: int,
+        deadline_s: float,
+        survives: bool,
+        is_dealt: bool,
+    ) -> None:
+        self._loop, self._model, self._optimizer = loop, model, optimizer
+        self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
+        self._survives, self._is_dealt = survives, is_dealt
+        self._member: Member | None = None
+        self._meeting: Meeting | None = None
+        self._nccl: dist.ProcessGroup | None = None
+        self._is_placed = False
+        self._blocks_per_round = 0
+        self.grouping: Grouping | None = None
+        self.averager: GradientAverager
+
+    @property
+    def timer(self) -> PartTimer:
+        """See `averaging.Host`."""
+        return self._loop.timer
+
+    def check(self) -> None:
+        """See `averaging.Host`."""
+        self._loop.check()
+
+    def computed(self, compute_s: float) -> None:
+        """See `averaging.Host`."""
+        self._loop.computed(compute_s)
+
+    @property
+    def deals(self) -> bool:
+        """See `Synchronizer.deals`."""
+        return self.grouping is not None and self._is_dealt
+
+    @property
+    def step(self) -> int | None:
+        """See `Synchronizer.step`."""
+        return None if self.grouping is None else self.grouping.follower.step
+
+    @property
+    def round(self) -> int:
+        """See `Synchronizer.round`."""
+        return self.averager.round
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See `Synchronizer.members`."""
+        group = None if self.grouping is None else self.grouping.follower.group
+        return (self._loop.worker,) if group is None else group.members
+
+    @property
+    def leads(self) -> bool:
+        """The first of the members that held the parameters when the group was named leads.
+
+        After every step there is exactly one.
+        """
+        if self.grouping is None or self.grouping.follower.group is None:
+            return True
+        return self.is_current and self.grouping.follower.donor == self._loop.worker
+
+    @property
+    def is_current(self) -> bool:
+        """See `Synchronizer.is_current`."""
+        return self.grouping is None or self.grouping.follower.is_member
+
+    @property
+    def late(self) -> LateGradients | None:
+        """See `Synchronizer.late`."""
+        return None if self.grouping is None else self.grouping.late
+
+    @property
+    def blocks_per_round(self) -> int:
+        """See `Synchronizer.blocks_per_round`."""
+        return self._blocks_per_round
+
+    @property
+    def traffic(self) -> Mapping[str, float]:
+        """See `Synchronizer.traffic`."""
+        return {}
+
+    @property
+    def is_clear(self) -> bool:
+        """See `Synchronizer.is_clear`."""
+        return self.averager.is_clear
+
+    # Coming and going ----------------------------------------------------------------------------------
+
+    def enter(self, member: Member | None, meeting: Meeting | None) -> None:
+        """See `Synchronizer.enter`."""
+        self._member, self._meeting = member, meeting
+        self._shared_numbers = _numbers(self._optimizer)  # before those that a scheduler has added are taken
+        if self._loop.world > 1 and member is not None:
+            self._join_group(member)
+        self.averager = GradientAverager(
+            self._model,
+            self.grouping,
+            self,
+            workers=self._loop.world,
+            bucket_bytes=self._bucket_bytes,
+            deadline_s=self._deadline_s,
+        )
+        self._meeting = None
+
+    def _join_group(self, member: Member) -> None:
+        self.grouping = Grouping(member, self._open_exchange, self._copy_state, self._deadline_s)
+        if self._loop.is_newcomer:
+            self.grouping.seat_of_newcomer()
+            self.grouping.has_taken = False
+            self._is_placed = True
+            return
+        seat = self.grouping.seat(wait=True)
+        assert seat is not None  # the first group has everybody
+        try:
+            self._copy_state(seat.exchange, seat.position, 0, 0)
+        except RegroupedError as error:
+            raise WorkerError(
+                f"worker {self._loop.worker}: another was lost before all had the same state; nothing was "
+                "trained yet: start the job again"
+            ) from error
+
+    def _open_exchange(self, workers: Sequence[int]) -> Exchange:
+        assert self._member is not None
+        worker, world = self._loop.worker, self._loop.world
+        device = next(self._model.parameters()).device
+        if device.type == "cpu":
+            names = [self._member.name_of(one) for one in workers]
+            return LinkExchange(self._member.endpoint, names, workers.index(worker))
+        if device.type != "cuda" or not dist.is_nccl_available():
+            raise OffbeatError(
+                f"the model lies on {device}; tensors travel from the CPU, or from CUDA with NCCL, "
+                "which is not here"
+            )
+        if self._survives:
+            raise OffbeatError(
+                f"the model lies on {device}, where groups cannot change yet: use the strategy bsp, "
+                "or train on the CPU"
+            )
+        assert self._meeting is not None
+        torch.cuda.set_device(device)
+        if dist.is_initialized():
+            self._nccl = dist.new_group(backend="nccl")
+        else:
+            deadline = datetime.timedelta(seconds=self._deadline_s)
+            dist.init_process_group(
+                "nccl", store=self._meeting.store, rank=worker, world_size=world, timeout=deadline
+            )
+            self._nccl = dist.group.WORLD
+        assert self._nccl is not None
+        return TorchExchange(self._nccl)
+
+    def _copy_state(self, exchange: Exchange, position: int, exchange_id: int, round_: int) -> int:
+        copier = StateCopier(
+            exchange,
+            device=next(self._model.parameters()).device,
+            position=position,
+            deadline_s=self._deadline_s,
+            exchange_id=exchange_id,
+        )
+        place = copier.copy(self._model, self._optimizer, self._loop.place(round_))
+        if self._loop.is_newcomer and not self._is_placed:
+            self._loop.take_place(place)
+        return place.round
+
+    def attach(self) -> None:
+        """See `Synchronizer.attach`."""
+        self.averager.attach()
+
+    def detach(self) -> None:
+        """See `Synchronizer.detach`."""
+        if hasattr(self, "averager"):
+            self.averager.detach()
+        if self._nccl is not None:  # made here, whether it is the world's or not
+            dist.destroy_process_group(self._nccl)
+
+    def flush(self) -> None:
+        """See `Synchronizer.flush`."""
+
+    def finish(self) -> None:
+        """See `Synchronizer.finish`."""
+
+    def settle(self) -> None:
+        """See `Synchronizer.settle`.
+
+        Raises:
+            WorkerError: this worker hung while the others finished, and has not got what they have.
+        """
+        assert self.grouping is not None
+        self.grouping.settle_at_the_end()
+        if not self.grouping.follower.is_member:
+            worker, step = self._loop.worker, self.grouping.follower.step
+            raise WorkerError(
+                f"worker {worker} did not answer while the others finished: its model is that of step "
+                f"{step} and not of the end, which the others have",
+                worker=worker,
+                step=step,
+            )
+
+    def abandon(self, error: Exception) -> None:
+        """See `Synchronizer.abandon`."""
+        if self.grouping is not None:
+            assert isinstance(error, WorkerError)
+            self.grouping.abandon(error)
+
+    # The loop ------------------------------------------------------------------------------------------
+
+    def weigh(self, batches: float) -> None:
+        """See `Synchronizer.weigh`."""
+        self.averager.weigh(batches)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """See `Synchronizer.quiet`."""
+        return self.averager.quiet() if self.grouping is not None else nullcontext()
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """See `Synchronizer.before_step`."""
+        if self.averager.exchange_is_due and not has_closure:
+            self.averager.exchange()
+        if self.averager.is_outside:
+            self.averager.drop()
+
+    def after_step(self) -> None:
+        """See `Synchronizer.after_step`."""
+        if self.grouping is not None:
+            self.grouping.finish_step()
+        self.averager.rounds_since_step = 0
+
+    def resume(self, step: int) -> None:
+        """See `Synchronizer.resume`."""
+        if self.grouping is not None:
+            self.grouping.follower.step = step
+
+    def refresh(self) -> None:
+        """See `Synchronizer.refresh`."""
+
+    def give_up_the_rest(self) -> None:
+        """See `Synchronizer.give_up_the_rest`."""
+        if self.grouping is not None:
+            self.grouping.late.throw_away()
+
+    def ready(self, compute_s: float) -> tuple[int, int]:
+        """Tells the coordinator that this worker's gradients are on their way; see `averaging.Host`."""
+        blocks: tuple[int, ...] = ()
+        own = 0
+        if self.deals and self._member is not None:
+            with self._member.lock:
+                own = len(self._member.hand.taken)
+                blocks = self._member.hand.contribute(self._member.follower.is_member)
+            own = min(own, len(blocks))
+            self._blocks_per_round = max(self._blocks_per_round, own)
+        self._loop.tell(
+            Ready(
+                now_s=0.0,
+                worker=self._loop.worker,
+                generation=0 if self.grouping is None else self.grouping.follower.generation,
+                epoch=self._loop.epoch,
+                step=self._loop.step,
+                round=self.averager.round,
+                compute_s=compute_s,
+                samples=self._loop.samples,
+                blocks=blocks,
+            )
+        )
+        return own, len(blocks) - own
+
+    def hyperparameters(self) -> list[float]:
+        """The learning rates and the like; see `averaging.Host`.
+
+        Schedulers are each worker's own, and one that was left out is behind with them.
+        """
+        groups = self._optimizer.param_groups
+        return [float(groups[index][name]) for index, name in self._shared_numbers]
+
+    def take_hyperparameters(self, values: list[float]) -> None:
+        """Uses the first member's learning rates and the like; see `averaging.Host`."""
+        for (index, name), value in zip(self._shared_numbers, values, strict=True):
+            group: dict[str, Any] = self._optimizer.param_groups[index]
+            if group[name] != value:
+                group[name] = value
+
+
+def _numbers(optimizer: Optimizer) -> list[tuple[int, str]]:
+    """Where the hyperparameters are that are one number: index of the group, and name."""
+    return [
+        (index, name)
+        for index, group in enumerate(optimizer.param_groups)
+        for name in sorted(group)
+        if isinstance(group[name], float | int) and not isinstance(group[name], bool)
+    ]

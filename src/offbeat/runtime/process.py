@@ -1,0 +1,164 @@
+"""What the worker threads of one process share in a job on a parameter server.
+
+The first thread that comes opens it, the last one that leaves closes it. Nothing here trains.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.errors import WorkerError
+from offbeat.numerics.updates import Assign
+from offbeat.runtime.node import Cluster
+from offbeat.runtime.ps import PS, Namespace
+from offbeat.runtime.rendezvous import Meeting
+from offbeat.runtime.served_model import ServedModel
+from offbeat.runtime.server import ServerConfiguration
+from offbeat.runtime.starting import start_server
+from offbeat.runtime.state import Place
+from offbeat.runtime.synchronizer import Loop
+
+_PLACE: Final = ("round", "epoch", "seed", "samples", "batch_size")
+_LOOK_S: Final = 0.05
+_processes: dict[str, Process] = {}  # by job
+_opening = threading.Lock()
+
+
+class Process:
+    """A process of a job on a parameter server; `Process.of` makes it or finds it.
+
+    Args:
+        loop: of one of its workers.
+        meeting: where the job meets.
+        deadline_s: how long the first worker may take to put its parameters on the servers, in seconds.
+
+    Attributes:
+        threads: its workers.
+        ps: its client, whose number is its first worker's.
+        model: what its threads push and pull.
+    """
+
+    def __init__(self, loop: Loop, meeting: Meeting, deadline_s: float) -> None:
+        self.threads = loop.threads
+        self._deadline_s = deadline_s
+        self.model: ServedModel
+        self._job, self._inside = meeting.job, 0
+        self._lock = threading.Lock()
+        self._has_model = self._is_beginning = False
+        first = self.threads[0]
+        cluster = Cluster(job=meeting.job, token=meeting.token, manager=meeting.coordinator)
+        if not loop.is_newcomer:
+            processes = loop.world // len(self.threads)
+            for server in range(first // len(self.threads), loop.servers, processes):
+                configuration = ServerConfiguration(cluster=cluster, host=meeting.host, server=server)
+                start_server(configuration, outlives=True)
+        self.ps = PS(cluster, host=meeting.host, number=first)
+
+    @classmethod
+    def of(
+        cls, loop: Loop, meeting: Meeting, deadline_s: float, open_model: Callable[[Process], ServedModel]
+    ) -> Process:
+        """Return this process's part in a job, opened by whoever comes first.
+
+        Raises:
+            OffbeatError: a server did not start, or the parameter server cannot be reached.
+        """
+        with _opening:
+            found = _processes.get(meeting.job)
+            if found is None:
+                found = _processes[meeting.job] = cls(loop, meeting, deadline_s)
+            found._inside += 1
+        try:
+            with found._lock:
+                if not found._has_model:
+                    found.model = open_model(found)
+                    found._has_model = True
+        except BaseException:
+            found.leave()
+            raise
+        return found
+
+    def begin(
+        self,
+        initial: Sequence[Mapping[str, NDArray[Any]]] | None,
+        loop: Loop,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> int:
+        """Let the process take part, and a thread begin with it; return the first clock.
+
+        Args:
+            initial: of the first worker, what the servers are to begin with: see `ServedModel.begin`.
+            loop: of the thread.
+            buffers: the thread's model's, by name.
+        """
+        with self._lock:
+            is_first = not self._is_beginning and (initial is not None or self.threads[0] != 0)
+            self._is_beginning |= is_first
+        if initial is not None and (state := self._buffers(buffers)) is not None:
+            flat = [buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in buffers.values()]
+            state.push(torch.cat(flat).numpy()).result()
+        if not is_first:
+            return self.model.wait_until_begun(loop.check)
+        if initial is None:
+            self._wait_for_place(loop)
+        clock = self.model.begin(initial, loop.check, is_newcomer=loop.is_newcomer)
+        if initial is not None:
+            self.tell_place(loop)
+        return clock
+
+    def tell_place(self, loop: Loop) -> None:
+        """Say to those who come later how far the job is."""
+        place = loop.place(0)
+        self._place().push([1.0, *(float(getattr(place, name)) for name in _PLACE)])
+
+    def take_place(self, loop: Loop) -> None:
+        """Let a newcomer begin where the job is."""
+        numbers = map(int, self._wait_for_place(loop))
+        loop.take_place(Place(**dict(zip(_PLACE, numbers, strict=True))))
+
+    def _wait_for_place(self, loop: Loop) -> list[float]:
+        """Wait until the first worker has put its parameters on the servers; return where the job is."""
+        limit_s = time.monotonic() + self._deadline_s
+        while True:
+            is_told, *numbers = self.model.wait_for(self._place().pull(), "the first parameters", loop.check)
+            if is_told:
+                return list(numbers)
+            if time.monotonic() > limit_s:
+                raise WorkerError(
+                    f"waited {self._deadline_s:g} s for the parameters of worker 0 in vain", worker=0
+                )
+            loop.check()
+            time.sleep(_LOOK_S)
+
+    def take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Make a model's buffers those of the first worker when it began."""
+        if (state := self._buffers(buffers)) is not None:
+            flat = torch.from_numpy(np.array(state.pull().result()))
+            for buffer in buffers.values():
+                buffer.copy_(flat[: buffer.numel()].view(buffer.shape))
+                flat = flat[buffer.numel() :]
+
+    def _place(self) -> Namespace:
+        """Whether the place in the training was told, and the place, in numbers that hold whole ones."""
+        return self.ps.namespace("place", 1 + len(_PLACE), update=Assign(), dtype="float64")
+
+    def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Namespace | None:
+        """Likewise, where the buffers are; None where there are none."""
+        count = sum(buffer.numel() for buffer in buffers.values())
+        return self.ps.namespace("buffers", count, update=Assign(), dtype="float64") if count else None
+
+    def leave(self) -> None:
+        """Leave it; the last thread closes it."""
+        with _opening:
+            self._inside -= 1
+            if self._inside:
+                return
+            _processes.pop(self._job, None)
+        self.ps.close()

@@ -1,0 +1,511 @@
+"""Training on a parameter server: one worker thread's side of bounded staleness.
+
+A step computes on the thread's own copy of the model. Its gradients go to the servers, whose optimizer makes
+the step that counts; the thread's own optimizer makes one on its copy, so that it sees its own updates before
+the servers' (*read my writes*). The coordinator grants every step, and says how old the parameters may be
+that it reads. Nothing here decides that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.events import Clocked, Grant
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.tensors import Offsets
+from offbeat.numerics.translation import settings_of, states_of, take_states, translate
+from offbeat.policies.caches import CacheDirectory, Terms
+from offbeat.runtime.future import Future
+from offbeat.runtime.hooks import Hook
+from offbeat.runtime.late import LateGradients
+from offbeat.runtime.member import Member
+from offbeat.runtime.process import Process
+from offbeat.runtime.rendezvous import Meeting
+from offbeat.runtime.served_model import Gradient, Row, ServedModel
+from offbeat.runtime.synchronizer import Loop
+
+Array = NDArray[Any]
+
+
+class ServerSynchronizer:
+    """A worker that trains on a parameter server; see `Synchronizer`.
+
+    Source: the second paper, section 3 (SSP and its caches); specification 2.1 to 2.6. Deviations: a
+    parameter without a gradient counts as one with a gradient of zero; buffers are the worker's own, those of
+    the first worker to begin with. Where the servers take one step of the mean, a local step is a whole one
+    all the same: until they have taken theirs, it stands for what the others do as well. (As this worker's
+    share of the mean alone it leaves parameters behind by the bound, at which Adam hardly learns.)
+
+    Args:
+        loop: the worker's session.
+        model, optimizer: what is trained.
+        terms: how.
+
+    Raises:
+        OffbeatError: an optimizer that servers cannot take the place of, or parameters that they cannot keep.
+    """
+
+    def __init__(self, loop: Loop, model: nn.Module, optimizer: Optimizer, *, terms: Terms) -> None:
+        self._loop, self._model, self._optimizer, self._terms = loop, model, optimizer, terms
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        try:
+            self._updates = [translate(group, type(optimizer)) for group in optimizer.param_groups]
+            self._groups = [
+                {names[id(one)]: one for one in group["params"] if one.requires_grad}
+                for group in optimizer.param_groups
+            ]
+            self._offsets = [Offsets.of(group.items()) for group in self._groups]
+        except (ValueError, KeyError) as error:
+            raise OffbeatError(str(error)) from error
+        self._handles: list[RemovableHandle] = []
+        self._has_begun = self._is_open = False  # the job for this worker; a step that may compute
+        self._is_reporting = False  # a step is done, and the answer to that is still to come
+        self._own: list[Sequence[Array]] = []  # of each update in this thread's log: what it has added
+        self._waiting: list[tuple[Gradient, Sequence[Array]]] = []  # steps whose gradients are not pushed yet
+        self._fetch: Future | None = None
+        self._last_push: Future | None = None
+        self._before: Sequence[Array] | None = None
+        self._gradient: Gradient | None = None
+        self._weight = 1.0  # of the batch that was taken last
+        self._weights: list[float] = []  # of each forward pass since the last step
+        self._kept: list[torch.Tensor | None] | None = None  # gradients before a pass that does not count
+        self._compute_s = self._compute_mark_s = 0.0
+        self._steps = 0
+        self._clock: int | None = None
+        self._read_version = 0
+
+    # What a session asks ---------------------------------------------------------------------------------
+
+    @property
+    def deals(self) -> bool:
+        """See `Synchronizer.deals`."""
+        return self._terms.is_dealt
+
+    @property
+    def step(self) -> int | None:
+        """See `Synchronizer.step`."""
+        return None
+
+    @property
+    def round(self) -> int:
+        """See `Synchronizer.round`."""
+        return self._steps
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See `Synchronizer.members`."""
+        return tuple(range(self._loop.world))
+
+    @property
+    def leads(self) -> bool:
+        """See `Synchronizer.leads`."""
+        grant = self._member.grant
+        return self._loop.worker == 0 if grant is None else grant.leads
+
+    @property
+    def is_current(self) -> bool:
+        """See `Synchronizer.is_current`."""
+        return True
+
+    @property
+    def late(self) -> LateGradients | None:
+        """See `Synchronizer.late`."""
+        return None
+
+    @property
+    def blocks_per_round(self) -> int:
+        """See `Synchronizer.blocks_per_round`."""
+        return 0
+
+    @property
+    def traffic(self) -> Mapping[str, float]:
+        """See `Synchronizer.traffic`."""
+        return self._served.traffic
+
+    @property
+    def is_clear(self) -> bool:
+        """See `Synchronizer.is_clear`."""
+        return not self._is_open
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """See `Synchronizer.quiet`."""
+        return nullcontext()
+
+    def give_up_the_rest(self) -> None:
+        """See `Synchronizer.give_up_the_rest`: a step that has begun begins anew, for its clock may pass."""
+        self._is_open = False
+        self._weights.clear()
+
+    def abandon(self, error: Exception) -> None:
+        """See `Synchronizer.abandon`; all waiting looks for the job's failure by itself."""
+
+    # Coming and going ------------------------------------------------------------------------------------
+
+    def enter(self, member: Member | None, meeting: Meeting | None) -> None:
+        """See `Synchronizer.enter`."""
+        assert member is not None
+        assert meeting is not None
+        self._member = member
+        member.on_grant = self._hear
+        self._process = Process.of(self._loop, meeting, self._terms.deadline_s, self._open)
+        if self._loop.is_newcomer:
+            self._process.take_place(self._loop)
+        self._epoch_told = self._loop.epoch
+
+    def _open(self, process: Process) -> ServedModel:
+        """What the first thread of a process opens for all."""
+        tensors = [
+            process.ps.tensors(
+                f"parameters-{number}",
+                group.items(),
+                update=update,
+                aggregate="mean" if self._terms.is_versioned else None,
+            )
+            for number, (group, update) in enumerate(zip(self._groups, self._updates, strict=True))
+        ]
+        return ServedModel(
+            process.ps,
+            tensors,
+            CacheDirectory(
+                process.threads,
+                is_versioned=self._terms.is_versioned,
+                clears_threads=self._terms.clears_thread_cache,
+            ),
+            deadline_s=self._terms.deadline_s,
+        )
+
+    @property
+    def _served(self) -> ServedModel:
+        return self._process.model
+
+    @property
+    def _directory(self) -> CacheDirectory:
+        return self._served.directory
+
+    def attach(self) -> None:
+        """See `Synchronizer.attach`."""
+        self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
+
+    def detach(self) -> None:
+        """See `Synchronizer.detach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if hasattr(self, "_process"):
+            self._process.leave()
+
+    def resume(self, step: int) -> None:
+        """See `Synchronizer.resume`."""
+        if self._has_begun:
+            raise OffbeatError("training has begun already: load a state before the first step")
+        self._steps = step
+
+    def refresh(self) -> None:
+        """See `Synchronizer.refresh`.
+
+        All is in it that this worker has done, and others up to that clock. While others train, what is saved
+        is no single moment: each of its numbers is as it was at some time during the call. With a bound of 0
+        nobody goes beyond the clock.
+        """
+        if not self._has_begun:
+            return
+        self.flush()
+        if self._clock is not None:
+            self._served.wait_for_version(self._granted().clock, self._loop.check)
+        kept = self._served.states(self._loop.check)
+        for group, offsets, states in zip(self._groups, self._offsets, kept, strict=True):
+            offsets.scatter(Entries(0, states.pop("values")), group)
+            for name, parameter in group.items():
+                first, last = offsets.range_of(name)
+                rows = {state: values[first:last] for state, values in states.items()}
+                take_states(self._optimizer, parameter, rows)
+        self._directory.drop(self._loop.worker)
+
+    def flush(self) -> None:
+        """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
+        if self._waiting and self._clock is not None:
+            self._push(self._clock)
+        if not self._terms.is_versioned and self._last_push is not None:
+            self._served.wait_for(self._last_push, "the last gradients to be applied", self._loop.check)
+
+    def finish(self) -> None:
+        """See `Synchronizer.finish`."""
+        if not self._has_begun:
+            self._take_part()
+        self._served.leave(self._loop.worker, self._loop.check)
+
+    def settle(self) -> None:
+        """See `Synchronizer.settle`."""
+        self._served.wait_until_alone(self._loop.check)
+        self._install(self._served.pull(0, self._loop.check, fresh=True))
+
+    # A step ----------------------------------------------------------------------------------------------
+
+    def weigh(self, batches: float) -> None:
+        """See `Synchronizer.weigh`."""
+        self._restore()
+        self._weight = batches
+        if not batches:
+            self._kept = [None if one.grad is None else one.grad.clone() for one in self._parameters()]
+
+    def _restore(self) -> None:
+        """Leaves no trace of a backward pass that does not count."""
+        if self._kept is not None:
+            for parameter, gradient in zip(self._parameters(), self._kept, strict=True):
+                parameter.grad = gradient
+            self._kept = None
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self._groups for parameter in group.values())
+
+    def _values(self) -> Sequence[Array]:
+        """The thread cache's parameters, of each group, flat; a copy."""
+        pairs = zip(self._groups, self._offsets, strict=True)
+        return [np.array(offsets.gather(group)) for group, offsets in pairs]
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        self._loop.check()
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if not self._is_open:
+            self._start()
+        if self._weight:
+            self._weights.append(self._weight)
+        self._loop.timer.switch("compute")
+
+    def _start(self) -> None:
+        """Waits until the step may start, and reads parameters for it.
+
+        Before the first step everybody waits for the first parameters, which is no waiting at the gate.
+        """
+        timer = self._loop.timer
+        if not self._has_begun:
+            timer.switch("pull")
+            self._report(None, self._take_part(), None, 0.0, ())
+        elif not self._may_start():
+            timer.switch("wait")
+        self._member.wait_for(self._may_start, self._terms.deadline_s, "the gate to open")
+        grant = self._granted()
+        if self._clock is None and self._loop.worker:
+            self._process.take_buffers(dict(self._model.named_buffers()))
+        if self._loop.epoch > self._epoch_told:
+            self._epoch_told = self._loop.epoch
+            timer.switch("report")
+            self._process.tell_place(self._loop)
+        self._read(grant)
+        self._clock = grant.clock
+        self._is_open = True
+        self._compute_mark_s = timer.total_s("compute")
+
+    def _take_part(self) -> int:
+        """Takes part: with the first worker's parameters, once everybody does; returns the first clock."""
+        self._has_begun = True
+        initial = list(self._initial()) if self._loop.worker == 0 else None
+        try:
+            return self._process.begin(initial, self._loop, dict(self._model.named_buffers()))
+        except WorkerError:
+            raise
+        except OffbeatError as error:
+            raise WorkerError(f"worker {self._loop.worker} could not begin: {error}") from error
+
+    def _initial(self) -> Iterator[Mapping[str, Array]]:
+        """Parameters and optimizer state as the servers keep them, of each group."""
+        for group, offsets in zip(self._groups, self._offsets, strict=True):
+            states: dict[str, Array] = {"values": offsets.gather(group).copy()}
+            kept = [states_of(self._optimizer, parameter) for parameter in group.values()]
+            for name in kept[0] if kept else ():
+                states[name] = np.concatenate([one[name].reshape(-1) for one in kept])
+            yield states
+
+    def _may_start(self) -> bool:
+        grant = self._member.grant
+        return grant is not None and grant.may_start
+
+    def _granted(self) -> Grant:
+        grant = self._member.grant
+        assert grant is not None
+        return grant
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """See `Synchronizer.before_step`."""
+        if has_closure:
+            raise OffbeatError(
+                "expected optimizer.step() without a closure: on a parameter server the step is the "
+                "servers'; compute the gradients before it"
+            )
+        if not self._is_open:
+            raise OffbeatError(
+                "expected the model to be called in training mode before optimizer.step(): call model(...) "
+                "itself, not its parts, so that the step can read parameters first"
+            )
+        timer = self._loop.timer
+        timer.switch("compute")
+        self._loop.computed(timer.total_s("compute") - self._compute_mark_s)
+        timer.switch("push")
+        self._restore()
+        self._compute_s = timer.total_s("compute") - self._compute_mark_s
+        self._gradient = self._packed()
+        timer.switch("apply")
+        if self._terms.steps_locally:
+            self._before = self._values()
+        else:
+            for parameter in self._parameters():
+                parameter.grad = None  # then the optimizer does nothing
+
+    def _packed(self) -> Gradient:
+        weight = sum(self._weights) / len(self._weights) if self._weights else 0.0
+        self._weights.clear()
+        has_any = any(parameter.grad is not None for parameter in self._parameters())
+        arrays = []
+        for group, offsets in zip(self._groups, self._offsets, strict=True):
+            gradients = {
+                name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in group.items()
+            }
+            packed = np.array(offsets.gather(gradients))
+            if weight != 1.0:
+                packed *= weight
+            arrays.append(packed)
+        settings = [settings_of(group) for group in self._optimizer.param_groups]
+        return Gradient(weight if has_any else 0.0, arrays, settings)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """See `Synchronizer.after_step`."""
+        timer = self._loop.timer
+        timer.switch("apply")
+        gradient, clock = self._gradient, self._clock
+        assert gradient is not None
+        assert clock is not None
+        self._waiting.append((gradient, self._applied()))
+        self._steps += 1
+        self._gradient, self._is_open = None, False
+        timer.switch("push")
+        if len(self._waiting) >= self._terms.push_every:
+            self._push(clock)
+        timer.switch("report")
+        blocks: tuple[int, ...] = ()
+        if self._terms.is_dealt:
+            with self._member.lock:
+                blocks = self._member.hand.contribute(counts=True)
+        self._report(clock, self._read_version, self._loop.take_loss(), self._compute_s, blocks)
+        timer.switch("push")
+        self._served.passed(self._loop.worker, self._granted().clock)
+        timer.switch("other")
+
+    def _applied(self) -> Sequence[Array]:
+        """What the local step has added to the parameters, of each group."""
+        before, self._before = self._before, None
+        if before is None:
+            return ()
+        return [
+            np.subtract(offsets.gather(group), old)
+            for group, offsets, old in zip(self._groups, self._offsets, before, strict=True)
+        ]
+
+    def _push(self, clock: int) -> None:
+        """Gives what was computed since the last push; what only counts when it is there is waited for."""
+        total, deltas = self._waiting[0]
+        for gradient, more in self._waiting[1:]:
+            total = total.plus(gradient)
+            deltas = [one + another for one, another in zip(deltas, more, strict=True)]
+        self._waiting.clear()
+        time, push = self._served.give(self._loop.worker, clock, total)
+        if deltas:
+            self._directory.log(self._loop.worker, time)
+            self._own.append(deltas)
+        awaited = push if self._terms.is_bounded else self._last_push
+        self._last_push = push
+        if awaited is not None:
+            self._served.wait_for(awaited, "gradients to be applied", self._loop.check)
+
+    def _report(
+        self, clock: int | None, version: int, loss: float | None, compute_s: float, blocks: tuple[int, ...]
+    ) -> None:
+        """Tells the coordinator that a step is done, and waits until it has said which clock is next."""
+        self._member.grant, self._is_reporting = None, True
+        loop = self._loop
+        loop.tell(
+            Clocked(
+                now_s=0.0,
+                worker=loop.worker,
+                clock=clock,
+                version=version,
+                epoch=loop.epoch,
+                step=self._steps,
+                compute_s=compute_s,
+                samples=loop.samples,
+                loss=loss,
+                blocks=blocks,
+            )
+        )
+        what = "the coordinator to say which clock is next"
+        self._member.wait_for(lambda: self._member.grant is not None, self._terms.deadline_s, what)
+        self._is_reporting = False
+        if clock is None:
+            self._served.passed(loop.worker, self._granted().clock)
+
+    def _hear(self, grant: Grant) -> None:
+        """Hears a Grant, in the links' thread: while it waits for samples, clocks pass all the same."""
+        if self._has_begun and not self._is_open and not self._is_reporting:
+            self._served.passed(self._loop.worker, grant.clock)
+
+    # Reading ---------------------------------------------------------------------------------------------
+
+    def _read(self, grant: Grant) -> None:
+        """Makes the thread cache fresh enough."""
+        timer, version = self._loop.timer, grant.version
+        if self._terms.fetch_every is not None:
+            self._read_version = version
+            timer.switch("pull")
+            self._install_what_came()
+            return
+        worker, directory = self._loop.worker, self._directory
+        match directory.read(worker, version) if self._terms.is_bounded else "server":
+            case "thread":
+                timer.switch("thread_cache")
+            case "process":
+                timer.switch("process_cache")
+                self._install(self._served.row)
+            case "server":
+                timer.switch("pull")
+                is_bounded = self._terms.is_bounded
+                complete = grant.complete if is_bounded else 0
+                row = self._served.pull(version, self._loop.check, complete=complete, fresh=not is_bounded)
+                self._install(row)
+        self._read_version = max(version, directory.version(worker))
+
+    def _install_what_came(self) -> None:
+        """Takes in what was fetched in the background, if it has come; fetches anew when it is time."""
+        if self._directory.version(self._loop.worker) < 0:
+            self._install(self._served.pull(0, self._loop.check, fresh=True))
+        elif self._fetch is not None and self._fetch.is_done:
+            self._install(self._fetch.result(0.0))
+            self._fetch = None
+        if self._fetch is None and self._steps % (self._terms.fetch_every or 1) == 0:
+            self._fetch = self._served.fetch()
+
+    @torch.no_grad()
+    def _install(self, row: Row) -> None:
+        """Takes a row into the thread cache, and this thread's own updates that are not in it, once."""
+        directory, worker = self._directory, self._loop.worker
+        for place, (group, offsets) in enumerate(zip(self._groups, self._offsets, strict=True)):
+            values = row.values[place]
+            if self._own:
+                values = np.array(values)
+                for piece in row.pieces[place]:
+                    stretch = slice(piece.first, piece.last)
+                    for deltas in self._own[directory.held(worker, piece.time) :]:
+                        values[stretch] += deltas[place][stretch]
+            offsets.scatter(Entries(0, values), group)
+        time = min((piece.time for some in row.pieces for piece in some), default=0)
+        del self._own[: directory.installed(worker, row.version, time)]

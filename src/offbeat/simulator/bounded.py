@@ -1,0 +1,331 @@
+"""A cluster that is not there whose workers train on a parameter server, with bounded staleness or without.
+
+Nothing here decides who may start a step; what must hold of who does is looked at with every step and read.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offbeat.events import (
+    Action,
+    Block,
+    Clocked,
+    CloseServers,
+    Deal,
+    Dismiss,
+    Event,
+    Finished,
+    Grant,
+    Left,
+    Lost,
+    Refuse,
+    Start,
+    Stop,
+)
+from offbeat.policies import Policy
+from offbeat.policies.caches import CacheDirectory, Terms
+from offbeat.simulator.cluster import Cluster, Setting
+from offbeat.simulator.faults import Cut, Death, Fault, Hang
+from offbeat.simulator.served import ServedProcess, ServedWorker
+from offbeat.simulator.times import Stopwatch
+from offbeat.simulator.versions import Row, Servers, Step
+from offbeat.simulator.worker import SimulatedWorker
+
+MakeDirectory = Callable[[Sequence[int], Terms], CacheDirectory]
+
+_NOISE = 0.03  # of a version's loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What there is besides workers.
+
+    Attributes:
+        terms: how the strategy uses the parameter server.
+        bounds: the least and the greatest staleness that the policy may allow, in clocks; None for any.
+        bound_step: by how much it may change from one version to the next.
+        threads: workers in a process, for those that are there at the start.
+        servers: how many hold a stretch of the parameters each.
+        halves_after: the training loss halves with so many clocks; infinite for one that only varies.
+    """
+
+    terms: Terms
+    bounds: tuple[int, int] | None
+    bound_step: int = 0
+    threads: int = 1
+    servers: int = 1
+    halves_after: float = 200.0
+
+
+def served_of(terms: Terms, arguments: Mapping[str, Any], **more: Any) -> Served:
+    """Return what fits these arguments of `BoundedStaleness`."""
+    s, dynamic = arguments["s"], arguments.get("dynamic")
+    if s is None or dynamic is None:
+        return Served(terms=terms, bounds=None if s is None else (s, s), **more)
+    bounds = (dynamic.get("s_min", 3), dynamic.get("s_max", 10))
+    has_stragglers = arguments.get("detector") is not None  # for whom the greatest bound holds at once
+    step = bounds[1] if has_stragglers else dynamic.get("step", 1)
+    return Served(terms=terms, bounds=bounds, bound_step=step, **more)
+
+
+def make_directory(threads: Sequence[int], terms: Terms) -> CacheDirectory:
+    """Return a process's directory."""
+    return CacheDirectory(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
+
+
+class BoundedCluster(Cluster):
+    """One run on a parameter server.
+
+    What is looked at: nobody starts further ahead of the slowest than the bound, which stays in its limits
+    and changes as slowly as it may; what is read holds every step of living workers that the bound asks for,
+    and all own ones once; with a bound of 0, nothing else; every clock's sum is of that clock's steps; no
+    step is lost or counts twice; nobody waits at a gate that has no bound; each sample is used once.
+
+    Source: the invariants of the specification's sections 2.4 and 2.5.
+
+    Args:
+        setting: what is simulated.
+        policies: builds the coordinator's policies, anew for each coordinator.
+        served: what there is besides.
+        directory: makes a process's directory.
+        keeps_log: whether `log` is kept.
+
+    Attributes:
+        servers: the parameter server.
+        epoch: the latest in which a worker has started a step.
+        steps_of: of each worker: the clocks of its steps.
+        bound_seen: the last bound that a Grant named.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        policies: Callable[[], Sequence[Policy]],
+        served: Served,
+        *,
+        directory: MakeDirectory = make_directory,
+        keeps_log: bool = False,
+    ) -> None:
+        super().__init__(setting, policies, keeps_log=keeps_log, one_by_one=True)
+        self.served, self.terms = served, served.terms
+        self.servers = Servers(self, served.servers, is_versioned=self.terms.is_versioned)
+        self.processes: dict[int, ServedProcess] = {}
+        self.epoch = 0
+        self.is_numbered = True
+        self.steps_of: dict[int, list[int]] = {}
+        self.bound_seen: int | None = None
+        self._make_directory = directory
+        self._clocks: dict[int, int] = {}  # of who has begun and not ended, as the policy has said it
+        self._version_seen = 0
+        self._ended: set[int] = set()  # workers whose steps may be missing
+        self._has_lost = False
+        self._blocks: dict[int, Block] = {}
+        self._used: dict[tuple[int, int], tuple[int, ...]] = {}  # by worker and step
+
+    @property
+    def step(self) -> int:
+        """How many steps whoever is furthest has finished."""
+        return max(len(one) for one in self.steps_of.values())
+
+    @property
+    def threads(self) -> dict[int, ServedWorker]:
+        """All workers that ever were."""
+        return {worker: one for worker, one in self._workers.items() if isinstance(one, ServedWorker)}
+
+    def loss(self, clock: int) -> float:
+        """What everybody says at a clock: a loss that falls, and varies by 3 %."""
+        chance = random.Random(f"loss {self.setting.seed} {clock}")
+        falls = 0.5 ** (clock / self.served.halves_after)
+        return float(falls * math.exp(chance.gauss(0.0, _NOISE)))
+
+    def _make(self, worker: int, stopwatch: Stopwatch, is_new: bool) -> SimulatedWorker:
+        number = worker if is_new else worker - worker % self.served.threads
+        process = self.processes.get(number)
+        if process is None:
+            last = worker + 1 if is_new else min(number + self.served.threads, self.world)
+            directory = self._make_directory(range(number, last), self.terms)
+            process = self.processes[number] = ServedProcess(self, number, directory)
+        self.steps_of[worker] = []
+        return ServedWorker(self, worker, stopwatch, process, is_new=is_new)
+
+    # Faults: processes hang and die, not threads ---------------------------------------------------------
+
+    def _mates(self, worker: int) -> tuple[int, ...]:
+        one = self._workers.get(worker)
+        if not isinstance(one, ServedWorker):
+            return (worker,)
+        return tuple(thread.worker for thread in one.process.threads)
+
+    def _fail(self, fault: Fault) -> None:
+        match fault:
+            case Death():
+                everybody = {mate for worker in fault.workers for mate in self._mates(worker)}
+                super()._fail(replace(fault, workers=tuple(sorted(everybody))))
+            case Hang() | Cut() if fault.worker in self._workers:
+                for mate in self._mates(fault.worker):
+                    super()._fail(replace(fault, worker=mate))
+            case _:
+                super()._fail(fault)
+
+    def end_process(self, process: ServedProcess) -> None:
+        """A thread was told to end; its process ends with it."""
+        for thread in process.threads:
+            self._kill(thread.worker, self.setting.detect_s, "its process has ended")
+
+    def ended(self, process: ServedProcess) -> None:
+        """A thread has ended; servers learn of it once all have."""
+        if not any(thread.is_alive for thread in process.threads):
+            at_s = self.engine.now_s + self.setting.detect_s
+            self.engine.at(at_s, lambda _: self.servers.withdraw(process.number))
+        self._ended.update(thread.worker for thread in process.threads if not thread.is_alive)
+
+    def _lose(self, loss: tuple[int, str]) -> None:
+        worker = loss[0]
+        self._has_lost = True
+        self._ended.add(worker)
+        super()._lose(loss)
+        process = self.threads[worker].process
+        if not self._is_down and all(thread.worker in self._gone for thread in process.threads):
+            self.servers.withdraw(process.number)
+
+    # What is said ----------------------------------------------------------------------------------------
+
+    def ask(self, event: Event) -> bool:
+        """See `Cluster.ask`."""
+        if isinstance(event, Left | Lost | Finished):
+            self._clocks.pop(event.worker, None)
+        if isinstance(event, Left) and not self.is_dismissed:
+            self._has_lost = True
+        if isinstance(event, Clocked) and event.clock is not None:
+            self._used[event.worker, event.step] = event.blocks
+        return super().ask(event)
+
+    def _answer(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Grant():
+                    self._take_down(action)
+                case Deal():
+                    self._blocks |= {block.id: block for block in action.blocks}
+                case _:
+                    pass
+        for action in actions:
+            match action:
+                case Grant() | Deal():
+                    if isinstance(action, Grant):
+                        self._check_grant(action)
+                    self._send(action.worker, (action,))
+                case Refuse():
+                    worker = int(action.peer.removeprefix("worker-"))
+                    self._has_lost = True
+                    self._present.discard(worker)
+                    self._clocks.pop(worker, None)
+                    self._send(worker, (action,))
+                case Start() | Dismiss() | Stop():
+                    self.is_dismissed |= isinstance(action, Dismiss)
+                    self.stopped = action if isinstance(action, Stop) else self.stopped
+                    for worker in sorted(self._present):
+                        self._send(worker, (action,))
+                case CloseServers():
+                    pass
+                case _:
+                    self.violated(f"nobody expects {action}")
+
+    # What must hold --------------------------------------------------------------------------------------
+
+    def _take_down(self, grant: Grant) -> None:
+        before = self._clocks.get(grant.worker, 0)
+        if grant.clock < before:
+            self.violated(f"worker {grant.worker} goes back from clock {before} to {grant.clock}")
+        self._clocks[grant.worker] = grant.clock
+
+    def _check_grant(self, grant: Grant) -> None:
+        bounds, worker = self.served.bounds, grant.worker
+        if not grant.may_start:
+            if bounds is None and grant.reason not in ("it has no samples", "not everybody is here yet"):
+                self.violated(f"worker {worker} has to wait where there is no bound: {grant.reason}")
+            return
+        if bounds is None or grant.bound is None:
+            if (bounds is None) != (grant.bound is None):
+                self.violated(f"worker {worker} may start with a bound of {grant.bound}")
+            return
+        least = min(self._clocks.values())
+        if grant.clock - least > grant.bound or grant.clock - grant.version > grant.bound:
+            self.violated(
+                f"worker {worker} may start at clock {grant.clock} with version {grant.version} and a bound "
+                f"of {grant.bound}, and the slowest is at {least}"
+            )
+        if not bounds[0] <= grant.bound <= bounds[1]:
+            self.violated(f"worker {worker} has a bound of {grant.bound}, which is not in {bounds}")
+        self._check_change(grant.bound, least)
+
+    def _check_change(self, bound: int, version: int) -> None:
+        before = bound if self.bound_seen is None else self.bound_seen
+        versions = max(1, version - self._version_seen)
+        if abs(bound - before) > self.served.bound_step * versions:
+            self.violated(f"the bound changes from {before} to {bound} within {versions} versions")
+        self.bound_seen, self._version_seen = bound, max(version, self._version_seen)
+
+    def complete(self, steps: Counter[int]) -> float:
+        """Return the first clock at which a step of a living worker is not among these, or may not be yet."""
+        return min(
+            (
+                clocks[steps[worker]] if steps[worker] < len(clocks) else self._clocks.get(worker, math.inf)
+                for worker, clocks in self.steps_of.items()
+                if worker not in self._ended
+            ),
+            default=math.inf,
+        )
+
+    def check_step(self, step: Step) -> None:
+        """See that a step comes before its clock is over."""
+        self.steps_of[step.worker].append(step.clock)
+        is_over = self.terms.is_versioned and self.servers.version > step.clock
+        if is_over and step.worker not in self._ended:
+            self.violated(f"worker {step.worker} takes a step at clock {step.clock}, which is over")
+
+    def check_read(self, worker: ServedWorker, grant: Grant, row: Row, visible: Sequence[int]) -> None:
+        """See that what a worker reads holds what it has to, and its own steps once."""
+        who = f"worker {worker.worker} at clock {grant.clock}"
+        if self.terms.push_every == 1 and any(count != worker.number for count in visible):
+            self.violated(f"{who} has taken {worker.number} steps and sees {list(visible)} of its own")
+        if grant.bound is None:
+            return
+        required = max(0, grant.clock - grant.bound)
+        complete = min(piece.complete for piece in row.pieces)
+        if complete < required:
+            self.violated(f"{who} reads what lacks steps of clock {complete}; it needs version {required}")
+        if grant.bound == 0 and self.terms.is_versioned:
+            for other, clocks in self.steps_of.items():
+                if any(piece.steps[other] > bisect_left(clocks, grant.clock) for piece in row.pieces):
+                    self.violated(f"{who} sees steps of worker {other} that are not before it")
+
+    def _check_end(self) -> None:
+        samples = self.setting.samples
+        uses: Counter[tuple[int, int]] = Counter()
+        for blocks in self._used.values():
+            for block in (self._blocks[number] for number in blocks):
+                for start, stop in block.ranges:
+                    uses.update((block.epoch, position) for position in range(start, stop))
+        if samples is not None:
+            for (epoch, position), count in uses.items():
+                if count > 1:
+                    self.violated(f"position {position} of epoch {epoch} was used {count} times")
+        if not self.is_dismissed:
+            return
+        expected = 0 if samples is None or self._has_lost else (samples.epochs or 0) * samples.count
+        if len(uses) < expected:
+            self.violated(f"{len(uses)} of {expected} samples were used")
+        for worker, clocks in self.steps_of.items():
+            for steps in self.servers.steps:
+                if not self._has_lost and steps[worker] != len(clocks):
+                    self.violated(
+                        f"worker {worker} has taken {len(clocks)} steps, and a server has {steps[worker]}"
+                    )

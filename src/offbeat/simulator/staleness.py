@@ -1,0 +1,183 @@
+"""Fault campaigns on a parameter server: a random cluster with random faults a seed, under one strategy.
+
+Nothing here mends anything; a seed that fails says so in one line, with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.policies import Policy
+from offbeat.policies.assembly import Assembly
+from offbeat.policies.caches import Terms
+from offbeat.policies.slowness import Burst, SlowRule
+from offbeat.policies.staleness import BoundedStaleness
+from offbeat.simulator.bounded import BoundedCluster, MakeDirectory, Served, make_directory, served_of
+from offbeat.simulator.cluster import Setting, ViolationError
+from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, spell
+from offbeat.simulator.loop import Samples
+from offbeat.simulator.network import Network
+from offbeat.simulator.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
+
+_STUCK_S = 20.0
+_UNTIL_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One seed's cluster.
+
+    Attributes:
+        setting: the cluster and its faults.
+        served: the strategy's way with the parameter server.
+        arguments: of `BoundedStaleness`.
+    """
+
+    setting: Setting
+    served: Served
+    arguments: Mapping[str, Any]
+
+    def build(self) -> list[Policy]:
+        """Return fresh policies."""
+        world, is_open = self.setting.world, self.arguments["shards"] == "dynamic"
+        return [Assembly(world, is_open=is_open), BoundedStaleness(world, **self.arguments)]
+
+    def __str__(self) -> str:
+        faults = " ".join(spell(fault) for fault in self.setting.faults) or "no faults"
+        return f"{self.setting.world} workers, {self.served.threads} a process, {faults}"
+
+
+def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
+    """Draw a cluster; the same for the same seed.
+
+    Args:
+        seed: of all chance.
+        terms: the strategy's.
+        arguments: of its `BoundedStaleness`, but for the world.
+    """
+    chance = random.Random(f"staleness {seed}")
+    threads = chance.choice([1, 1, 2, 3])
+    world = threads * chance.randint(1, 4) if threads > 1 else chance.randint(1, 8)
+    lost_after_s = chance.choice([1.5, 3.0])
+    is_dealt = arguments["shards"] == "dynamic"
+    faults = _faults(chance, world, threads, lost_after_s, is_open=is_dealt) if chance.random() < 0.7 else []
+    batch_size = chance.randint(1, 4)
+    samples = Samples(
+        count=chance.randint(1, 40 * world) * batch_size + chance.randrange(batch_size),
+        batch_size=batch_size,
+        epochs=chance.randint(1, 3),
+        batches_per_round=chance.choice([1, 1, 2]),
+    )
+    setting = Setting(
+        world=world,
+        steps=None if is_dealt else chance.randint(1, 80),
+        samples=samples if is_dealt else None,
+        until_s=_UNTIL_S,
+        times=_times(chance),
+        slow=tuple(_slow(chance, world)),
+        network=Network(
+            latency_s=chance.choice([1e-4, 1e-3, 2e-2]), bytes_per_s=chance.choice([1e9, 1e8]), spread=1.0
+        ),
+        size_bytes=chance.choice([10_000, 3_000_000]),
+        apply_s=chance.choice([0.0, 0.002]),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        tick_s=chance.choice([0.1, 0.5]),
+        detect_s=chance.choice([0.001, 0.1]),
+        lost_after_s=lost_after_s,
+        stuck_after_s=_STUCK_S,
+        seed=seed,
+    )
+    servers = chance.randint(1, 3)
+    halves_after = chance.choice([5.0, 50.0, 1e9])
+    return Case(
+        setting=setting,
+        served=served_of(terms, arguments, threads=threads, servers=servers, halves_after=halves_after),
+        arguments={**arguments, "deadline_s": chance.choice([1.2, 10.0, 10.0])},
+    )
+
+
+def _times(chance: random.Random) -> ComputeTimes:
+    kinds: list[Callable[[], ComputeTimes]] = [
+        lambda: Constant(mean_s=0.05),
+        lambda: Jittered(mean_s=0.05, deviation=chance.choice([0.05, 0.5])),
+        lambda: Bursty(mean_s=0.05, length=10, period=40),
+        lambda: HeavyTailed(mean_s=0.05),
+    ]
+    return chance.choice(kinds)()
+
+
+def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
+    for _ in range(chance.choice([0, 1, 2])):
+        when = chance.choice([None, Burst(slow_steps=5, period_steps=20)])
+        yield SlowRule(worker=chance.randrange(world), factor=chance.choice([1.5, 6.0]), when=when)
+
+
+def _faults(
+    chance: random.Random, world: int, threads: int, lost_after_s: float, *, is_open: bool
+) -> Iterator[Fault]:
+    alive, newest, now_s = set(range(world)), world, 0.05
+    kinds = ["die", "hang", "hang", "late", "cut", "restart"] + ["join", "leave"] * is_open
+    for _ in range(chance.randint(1, 5)):
+        now_s += chance.choice([0.0, 0.01, chance.random(), chance.random()])
+        worker = chance.choice(sorted(alive))
+        mates = {worker}
+        if worker < world:
+            mates = set(range(worker - worker % threads, worker - worker % threads + threads))
+        length_s = chance.choice([0.05, 0.3, 1.0, 4.0]) * (0.8 + 0.4 * chance.random())
+        is_long = length_s >= lost_after_s
+        match chance.choice(kinds):
+            case "die" if alive - mates:
+                alive -= mates
+                yield Death(at_s=now_s, workers=(worker,))
+            case "hang" if alive - mates or not is_long:
+                alive -= mates if is_long else set()
+                yield Hang(at_s=now_s, worker=worker, length_s=length_s)
+            case "late":
+                yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
+            case "cut" if alive - mates or not is_long:
+                alive -= mates if is_long else set()
+                yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s)
+            case "leave" if alive - mates:
+                alive -= {worker}
+                yield Departure(at_s=now_s, worker=worker)
+            case "join":
+                alive.add(newest)
+                yield Arrival(at_s=now_s, worker=newest)
+                newest += 1
+            case "restart" if now_s > 0.2:
+                yield Restart(at_s=now_s, length_s=min(length_s, 1.0))
+                now_s += 1.1
+            case _:
+                pass
+
+
+def run(
+    this: Case,
+    command: str,
+    build: Callable[[Case], list[Policy]] = Case.build,
+    directory: MakeDirectory = make_directory,
+) -> BoundedCluster:
+    """Run one case.
+
+    Args:
+        this: what.
+        command: that repeats it.
+        build: makes the coordinator's policies.
+        directory: makes a process's directory.
+
+    Raises:
+        ViolationError: something happened that must not; the text ends with the command that repeats it.
+    """
+    cluster = BoundedCluster(this.setting, lambda: build(this), this.served, directory=directory)
+    try:
+        cluster.run()
+        alive = [f"{one.worker} {one.doing}" for one in cluster.threads.values() if one.is_alive]
+        if alive:
+            cluster.violated(f"the job does not end: {', '.join(alive)}")
+    except OffbeatError as error:  # also one that the policies do not understand
+        raise ViolationError(f"{error} ({this}); again: {command}") from None
+    return cluster

@@ -1,0 +1,277 @@
+"""The second paper's systems: workers on a parameter server whose staleness is bounded, or is not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.policies.caches import Terms
+from offbeat.policies.staleness import BoundedStaleness
+from offbeat.runtime.coordinator import PolicySpec
+from offbeat.runtime.server_synchronizer import ServerSynchronizer
+from offbeat.runtime.synchronizer import Loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnServers(ABC):
+    """What all have in common: the servers, and the policy that lets a worker start a step."""
+
+    survives: ClassVar[bool] = True
+    takes_back: ClassVar[bool] = False
+    needs_coordinator: ClassVar[bool] = True
+
+    shards: Literal["dynamic", "equal"] = "dynamic"
+    copies: int = 2
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.copies < 0:
+            raise ValueError(f"expected at least 0 replicas, got {self.copies}")
+        BoundedStaleness(1, **self.staleness())
+
+    def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
+        """See `Strategy.policies`."""
+        return (
+            PolicySpec(
+                path="offbeat.policies.assembly:Assembly",
+                arguments={"world": world, "deadline_s": start_s, "is_open": self.shards == "dynamic"},
+            ),
+            PolicySpec(
+                path="offbeat.policies.staleness:BoundedStaleness",
+                arguments={"world": world, **self.staleness()},
+            ),
+            PolicySpec(
+                path="offbeat.policies.manager:Manager", arguments={"servers": servers, "copies": self.copies}
+            ),
+        )
+
+    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> ServerSynchronizer:
+        """See `Strategy.synchronizer`."""
+        return ServerSynchronizer(loop, model, optimizer, terms=self.terms())
+
+    def staleness(self) -> dict[str, Any]:
+        """Arguments of `BoundedStaleness`, but for the world."""
+        return {
+            "s": self._bound(),
+            "counts": "common" if self.shards == "dynamic" else "own",
+            "deadline_s": self.deadline_s,
+            "shards": self.shards,
+        }
+
+    @abstractmethod
+    def _bound(self) -> int | None: ...
+
+    def terms(self) -> Terms:
+        """How it uses the parameter server."""
+        return Terms(
+            is_versioned=True,
+            is_bounded=True,
+            steps_locally=False,
+            is_dealt=self.shards == "dynamic",
+            deadline_s=self.deadline_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerBSP(OnServers):
+    """Bulk-synchronous training on a parameter server: everybody reads what all have made of the last clock.
+
+    Training equals training in one process with the workers' batches joined, whatever the order in which
+    gradients come, but for how sums are rounded.
+
+    Source: the second paper, section 2 (BSP); specification 2.2. Deviation: the gradients of a clock are one
+    step of the optimizer, of their mean.
+
+    Args:
+        shards: "dynamic" deals samples as they are needed; "equal" shares them out before, as in the paper.
+        copies: replicas that all parameters have, as far as there are servers.
+        deadline_s: how long a live worker may keep the others waiting before it has to go, in seconds.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    name: ClassVar[str] = "ps-bsp"
+
+    def _bound(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cached(OnServers):
+    """What those with a bound above 0 take besides."""
+
+    s: int = 3
+    apply: Literal["versioned", "eager"] = "versioned"
+    thread_cache: Literal["keep", "per_clock"] = "keep"
+
+    def __post_init__(self) -> None:
+        if self.apply not in ("versioned", "eager"):
+            raise ValueError(f"expected apply to be versioned or eager, got {self.apply!r}")
+        if self.thread_cache not in ("keep", "per_clock"):
+            raise ValueError(f"expected thread_cache to be keep or per_clock, got {self.thread_cache!r}")
+        super().__post_init__()
+
+    def _bound(self) -> int:
+        return self.s
+
+    @property
+    def _may_lag(self) -> bool:
+        """Whether the bound is ever above 0."""
+        return self.s > 0
+
+    def terms(self) -> Terms:
+        """How it uses the parameter server."""
+        return replace(
+            super().terms(),
+            is_versioned=self.apply == "versioned",
+            steps_locally=self.apply == "eager" or self._may_lag,
+            clears_thread_cache=self.thread_cache == "per_clock",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSP(_Cached):
+    """Stale-synchronous training: a worker may be up to `s` clocks ahead of the slowest one.
+
+    What it reads at clock c holds all gradients of clocks up to c - s - 1, and all its own.
+
+    Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
+    NIPS 2013, section 3; the second paper's caches; specification 2.4. Deviations: see `ConsistencyGate`,
+    `ServedModel` and `ServerSynchronizer`.
+
+    Args:
+        s: the bound, in clocks; 0 is bulk-synchronous.
+        apply: "versioned": the gradients of a clock are one step of the optimizer, of their mean, once the
+            slowest worker has passed it. "eager": each is a step by itself, on arrival, as in Petuum.
+        thread_cache: "keep": a worker thread's parameters are used for as long as they are fresh enough;
+            "per_clock": they are taken anew at every clock, as in Petuum.
+        shards: "dynamic" deals samples as they are needed, and clocks count the work that all have done;
+            "equal" shares them out before, and clocks count each worker's steps, as in the papers.
+        copies: replicas that all parameters have, as far as there are servers.
+        deadline_s: how long a live worker may keep the others waiting before it has to go, in seconds.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    name: ClassVar[str] = "ssp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTSSP(_Cached):
+    """SSP whose bound follows the training loss, which the loop says with `session.observe`.
+
+    Where the loss of a clock is lower than that of the one before it by more than `limit` percent, the bound
+    grows by one; where it is higher by more, it shrinks by one.
+
+    Source: the second paper, section 3 (DTSSP); specification 2.5. Deviation: the learning-progress rate's
+    formula is this project's, for the paper's is lost.
+
+    Args:
+        s: the bound at first, in clocks.
+        s_min, s_max: it stays between these.
+        limit: percent, at least 0; infinite for a bound that stays.
+        step: by how much the bound changes at once.
+        beta: what the losses' moving average keeps of the past, from 0 to below 1; None for losses as they
+            are.
+        detector: "on": workers that are classed as stragglers hold the others back only beyond `s_max`.
+        apply, thread_cache, shards, copies, deadline_s: see `SSP`.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    name: ClassVar[str] = "dtssp"
+
+    s_min: int = 3
+    s_max: int = 10
+    limit: float = 5.0
+    step: int = 1
+    beta: float | None = None
+    detector: Literal["on", "off"] = "off"
+
+    @property
+    def _may_lag(self) -> bool:
+        return self.s_max > 0
+
+    def staleness(self) -> dict[str, Any]:
+        """Arguments of `BoundedStaleness`, but for the world."""
+        return {
+            **super().staleness(),
+            "dynamic": {
+                "s_min": self.s_min,
+                "s_max": self.s_max,
+                "limit": self.limit,
+                "step": self.step,
+                "beta": self.beta,
+            },
+            "detector": {} if self.detector == "on" else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unbounded(OnServers):
+    """What those have in common in which nobody waits for anybody."""
+
+    def _bound(self) -> None:
+        return None
+
+    def terms(self) -> Terms:
+        """How it uses the parameter server."""
+        return replace(super().terms(), is_versioned=False, is_bounded=False, steps_locally=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ASP(_Unbounded):
+    """Asynchronous training: nobody waits for anybody; parameters are pulled before every step.
+
+    Every gradient is a step of the servers' optimizer, on arrival.
+
+    Source: the second paper, section 2 (ASP); specification 2.3.
+
+    Args:
+        shards, copies, deadline_s: see `ServerBSP`.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    name: ClassVar[str] = "asp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downpour(_Unbounded):
+    """Downpour SGD: workers step by themselves, push every few steps, and fetch in the background.
+
+    Source: J. Dean et al., "Large scale distributed deep networks", NIPS 2012, section 4.1; specification
+    2.3. Deviations: the servers' optimizer is the user's own, which in the paper is Adagrad; no warm start
+    with a single worker.
+
+    Args:
+        n_fetch: steps after which parameters are fetched; they are used once they have come.
+        n_push: steps whose gradients are pushed as one sum.
+        shards, copies, deadline_s: see `ServerBSP`.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    name: ClassVar[str] = "downpour"
+
+    n_fetch: int = 1
+    n_push: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("n_fetch", "n_push"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of at least 1 step, got {getattr(self, name)}")
+        super().__post_init__()
+
+    def terms(self) -> Terms:
+        """How it uses the parameter server."""
+        return replace(super().terms(), push_every=self.n_push, fetch_every=self.n_fetch)

@@ -1,0 +1,243 @@
+"""Promises of training on a parameter server in which something dies, stops or comes: real processes.
+
+Whatever happens, the others go on and end in time, or end with an error that says who; the rules of bounded
+staleness hold; and nothing of the job is left.
+"""
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from cluster import values
+from jobs import command, job, marked
+from offbeat.events import Clocked, Deal, Lost
+from offbeat.record import read_log, replay
+from offbeat.runtime import session as sessions
+from offbeat.strategies import ASP, SSP, ServerBSP
+from runlogs import entries_of
+from test_groups import compute
+from test_newcomers import Gate, pass_gate
+from test_on_servers import BATCH, SAMPLES, Numbers, Tally, check_eager, check_versioned, violations
+
+WORKERS, STEPS, MIDDLE = 2, 24, 6
+SILENT_S = 2.5  # 10 s, if nobody says otherwise
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+    os.close(gate._lock)
+
+
+def counts(rank, say, strategy):
+    """Steps on, stands still in the middle, and goes on; returns what `check_versioned` looks at."""
+    model = Tally(WORKERS, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reads = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        synchronizer = session._synchronizer
+        for step in range(STEPS):
+            if step == MIDDLE:
+                say("now")
+                pass_gate()
+            optimizer.zero_grad()
+            loss = model()
+            compute(0.005)
+            loss.backward()
+            reads.append((synchronizer._clock, synchronizer._read_version, model.counts_W.tolist()))
+            optimizer.step()
+    return reads, model.counts_W.tolist()
+
+
+def servers(mark):
+    return [pid for pid in marked(mark) if "offbeat.runtime.server" in command(pid)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "check"),
+    [
+        (SSP(s=2, shards="equal"), lambda found: check_versioned(found, 2, steps=STEPS)),
+        (ASP(shards="equal"), lambda found: check_eager(found, steps=STEPS)),
+    ],
+    ids=["ssp", "asp"],
+)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_the_death_of_a_server_nothing_is_lost_and_nothing_comes_twice(gate, strategy, check, victim):
+    env = {**gate.env, "OFFBEAT_SERVERS": "2"}
+    with job(counts, WORKERS, strategy, env=env) as running:
+        running.said(*range(WORKERS))
+        killed = sorted(servers(running.mark))[victim]
+        gate.open()
+        os.kill(killed, signal.SIGKILL)
+        check(values(running.ends()))
+    log = read_log(gate.log)
+    assert violations(log) == []
+    assert replay(log) is None
+
+
+def uses(rank, say, strategy, epochs=6, kills=None, at=MIDDLE):
+    """Trains; returns the samples that this worker used, by epoch, and the parameters in the end."""
+    torch.manual_seed(rank)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    used, steps = {}, 0
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(epochs):
+            for numbers, x in session.batches(Numbers(), BATCH):
+                steps += 1
+                if steps == at and not session.is_newcomer:
+                    say("now")
+                    pass_gate()
+                    if rank == kills:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                compute(0.005)
+                model(x).square().mean().backward()
+                optimizer.step()
+                used.setdefault(epoch, []).extend(numbers.tolist())
+    return used, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def alike(ended):
+    """Checks that all hold the same in the end; returns which samples they used."""
+    found = values(ended)
+    assert all(last == found[0][1] for _, last in found)
+    return [used for used, _ in found]
+
+
+def each_once(used, epochs):
+    """Checks that each sample of these epochs came once over all workers."""
+    for epoch in epochs:
+        assert sorted(number for one in used for number in one.get(epoch, [])) == list(range(SAMPLES))
+
+
+def kept_to_the_rules(log, *lost):
+    log = read_log(log)
+    assert violations(log) == []
+    assert replay(log) is None
+    assert [one.worker for one in log.entries if isinstance(one, Lost)] == list(lost)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "strategy", [ServerBSP(shards="equal"), SSP(s=2), ASP()], ids=lambda strategy: strategy.name
+)
+def test_the_others_go_on_without_a_worker_that_is_killed(strategy, victim, tmp_path):
+    log = tmp_path / "log.jsonl"
+    with job(uses, 3, strategy, 6, victim, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        ended = running.ends()
+    kept_to_the_rules(log, victim)
+    alike([one for one in ended if one.rank != victim])
+    if strategy.shards == "dynamic":
+        assert used_positions(log) == Counter(
+            {(epoch, position): 1 for epoch in range(6) for position in range(SAMPLES)}
+        )
+
+
+def used_positions(log):
+    """How often each position of an epoch was in a step that counts: what a dead worker had, in another's."""
+    blocks = {block.id: block for deal in entries_of(log, Deal) for block in deal.blocks}
+    return Counter(
+        (blocks[block].epoch, position)
+        for step in entries_of(log, Clocked)
+        for block in step.blocks
+        for start, stop in blocks[block].ranges
+        for position in range(start, stop)
+    )
+
+
+def uses_and_is_impatient(rank, say, strategy):
+    sessions._SILENT_S = SILENT_S
+    return uses(rank, say, strategy)
+
+
+def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_ever(gate):
+    with job(uses_and_is_impatient, 3, SSP(s=2), env=gate.env) as running:
+        running.said(0, 1, 2)
+        running.signal(1, signal.SIGSTOP)
+        gate.open()
+        others = [running.end(0), running.end(2)]
+        running.signal(1, signal.SIGCONT)
+        stopped = running.end(1)
+    alike(others)
+    assert stopped.error_type == "WorkerError"
+    assert "worker 1" in stopped.error
+    kept_to_the_rules(gate.log, 1)
+
+
+def test_a_newcomer_takes_part_with_the_parameters_and_the_data_order_of_the_others(gate):
+    env = {**gate.env, "OFFBEAT_SEED": "7"}
+    with job(uses, 2, SSP(s=2), 16, hosts_store=True, env=env) as running:
+        running.said(0, 1)
+        running.add(uses, SSP(s=2), 16, env={"OFFBEAT_SEED": "3"})
+        gate.open()
+        used = alike(running.ends())
+    each_once(used, range(16))
+    kept_to_the_rules(gate.log)
+    assert sum(isinstance(one, Clocked) and one.worker == 2 for one in entries_of(gate.log)) > 1
+
+
+def test_training_goes_on_with_a_coordinator_that_was_started_again(gate):
+    with job(uses, 3, SSP(s=2), env=gate.env) as running:
+        running.said(0, 1, 2)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        gate.open()
+        used = alike(running.ends())
+    each_once(used, range(6))
+    kept_to_the_rules(gate.log)
+
+
+@pytest.mark.parametrize("strategy", [SSP(s=2, deadline_s=4.0), ASP(deadline_s=4.0)], ids=["ssp", "asp"])
+def test_without_any_server_everybody_ends_naming_it(gate, strategy):
+    with job(uses, 2, strategy, env=gate.env) as running:
+        running.said(0, 1)
+        (server,) = servers(running.mark)
+        os.kill(server, signal.SIGKILL)
+        gate.open()
+        for one in running.ends():
+            assert one.error_type == "WorkerError", one.trace
+            assert "server" in one.error, one.error
+
+
+def dies_first(rank, say, victim):
+    """One worker dies when all have joined and none has taken a step."""
+    model = Tally(WORKERS, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, SSP(s=2, shards="equal")) as session:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return session.step, model.counts_W.tolist()
+
+
+def test_a_worker_that_dies_before_its_first_step_is_not_waited_for():
+    with job(dies_first, WORKERS, 1) as running:
+        assert running.end(0).value == (3, [3.0, 0.0])
+        running.died(1)
+
+
+def test_without_the_parameters_of_the_first_worker_nobody_begins():
+    with job(dies_first, WORKERS, 0) as running:
+        ended = running.end(1)
+    assert ended.error_type == "WorkerError"
+    assert "worker 0 is out, and the others have not got its parameters" in ended.error
+
+
+def test_a_newcomer_waits_for_the_first_workers_parameters_where_training_has_not_begun(gate):
+    env = {**gate.env, "OFFBEAT_SEED": "7"}
+    with job(uses, 2, SSP(s=2), 6, None, 1, hosts_store=True, env=env) as running:
+        running.said(0, 1)
+        running.add(uses, SSP(s=2), 6, env={"OFFBEAT_SEED": "3"})
+        gate.open_for(2)
+        each_once(alike(running.ends()), range(6))
+    kept_to_the_rules(gate.log)

@@ -1,0 +1,324 @@
+"""Whole simulated systems of bounded staleness: what always holds, whatever the seed, and what gains what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.policies import Policy
+from offbeat.policies.assembly import Assembly
+from offbeat.policies.caches import CacheDirectory
+from offbeat.policies.consistency import ConsistencyGate
+from offbeat.policies.learning import LprController
+from offbeat.policies.slowness import parse as rule
+from offbeat.policies.solo import SoloDealing
+from offbeat.policies.staleness import BoundedStaleness
+from offbeat.simulator import staleness
+from offbeat.simulator.bounded import BoundedCluster, make_directory, served_of
+from offbeat.simulator.cluster import Setting, ViolationError
+from offbeat.simulator.loop import Samples
+from offbeat.simulator.times import Bursty, ComputeTimes, Jittered
+from offbeat.strategies import parse_strategy
+
+SEEDS = 40
+STRATEGIES = [
+    *("ps-bsp", "ps-bsp:shards=equal", "ssp:s=0", "ssp:s=1", "ssp:s=3,shards=equal", "asp"),
+    *("ssp:s=2,apply=eager", "ssp:s=2,thread_cache=per_clock", "downpour:n_push=3,n_fetch=2"),
+    *("dtssp", "dtssp:s=0,s_min=0,s_max=4,limit=1", "dtssp:s=1,s_min=1,detector=on,limit=1,shards=equal"),
+]
+
+
+def case_of(seed: int, strategy: str) -> staleness.Case:
+    parsed: Any = parse_strategy(strategy)
+    return staleness.case(seed, parsed.terms(), parsed.staleness())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_fault_breaks_what_always_holds(strategy):
+    """Specification 2.4 (i) to (viii), 2.5 and G4: see `BoundedCluster` and `Servers`."""
+    for seed in range(SEEDS):
+        staleness.run(case_of(seed, strategy), f"{strategy}, seed {seed}")
+
+
+def test_a_seed_is_one_case_and_one_run():
+    assert case_of(5, "ssp") == case_of(5, "ssp")
+    assert case_of(5, "ssp") != case_of(6, "ssp")
+    one, another = (staleness.run(case_of(5, "ssp"), "") for _ in range(2))
+    assert one.steps_of == another.steps_of
+    assert one.engine.count == another.engine.count
+
+
+def test_every_kind_of_fault_is_drawn():
+    settings = [case_of(seed, "ssp").setting for seed in range(100)]
+    kinds = {type(fault).__name__ for setting in settings for fault in setting.faults}
+    assert kinds == {"Death", "Hang", "Late", "Cut", "Arrival", "Departure", "Restart"}
+
+
+# Broken by hand -----------------------------------------------------------------------------------------
+
+
+class OpensTooEarly(ConsistencyGate):
+    """One clock beyond the bound."""
+
+    def _may_start(self, clock, least):
+        return super()._may_start(clock - 1, least)
+
+    def _required(self, clock):
+        return max(0, clock - self._s), self._s
+
+
+class Leaps(LprController):
+    """Takes two steps at once."""
+
+    def _change(self, lpr):
+        return super()._change(lpr) | super()._change(lpr)
+
+
+class Forgets(SoloDealing):
+    """Does not see that a block was used."""
+
+    def stepped(self, worker, blocks):
+        if blocks != (3,):
+            super().stepped(worker, blocks)
+
+
+class ReplaysTwice(CacheDirectory):
+    """Replays the last update that is in a row as well."""
+
+    def held(self, thread, time):
+        return max(0, super().held(thread, time) - 1)
+
+
+class ReplaysNothing(CacheDirectory):
+    """Takes a row as it is."""
+
+    def installed(self, thread, version, time):
+        return super().installed(thread, version, 2**62)
+
+
+class ServesOldThreads(CacheDirectory):
+    """Reads a thread's copy a clock too long."""
+
+    def read(self, thread, version):
+        return "thread" if self.version(thread) == version - 1 >= 0 else super().read(thread, version)
+
+
+class ServesOldRows(CacheDirectory):
+    """Takes the row of the process for newer than it is."""
+
+    def pulled(self, version):
+        super().pulled(version + 1)
+
+
+class PushesTooEarly(CacheDirectory):
+    """Pushes a clock as soon as one thread has passed it."""
+
+    def _complete(self):
+        end = max((self._threads[thread].clock for thread in self._active), default=self._end)
+        clocks = range(self._next, max(self._next, end))
+        self._next = clocks.stop
+        return clocks
+
+
+class PullsTooEarly(CacheDirectory):
+    """Does not see that the sum that it pulls waits for its own threads."""
+
+    def has_pushed(self, version):
+        return True
+
+
+class PushesNoEmptyClocks(CacheDirectory):
+    """Says nothing at clocks at which it has nothing."""
+
+    def _complete(self):
+        return range(0) if self._end <= self._next else super()._complete()
+
+
+def with_part(part: str, broken: type) -> Callable[[staleness.Case], list[Policy]]:
+    """Policies of which a part breaks the rules."""
+
+    def build(this: staleness.Case) -> list[Policy]:
+        policies = this.build()
+        getattr(policies[1], part).__class__ = broken
+        return policies
+
+    return build
+
+
+def find(strategy: str, build: Any = staleness.Case.build, directory: Any = make_directory) -> None:
+    for seed in range(4 * SEEDS):
+        staleness.run(case_of(seed, strategy), f"seed {seed}", build, directory)
+
+
+@pytest.mark.parametrize(
+    ("part", "broken", "strategy", "what"),
+    [
+        ("_gate", OpensTooEarly, "ssp:s=1,shards=equal", "may start at clock .* the slowest is at"),
+        ("_controller", Leaps, "dtssp:limit=1", "the bound changes from"),
+        ("_dealing", Forgets, "asp", "was used 2 times"),
+    ],
+)
+def test_a_policy_that_breaks_the_rules_is_found(part, broken, strategy, what):
+    with pytest.raises(ViolationError, match=what):
+        find(strategy, build=with_part(part, broken))
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        (ReplaysTwice, "replays its steps"),
+        (ReplaysNothing, "replays its steps|of its own"),
+        (ServesOldThreads, "reads what lacks steps"),
+        (ServesOldRows, "reads what lacks steps"),
+        (PushesTooEarly, "comes to a server|in the sum of clock|which is over"),
+        (PullsTooEarly, "reads what lacks steps"),
+        (PushesNoEmptyClocks, "where clock|the job does not end|nobody has finished"),
+    ],
+)
+def test_a_directory_that_breaks_the_rules_is_found(broken, what):
+    def directory(threads, terms):
+        return broken(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
+
+    with pytest.raises(ViolationError, match=what):
+        find("ssp:s=2", directory=directory)
+
+
+def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
+    """Then what it reads lacks its own last step; only a bound that is always 0 makes that harmless."""
+    strategy: Any = parse_strategy("dtssp:s=0,s_min=0,limit=1")
+    assert strategy.terms().steps_locally
+    assert not any(parse_strategy(name).terms().steps_locally for name in ("ps-bsp", "ssp:s=0"))
+
+    def find_it() -> None:
+        for seed in range(SEEDS):
+            terms = replace(strategy.terms(), steps_locally=False)
+            staleness.run(staleness.case(seed, terms, strategy.staleness()), f"seed {seed}")
+
+    with pytest.raises(ViolationError, match="of its own"):
+        find_it()
+
+
+# What equals what ---------------------------------------------------------------------------------------
+
+
+def run(
+    strategy: str,
+    times: ComputeTimes,
+    *slow: str,
+    world: int = 8,
+    steps: int = 300,
+    halves_after: float = 1e9,
+) -> BoundedCluster:
+    """A cluster on which nothing goes wrong."""
+    parsed: Any = parse_strategy(strategy)
+    terms, arguments = parsed.terms(), parsed.staleness()
+    samples = Samples(count=world * 100, batch_size=1, epochs=steps // 100) if terms.is_dealt else None
+    setting = Setting(
+        world=world,
+        steps=None if terms.is_dealt else steps,
+        samples=samples,
+        times=times,
+        slow=tuple(map(rule, slow)),
+        size_bytes=100_000,
+    )
+
+    def build() -> list[Policy]:
+        return [Assembly(world, is_open=terms.is_dealt), BoundedStaleness(world, **arguments)]
+
+    served = served_of(terms, arguments, halves_after=halves_after)
+    cluster = BoundedCluster(setting, build, served, keeps_log=True)
+    cluster.run()
+    assert cluster.is_dismissed
+    return cluster
+
+
+@pytest.mark.parametrize("shards", ["equal", "dynamic"])
+@pytest.mark.parametrize(
+    ("strategy", "other"), [("ssp:s=0", "ps-bsp:copies=2"), (f"dtssp:limit={math.inf}", "ssp:s=3")]
+)
+def test_at_its_strict_setting_a_strategy_is_another_one(strategy, other, shards):
+    """Specification 9.2: SSP with s = 0 is BSP, and DTSSP with an infinite limit is SSP."""
+    one, another = (run(f"{name},shards={shards}", Jittered(), "3:3") for name in (strategy, other))
+    assert one.log == another.log
+
+
+def test_without_a_bound_nobody_waits():
+    """Specification 2.4 (v)."""
+    cluster = run("asp:shards=equal", Jittered(), "3:5", world=4)
+    assert max(one.spent_s["waiting"] for one in cluster.threads.values()) < 0.01
+
+
+@pytest.mark.parametrize("s", [1, 3, 10])
+def test_the_slowest_pulls_every_s_plus_1_clocks_and_who_stands_at_the_gate_at_every_one(s):
+    """Specification 2.4 (viii)."""
+    cluster = run(f"ssp:s={s},shards=equal", Jittered(), "3:5", world=4)
+    pulls = {worker: one.pulls for worker, one in cluster.threads.items()}
+    assert pulls[3] == math.ceil(300 / (s + 1))
+    assert min(pulls[worker] for worker in range(3)) > 280 - 2 * s
+    assert cluster.threads[3].spent_s["waiting"] < 0.01
+
+
+def test_the_bound_of_dtssp_goes_through_its_whole_range_where_losses_only_vary():
+    """Specification 2.5: noise of 3 % visits all of 3 to 10."""
+    cluster = run("dtssp:shards=equal", Jittered(), "3:5", world=4, steps=1500)
+    ages = {age for one in cluster.threads.values() for age in one.staleness}
+    assert {3, 4, 5} <= ages <= set(range(11))
+
+
+# What gains what ----------------------------------------------------------------------------------------
+
+
+def took_s(times: ComputeTimes, *slow: str, shards: str) -> dict[str, float]:
+    """Total times by strategy, as shares of that of BSP."""
+    names = ["ps-bsp:copies=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:copies=2"]
+    all_s = {
+        name.partition(",")[0]: run(f"{name},shards={shards}", times, *slow, steps=600).progress_s
+        for name in names
+    }
+    return {name: time_s / all_s["ps-bsp:copies=2"] for name, time_s in all_s.items()}
+
+
+def test_with_equal_shards_and_lasting_differences_no_bound_gains_anything():
+    """Specification 2.5: totals of SSP(3), SSP(10), DTSSP and ASP are identical, as the slowest decides."""
+    shares = took_s(Jittered(), "3:5", "1:2", shards="equal")
+    assert all(0.97 < share < 1.03 for share in shares.values())
+
+
+def test_with_dealt_samples_and_lasting_differences_every_bound_gains():
+    shares = took_s(Jittered(), "3:5", "1:2", shards="dynamic")
+    assert all(share < 0.35 for name, share in shares.items() if not name.startswith("ps-bsp"))
+
+
+def test_with_bursts_a_larger_bound_gains_more_and_dtssp_is_between():
+    """Specification 2.5: bursts of 5 times: SSP(3) < DTSSP < SSP(10) < ASP in what they gain over BSP."""
+    shares = took_s(Bursty(), shards="equal")
+    order = ["ps-bsp:copies=2", "ssp:s=3", "dtssp:s=3", "ssp:s=10", "asp:copies=2"]
+    assert all(shares[one] > shares[another] + 0.005 for one, another in itertools.pairwise(order))
+    assert shares["ssp:s=10"] < 0.85
+
+
+# The command line ---------------------------------------------------------------------------------------
+
+
+def test_simulate_tells_time_waiting_staleness_and_pulls_of_every_worker(tmp_path):
+    path = tmp_path / "result.json"
+    arguments = ["simulate", "--strategy", "ssp:s=3", "--slow", "3:5", "--steps", "100", "--json", str(path)]
+    assert main(arguments) == 0
+    result = json.loads(path.read_text())
+    assert result["figures"]["steps_count"] == sum(row["steps"] for row in result["rows"]) == 400
+    assert result["figures"]["pulls_count"] == sum(row["pulls"] for row in result["rows"])
+    assert all(row["pulls"] + row["cached"] == row["steps"] for row in result["rows"])
+    assert max(row["staleness_max"] for row in result["rows"]) == 3
+    assert result["rows"][3]["steps"] < 50
+
+
+def test_simulate_runs_a_campaign_under_a_strategy(capsys):
+    assert main(["simulate", "--strategy", "dtssp", "--seeds", "5", "--seed", "3"]) == 0
+    assert "violations_count" in capsys.readouterr().out

@@ -1,0 +1,505 @@
+"""Bounded staleness as a policy: each promise by hand, and whole jobs in any order of what is heard."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    Action,
+    Clocked,
+    CloseServers,
+    Deal,
+    Dismiss,
+    Event,
+    Failed,
+    Finished,
+    Grant,
+    Joined,
+    Left,
+    Lost,
+    Ready,
+    Refuse,
+    Saving,
+    Stop,
+    Tick,
+    Used,
+    Wants,
+)
+from offbeat.policies.staleness import BoundedStaleness
+
+SAMPLES, BATCH = 40, 4
+
+
+def joined(worker: int) -> Joined:
+    return Joined(
+        now_s=0.0,
+        worker=worker,
+        world=2,
+        peer=f"peer-{worker}",
+        place="host process 1",
+        addresses=(),
+        model=(),
+        strategy="ssp",
+    )
+
+
+def clocked(worker: int, clock: int | None, **more: Any) -> Clocked:
+    said = {"now_s": 0.0, "version": 0 if clock is None else clock, "epoch": 0, "step": 0, "compute_s": 0.1}
+    said |= {"samples": BATCH, "loss": None, "blocks": ()}
+    return Clocked(worker=worker, clock=clock, **{**said, **more})
+
+
+def wants(worker: int, epoch: int = 0, **more: Any) -> Wants:
+    said = {
+        "samples": SAMPLES,
+        "batch_size": BATCH,
+        "is_last": False,
+        "skips": False,
+        "ahead": 0,
+        "taken": (),
+    }
+    return Wants(**{"now_s": 0.0, "worker": worker, "epoch": epoch, **said, "round": 0, "used": (), **more})
+
+
+def answers(policy: BoundedStaleness, *events: Event) -> list[Action]:
+    return [action for event in events for action in policy.handle(event)]
+
+
+def started(world: int = 2, **arguments: Any) -> BoundedStaleness:
+    """All have begun; with equal shards they may take their first step."""
+    policy = BoundedStaleness(world, **{"shards": "equal", **arguments})
+    answers(policy, *map(joined, range(world)), *(clocked(worker, None) for worker in range(world)))
+    return policy
+
+
+def granted(actions: list[Action]) -> dict[int, tuple[int, bool]]:
+    return {one.worker: (one.clock, one.may_start) for one in actions if isinstance(one, Grant)}
+
+
+def walk(policy: BoundedStaleness, worker: int, clocks: range) -> list[Action]:
+    return answers(policy, *(clocked(worker, clock) for clock in clocks))
+
+
+def remembered(policy: BoundedStaleness, world: int, **arguments: Any) -> BoundedStaleness:
+    """Another one that goes on from its state."""
+    other = BoundedStaleness(world, **arguments)
+    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    return other
+
+
+def apart(**arguments: Any) -> BoundedStaleness:
+    """The paper's example: worker 0 waits at 7, worker 1 is at 3, the bound is 3."""
+    policy = started(2, **arguments)
+    losses = iter([1.0, 1.0, 1.0, 1.0])
+    for clock in range(3):
+        loss = next(losses)
+        answers(policy, clocked(1, clock, loss=loss), clocked(0, clock, loss=loss))
+    assert granted(walk(policy, 0, range(3, 7))) == {0: (7, False)}
+    return policy
+
+
+def test_without_the_first_workers_parameters_nobody_can_begin():
+    for going in (
+        Lost(now_s=1.0, worker=0, cause="killed"),
+        Failed(now_s=1.0, worker=0, step=0, error="it broke"),
+        Left(now_s=1.0, worker=0, step=0),
+    ):
+        policy = BoundedStaleness(2)
+        (stop,) = answers(policy, joined(0), joined(1), clocked(1, None), going)[-1:]
+        assert isinstance(stop, Stop)
+        assert stop.worker == 0
+        assert "have not got its parameters" in stop.reason
+        (closing,) = policy.handle(Left(now_s=2.0, worker=1, step=0))
+        assert isinstance(closing, CloseServers)
+    policy = BoundedStaleness(2, deadline_s=5.0)
+    actions = answers(policy, joined(0), joined(1), clocked(1, None), Tick(now_s=1.0), Tick(now_s=7.0))
+    assert isinstance(actions[-1], Stop)
+
+
+# By hand ------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_example_7_waits_for_3_and_starts_when_the_bound_has_become_4():
+    """Version 3 to 4: first its loss counts and s becomes 4, then 7 may start, 3 before the slowest."""
+    policy = apart(dynamic={})
+    (worker_0, worker_1) = policy.handle(clocked(1, 3, loss=0.5))
+    assert (worker_0.worker, worker_0.clock, worker_0.may_start) == (0, 7, True)
+    assert (worker_0.version, worker_0.bound) == (3, 4)
+    assert worker_0.reason == (
+        "it is 3 ahead of the slowest; the bound is 4; the loss fell by 50 % at version 3"
+    )
+    assert (worker_1.worker, worker_1.clock, worker_1.may_start, worker_1.bound) == (1, 4, True, 4)
+
+
+def test_a_bound_that_shrinks_lets_nobody_go_whom_the_old_one_would_have():
+    policy = apart(s=3, dynamic={"s_min": 1})
+    assert granted(policy.handle(clocked(1, 3, loss=2.0))) == {1: (4, True)}
+    assert granted(walk(policy, 1, range(4, 5))) == {0: (7, True), 1: (5, True)}
+
+
+def test_a_step_without_a_loss_leaves_the_bound():
+    policy = apart(dynamic={})
+    (worker_0, _) = policy.handle(clocked(1, 3))
+    assert (worker_0.bound, worker_0.version) == (3, 4)
+
+
+def test_who_waits_is_told_its_clock_at_once_and_why():
+    policy = started(2, s=1)
+    (first,) = policy.handle(clocked(0, 0))
+    (second,) = policy.handle(clocked(0, 1))
+    assert (first.clock, first.may_start, first.version) == (1, True, 0)
+    assert (second.clock, second.may_start, second.version, second.bound) == (2, False, 1, 1)
+    assert second.reason == "it is 2 ahead of the slowest, and the bound is 1"
+
+
+def test_nobody_starts_before_all_are_there_or_gone():
+    policy = BoundedStaleness(3, shards="equal")
+    answers(policy, *map(joined, range(3)))
+    assert granted(policy.handle(clocked(0, None))) == {0: (0, False)}
+    assert granted(policy.handle(clocked(2, None))) == {2: (0, False)}
+    lost = Lost(now_s=0.0, worker=1, cause="cut")
+    assert granted(policy.handle(lost)) == {0: (0, True), 2: (0, True)}
+
+
+def test_a_newcomer_begins_at_a_clock_at_which_it_can_push():
+    policy = apart()
+    assert policy.handle(joined(2)) == []
+    assert granted(policy.handle(clocked(2, None, version=5))) == {2: (5, True)}
+    policy.handle(joined(3))
+    assert granted(policy.handle(clocked(3, None))) == {3: (3, True)}
+
+
+def test_without_a_bound_nobody_waits_and_any_version_will_do():
+    policy = started(2, s=None)
+    for clock in range(50):
+        (grant,) = policy.handle(clocked(0, clock, version=0))
+        assert (grant.clock, grant.may_start, grant.version, grant.bound) == (clock + 1, True, 0, None)
+        assert "there is no bound" in grant.reason
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Lost(now_s=0.0, worker=1, cause="cut"),
+        Failed(now_s=0.0, worker=1, step=3, error="ValueError"),
+        Left(now_s=0.0, worker=1, step=3),
+        Finished(now_s=0.0, worker=1, epoch=0, step=3),
+    ],
+)
+def test_the_job_goes_on_without_who_ends(end):
+    assert granted(apart().handle(end)) == {0: (7, True)}
+
+
+def test_a_newcomer_that_could_begin_only_when_all_were_dismissed_is_turned_away():
+    policy = started(1)
+    policy.handle(joined(1))
+    assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == [
+        Dismiss(reason="everybody has finished")
+    ]
+    (refused,) = policy.handle(clocked(1, None))
+    assert isinstance(refused, Refuse)
+    assert (refused.peer, "came when all others were done" in refused.reason) == (joined(1).peer, True)
+    assert answers(policy, Left(now_s=0.0, worker=0, step=1)) == [CloseServers(reason="all workers are gone")]
+
+
+def test_all_are_dismissed_when_everybody_has_finished_who_is_left():
+    policy = started(3)
+    assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=1)) == []
+    policy.handle(joined(3))  # and has not begun
+    assert answers(policy, Left(now_s=0.0, worker=1, step=0)) == []
+    (dismissed,) = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
+    assert dismissed == Dismiss(reason="everybody has finished")
+    assert policy.handle(Left(now_s=0.0, worker=0, step=1)) == []
+    (refused,) = policy.handle(joined(4))
+    assert isinstance(refused, Refuse)
+    assert "came when all others were done" in refused.reason
+
+
+def test_when_nobody_is_left_the_servers_end():
+    policy = started(2)
+    assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == []
+    assert answers(policy, Lost(now_s=0.0, worker=1, cause="cut")) == [
+        CloseServers(reason="all workers are gone")
+    ]
+
+
+def test_the_servers_stay_until_the_last_who_was_dismissed_has_left():
+    policy = started(2)
+    *_, dismiss = answers(policy, *(Finished(now_s=0.0, worker=worker, epoch=0, step=1) for worker in (0, 1)))
+    assert isinstance(dismiss, Dismiss)
+    assert answers(policy, Left(now_s=0.0, worker=1, step=1)) == []
+    assert answers(policy, Lost(now_s=0.0, worker=0, cause="cut")) == [
+        CloseServers(reason="all workers are gone")
+    ]
+
+
+def test_who_keeps_others_waiting_for_too_long_is_out_and_they_go_on():
+    policy = apart(deadline_s=5.0)
+    assert answers(policy, Tick(now_s=10.0), Tick(now_s=15.0)) == []
+    policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
+    refused, grant = policy.handle(Tick(now_s=15.1))
+    assert refused == Refuse(
+        peer="peer-1", reason="worker 1 is out: others have waited for it for more than 5 s"
+    )
+    assert (grant.worker, grant.clock, grant.may_start) == (0, 7, True)
+
+
+def test_every_step_begins_the_deadline_anew():
+    policy = started(2, s=0, deadline_s=5.0)
+    walk(policy, 0, range(1))
+    answers(policy, Tick(now_s=0.0), Tick(now_s=4.0))
+    answers(policy, clocked(1, 0), clocked(0, 1))
+    assert answers(policy, Tick(now_s=8.0), Tick(now_s=13.0)) == []
+    assert answers(policy, Tick(now_s=13.1))
+
+
+def test_nobody_is_refused_for_whom_nobody_waits():
+    policy = started(2, s=3, deadline_s=5.0)
+    assert answers(policy, *(Tick(now_s=10.0 * time) for time in range(10))) == []
+
+
+def test_who_never_begins_or_never_ends_is_out_too():
+    policy = BoundedStaleness(2, shards="equal", deadline_s=5.0)
+    answers(policy, joined(0), joined(1), clocked(0, None), Tick(now_s=0.0))
+    refused, grant = policy.handle(Tick(now_s=6.0))
+    assert (refused.peer, grant.worker, grant.may_start) == ("peer-1", 0, True)
+    policy = started(2, deadline_s=5.0)
+    answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0), Tick(now_s=0.0))
+    refused, dismissed = policy.handle(Tick(now_s=6.0))
+    assert (refused.peer, dismissed) == ("peer-1", Dismiss(reason="everybody has finished"))
+
+
+def test_who_waits_itself_is_not_out_for_who_keeps_all_waiting():
+    policy = started(3, s=0, deadline_s=5.0)
+    answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), clocked(0, 0), Tick(now_s=0.0))
+    refused, grant = policy.handle(Tick(now_s=6.0))
+    assert (refused.peer, grant.worker) == ("peer-1", 0)
+    policy, said = dealing(3, 2 * BATCH, s=0, deadline_s=5.0)
+    answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))))
+    answers(policy, wants(0, samples=2 * BATCH, is_last=True), wants(2, samples=2 * BATCH, is_last=True))
+    answers(policy, Finished(now_s=0.0, worker=2, epoch=0, step=0), Tick(now_s=0.0))
+    refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, Refuse)]
+    assert refused == ["peer-1"]
+
+
+def test_nobody_is_dismissed_before_all_have_begun():
+    policy = BoundedStaleness(2, shards="equal")
+    answers(policy, joined(0), joined(1), clocked(0, None))
+    assert answers(policy, Finished(now_s=0.0, worker=0, epoch=0, step=0)) == []
+    assert granted(policy.handle(clocked(1, None))) == {1: (1, True)}
+
+
+DETECTOR = {"limit": 1, "threshold_s": 1.0}
+
+
+def test_iterations_are_counted_from_the_beginning_of_each_epoch():
+    policy = started(2, dynamic={}, detector={**DETECTOR, "skip_first_iters": 1})
+    for clock in range(3):  # one iteration an epoch, which is not judged
+        answers(policy, clocked(1, clock, epoch=clock, compute_s=2.0), clocked(0, clock, epoch=clock))
+    assert granted(walk(policy, 0, range(3, 7))) == {0: (7, False)}
+
+
+def test_a_straggler_that_nobody_normal_is_left_beside_is_none_any_more():
+    policy = started(2, dynamic={}, detector=DETECTOR)
+    answers(policy, clocked(1, 0, compute_s=2.0), clocked(0, 0), Lost(now_s=0.0, worker=0, cause="cut"))
+    answers(policy, joined(2), clocked(2, None))
+    assert granted(walk(policy, 2, range(1, 5))) == {2: (5, False)}
+
+
+def test_a_straggler_is_left_behind_by_more_than_the_bound_until_it_recovers():
+    policy = started(3, s=3, dynamic={"s_max": 6}, detector={"n_profile": 1, "limit": 2, "threshold_s": 1.0})
+    for clock in range(2):
+        answers(policy, *(clocked(worker, clock, compute_s=0.1 + 2 * (worker == 2)) for worker in range(3)))
+    for clock in range(2, 6):
+        said = answers(policy, clocked(0, clock), clocked(1, clock))
+    assert granted(said) == {0: (6, True), 1: (6, True)}
+    assert [(one.version, one.bound) for one in said] == [(2, 6), (2, 6)]
+    assert "for a straggler" in said[0].reason
+    for clock in range(2, 5):
+        policy.handle(clocked(2, clock, compute_s=0.1))
+    for clock in range(6, 9):
+        said = answers(policy, clocked(0, clock), clocked(1, clock))
+    assert granted(said) == {0: (9, False), 1: (9, False)}
+
+
+# Samples ------------------------------------------------------------------------------------------------
+
+
+def dealing(
+    world: int = 2, samples: int = SAMPLES, **arguments: Any
+) -> tuple[BoundedStaleness, list[Action]]:
+    policy = started(world, shards="dynamic", **arguments)
+    return policy, answers(policy, *(wants(one, samples=samples, is_last=True) for one in range(world)))
+
+
+def blocks(actions: list[Action], worker: int) -> list[int]:
+    deals = [one for one in actions if isinstance(one, Deal) and one.worker == worker]
+    return [block.id for deal in deals for block in deal.blocks]
+
+
+def test_who_waits_for_the_last_samples_holds_nobody_back_and_moves_along():
+    policy, said = dealing(2, 4 * BATCH, s=0)
+    first, second = blocks(said, 0), blocks(said, 1)
+    assert len(first) == len(second) == 2
+    said = answers(policy, clocked(0, 0, blocks=tuple(first)))
+    assert granted(said) == {0: (1, False)}
+    assert [one.reason for one in said if isinstance(one, Grant)] == ["it has no samples"]
+    said = answers(policy, clocked(1, 0, blocks=(second[0],)))
+    assert granted(said) == {1: (1, True)}
+    said = answers(policy, clocked(1, 1, blocks=(second[1],)))
+    assert granted(said) == {0: (2, False), 1: (2, False)}
+    assert [deal.over for deal in said if isinstance(deal, Deal)] == [True, True]
+
+
+def test_who_is_dealt_a_lost_workers_samples_comes_back_at_a_clock_that_is_not_complete():
+    policy, said = dealing(3, 3 * BATCH, s=0)
+    answers(policy, *(clocked(worker, 0, blocks=tuple(blocks(said, worker))) for worker in (0, 1)))
+    said = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
+    assert sum(len(blocks(said, worker)) for worker in (0, 1)) >= 1
+    for one in said:
+        if isinstance(one, Grant):
+            assert (one.clock, one.may_start) == (1, bool(blocks(said, one.worker)))
+
+
+def test_who_has_begun_a_step_and_gets_no_more_is_told_to_do_without():
+    policy, said = dealing(2, 2 * BATCH)
+    (block,) = blocks(said, 0)
+    (deal,) = policy.handle(wants(0, samples=2 * BATCH, is_last=True, taken=(block,)))
+    assert (deal.worker, deal.is_awaited, deal.blocks) == (0, True, ())
+    assert answers(policy, wants(1, samples=2 * BATCH, is_last=True)) == []
+
+
+def test_who_asks_for_more_while_some_are_under_way_to_it_gets_none_in_their_place():
+    policy, said = dealing(2)
+    taken = blocks(said, 0)[0]
+    assert not any(deal.is_awaited for deal in policy.handle(wants(0, is_last=True, taken=(taken,))))
+
+
+def test_who_waits_at_the_gate_is_not_blamed_by_who_waits_for_its_samples():
+    policy, said = dealing(3, 6 * BATCH, s=0, deadline_s=5.0)
+    answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))), clocked(1, 0, blocks=(blocks(said, 1)[0],)))
+    answers(policy, wants(0, samples=6 * BATCH, is_last=True), Tick(now_s=0.0))
+    refused = [one.peer for one in policy.handle(Tick(now_s=6.0)) if isinstance(one, Refuse)]
+    assert refused == ["peer-2"]
+
+
+def test_who_has_finished_is_dealt_nothing_and_nothing_is_kept_for_it():
+    policy = started(3, shards="dynamic")
+    policy.handle(Finished(now_s=0.0, worker=2, epoch=0, step=0))
+    said = answers(policy, *(wants(worker, samples=2 * BATCH) for worker in (0, 1)))
+    sizes = [block.samples for one in said if isinstance(one, Deal) for block in one.blocks]
+    assert sizes == [BATCH, BATCH]
+
+
+def test_who_never_wants_samples_runs_without():
+    policy = started(2, shards="dynamic", s=0)
+    assert granted(policy.handle(clocked(0, 0))) == {0: (1, False)}
+    assert granted(policy.handle(clocked(1, 0))) == {0: (1, True), 1: (1, True)}
+
+
+def test_who_leaves_an_epoch_early_gives_up_the_rest_for_all():
+    policy, _ = dealing(2)
+    said = policy.handle(wants(0, 1, skips=True))
+    (deal,) = [one for one in said if isinstance(one, Deal) and one.worker == 0]
+    assert deal.anew
+    assert {block.epoch for block in deal.blocks} == {1}
+
+
+def test_who_saves_is_told_which_positions_have_been_used():
+    policy, said = dealing(2)
+    used = blocks(said, 0)[:1]
+    answers(policy, clocked(0, 0, blocks=tuple(used)))
+    (answer,) = policy.handle(Saving(now_s=0.0, worker=1, round=7))
+    assert isinstance(answer, Used)
+    assert (answer.worker, answer.round, answer.epoch, answer.is_current) == (1, 7, 0, True)
+    assert answer.used == ((0, ((0, BATCH),)),)
+
+
+def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
+    policy, said = dealing(2, 2 * BATCH, deadline_s=5.0)
+    answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))), wants(0, samples=2 * BATCH, is_last=True))
+    policy = remembered(policy, 2, deadline_s=5.0)
+    assert answers(policy, Tick(now_s=0.0)) == []
+    said = policy.handle(Tick(now_s=5.1))
+    assert isinstance(said[0], Refuse)
+    assert said[0].peer == "peer-1"
+    assert len(blocks(said, 0)) >= 1
+    assert granted(said) == {0: (1, True)}
+
+
+# What cannot be -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (clocked(5, 0), "takes part in a running job, got Clocked of worker 5"),
+        (clocked(0, None), "expected a clock, for it has begun"),
+        (clocked(0, 6), "no step at clock 6 of worker 0, which might not start"),
+        (clocked(0, 7), "no step at clock 7 of worker 0, which might not start"),
+        (clocked(1, 4), "no step at clock 4 of worker 1, which might start at 3"),
+        (clocked(1, 3, blocks=(0,)), "expected no blocks"),
+        (wants(0), "nothing about samples"),
+        (Saving(now_s=0.0, worker=0, round=1), "nothing about samples"),
+        (Lost(now_s=0.0, worker=8, cause="cut"), "expected a worker that has joined, got Lost of worker 8"),
+        (
+            Ready(
+                now_s=0.0,
+                worker=0,
+                generation=0,
+                epoch=0,
+                step=0,
+                round=0,
+                compute_s=0.1,
+                samples=0,
+                blocks=(),
+            ),
+            "nothing about groups",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(event, text):
+    with pytest.raises(ProtocolError, match=text):
+        apart().handle(event)
+
+
+def test_a_step_with_parameters_that_are_too_old_is_refused():
+    policy = apart()
+    policy.handle(clocked(1, 3))
+    with pytest.raises(ProtocolError, match="with version 4 of the parameters at least, got 3"):
+        policy.handle(clocked(0, 7, version=3))
+
+
+def test_blocks_of_nobody_are_refused():
+    policy, said = dealing(2)
+    with pytest.raises(ProtocolError, match="are not worker 0's any more"):
+        policy.handle(clocked(0, 0, blocks=tuple(blocks(said, 1))))
+
+
+def test_who_has_finished_says_nothing_more():
+    policy = started(2)
+    policy.handle(Finished(now_s=0.0, worker=0, epoch=0, step=0))
+    for event in (clocked(0, 0), Finished(now_s=0.0, worker=0, epoch=0, step=0)):
+        with pytest.raises(ProtocolError, match="takes part in a running job"):
+            policy.handle(event)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"world": 0}, "at least 1 worker, got 0"),
+        ({"world": 1, "deadline_s": 0.0}, "deadline of more than 0 s, got 0.0"),
+        ({"world": 1, "shards": "none"}, "dynamic or equal, got 'none'"),
+        ({"world": 1, "s": None, "dynamic": {}}, "give s or leave out dynamic"),
+        ({"world": 1, "detector": {}}, "expected dynamic along with detector"),
+        ({"world": 1, "s": 99, "dynamic": {}}, "s=99, s_max=10"),
+        ({"world": 1, "counts": "none"}, "own or common"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        BoundedStaleness(**arguments)

@@ -1,0 +1,359 @@
+"""Bounded staleness under an adversary: whole jobs, in whatever order everything is heard, on all sides."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, deque
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.events import (
+    Action,
+    Clocked,
+    Deal,
+    Dismiss,
+    Event,
+    Finished,
+    Grant,
+    Joined,
+    Lost,
+    Refuse,
+    Stop,
+    Wants,
+)
+from offbeat.policies.hand import Hand
+from offbeat.policies.staleness import BoundedStaleness
+
+BATCH = 4
+
+
+class Worker:
+    """A worker's side, as far as it matters: what it says next, if it need not wait.
+
+    Attributes:
+        steps_left: with equal shards, where nothing is dealt.
+        heard, says: what is under way to it and from it.
+        pushed: the servers have all that it did at clocks before this one.
+    """
+
+    def __init__(self, job: Job, worker: int, begins: int) -> None:
+        self.job, self.worker, self.pushed = job, worker, begins
+        self.hand = Hand()
+        self.steps_left = job.chance.randint(0, 12)
+        self.per_step = job.chance.choice([1, 1, 2])
+        self.grant: Grant | None = None
+        self.heard: deque[Action] = deque()
+        self.says: deque[Event] = deque([self.clocked(None, begins, ())])
+        self.has_asked = self.is_in_step = self.has_finished = self.is_done = False
+
+    def clocked(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> Clocked:
+        chance = self.job.chance
+        return Clocked(
+            now_s=0.0,
+            worker=self.worker,
+            clock=clock,
+            version=version,
+            epoch=max(0, self.hand.epoch),
+            step=0,
+            compute_s=chance.choice([0.1, 0.1, 0.3]),
+            samples=BATCH,
+            loss=chance.choice([None, math.nan, 0.0, *(chance.random() for _ in range(7))]),
+            blocks=blocks,
+        )
+
+    def hear(self) -> None:
+        action = self.heard.popleft()
+        match action:
+            case Grant():
+                assert self.grant is None or action.clock >= self.grant.clock
+                self.grant = action
+                self.pushed = max(self.pushed, action.clock)
+            case Deal():
+                self.hand.hear(action)
+            case Dismiss() | Stop():
+                self.is_done = self.has_finished = True
+
+    def may_start(self) -> bool:
+        """It has heard that it may, and the servers have a version that it may read."""
+        return self.grant is not None and self.grant.may_start and self.grant.version <= self.job.version()
+
+    def go_on(self) -> bool:
+        """Does the next thing; False where it has to wait."""
+        if self.has_finished:
+            return False
+        if not self.job.deals:
+            return self.go_on_with_equal_shards()
+        hand = self.hand
+        if self.is_in_step and (len(hand.taken) >= self.per_step or hand.is_awaited):
+            self.end_step(hand.contribute(counts=True))
+        elif hand.epoch < 0 or hand.is_over:
+            self.go_to_next_epoch(skips=False)
+        elif len(hand):
+            if not (self.is_in_step or self.may_start()):
+                return False
+            if self.job.skips and self.job.chance.random() < 0.05:
+                self.go_to_next_epoch(skips=True)
+                return True
+            block = hand.load()
+            assert block is not None
+            assert hand.take(block.id)
+            self.is_in_step, self.has_asked = True, False
+        elif not self.has_asked:
+            self.want(skips=False)
+        else:
+            return False
+        return True
+
+    def go_on_with_equal_shards(self) -> bool:
+        if not self.steps_left:
+            self.finish()
+        elif self.may_start():
+            self.steps_left -= 1
+            self.end_step(())
+        else:
+            return False
+        return True
+
+    def end_step(self, blocks: tuple[int, ...]) -> None:
+        assert self.grant is not None
+        self.says.append(self.clocked(self.grant.clock, self.grant.version, blocks))
+        self.grant = replace(self.grant, may_start=False)  # it waits for the next one
+        self.is_in_step = self.has_asked = False
+
+    def go_to_next_epoch(self, *, skips: bool) -> None:
+        hand = self.hand
+        if skips:
+            hand.throw_away()
+            self.is_in_step = False
+        if hand.epoch + 1 == self.job.epochs:
+            self.finish()
+        else:
+            hand.begin(max(hand.epoch + 1, self.job.least_epoch() if hand.epoch < 0 else 0))
+            self.want(skips=skips)
+
+    def want(self, *, skips: bool) -> None:
+        self.has_asked = True
+        self.says.append(
+            Wants(
+                now_s=0.0,
+                worker=self.worker,
+                epoch=self.hand.epoch,
+                samples=self.job.samples,
+                batch_size=BATCH,
+                is_last=self.hand.epoch + 1 == self.job.epochs,
+                skips=skips,
+                ahead=0,
+                taken=self.hand.taken,
+                round=0,
+                used=(),
+            )
+        )
+
+    def finish(self) -> None:
+        """It has pushed all that it has, and takes part in no sum any more."""
+        self.has_finished = True
+        self.pushed = 2**63
+        self.says.append(Finished(now_s=0.0, worker=self.worker, epoch=max(0, self.hand.epoch), step=0))
+
+
+class Job:
+    """A policy, its twin that is made anew from its state now and then, and workers.
+
+    Attributes:
+        other: another policy, which has to give the same answers.
+    """
+
+    def __init__(
+        self, seed: int, workers: int, *, deaths: int, newcomers: int, skips: bool, **arguments: Any
+    ):
+        self.chance = random.Random(seed)
+        self.arguments = {"world": workers, **arguments}
+        self.policy, self.twin = self.fresh(), self.fresh()
+        self.other: BoundedStaleness | None = None
+        self.deals = arguments["shards"] == "dynamic"
+        self.deaths, self.newcomers, self.skips = deaths, newcomers, skips
+        self.epochs, self.samples = self.chance.randint(1, 3), self.chance.randint(1, 60)
+        self.workers: dict[int, Worker] = {}
+        self.next_worker = workers
+        self.clocks: dict[int, int] = {}  # of who has begun and not ended, as the policy has said it
+        self.used: Counter[tuple[int, int]] = Counter()  # epoch and position
+        self.blocks: dict[int, Any] = {}
+        self.bounds = {None if arguments["s"] is None else s for s in range(11)}
+
+    def fresh(self) -> BoundedStaleness:
+        return BoundedStaleness(**self.arguments)
+
+    def version(self) -> int:
+        """Of the servers: they have everything that was done at clocks before it."""
+        return min(one.pushed for one in self.workers.values())
+
+    def least_epoch(self) -> int:
+        begun = [one.hand.epoch for one in self.workers.values() if one.hand.epoch >= 0]
+        return min(begun, default=0)
+
+    def join(self, worker: int) -> None:
+        self.handle(
+            Joined(
+                now_s=0.0,
+                worker=worker,
+                world=1,
+                peer=f"peer-{worker}",
+                place="",
+                addresses=(),
+                model=(),
+                strategy="",
+            )
+        )
+
+    def handle(self, event: Event) -> None:
+        actions = self.policy.handle(event)
+        assert self.twin.handle(event) == actions
+        assert self.other is None or self.other.handle(event) == actions
+        if self.chance.random() < 0.2:
+            self.twin = self.fresh()
+            self.twin.load_state_dict(json.loads(json.dumps(self.policy.state_dict())))
+        self.note(event)
+        for action in actions:
+            self.check(action)
+            for worker, one in self.workers.items():
+                if isinstance(action, Dismiss | Stop) or getattr(action, "worker", None) == worker:
+                    one.heard.append(action)
+
+    def note(self, event: Event) -> None:
+        match event:
+            case Clocked():
+                for block in event.blocks:
+                    for start, stop in self.blocks[block].ranges:
+                        positions = range(start, stop)
+                        self.used.update((self.blocks[block].epoch, position) for position in positions)
+            case Lost() | Finished():
+                self.clocks.pop(event.worker, None)
+
+    def check(self, action: Action) -> None:
+        """Spec 2.4 (i), (ii) and (v), and 2.5, for what was decided just now."""
+        assert not isinstance(action, Refuse) or "it came when all others were done" in action.reason
+        if isinstance(action, Deal):
+            self.blocks |= {block.id: block for block in action.blocks}
+        if not isinstance(action, Grant):
+            return
+        before = self.clocks.get(action.worker, 0)
+        assert action.clock >= before
+        self.clocks[action.worker] = action.clock
+        assert action.bound in self.bounds
+        assert action.bound is None or action.clock - action.version <= action.bound
+        if action.bound is None and not action.may_start:
+            assert action.reason in ("it has no samples", "not everybody is here yet")
+
+    def run(self) -> None:
+        """Everything that can happen happens, one at a time, in any order; somebody can always go on."""
+        for worker in range(self.next_worker):
+            self.join(worker)
+        for worker in range(self.next_worker):
+            self.workers[worker] = Worker(self, worker, 0)
+        for _ in range(20_000):
+            if self.chance.random() < 0.02:
+                self.come_or_go()
+            moves = [
+                (one, what)
+                for one in self.workers.values()
+                for what in ("go_on", "hear", "say")
+                if what == "go_on" or (one.heard if what == "hear" else one.says)
+            ]
+            self.chance.shuffle(moves)
+            if not any(self.does(one, what) for one, what in moves):
+                break
+            starts = [one.grant for one in self.workers.values() if one.grant and one.grant.may_start]
+            assert all(grant.version <= min(self.clocks.values(), default=2**63) for grant in starts)
+        assert all(one.is_done for one in self.workers.values()), "somebody waits for ever"
+
+    def does(self, one: Worker, what: str) -> bool:
+        if what == "go_on":
+            return one.go_on()
+        if what == "hear":
+            one.hear()
+        else:
+            self.handle(one.says.popleft())
+        return True
+
+    def come_or_go(self) -> None:
+        if self.deaths and len(self.workers) > 1 and self.chance.random() < 0.5:
+            self.deaths -= 1
+            worker = self.chance.choice(sorted(self.workers))
+            del self.workers[worker]
+            self.handle(Lost(now_s=0.0, worker=worker, cause="cut"))
+        elif self.newcomers and not any(one.is_done or one.has_finished for one in self.workers.values()):
+            self.newcomers -= 1
+            worker, self.next_worker = self.next_worker, self.next_worker + 1
+            self.join(worker)
+            begins = max(one.pushed for one in self.workers.values()) + self.chance.choice([0, 1])
+            self.workers[worker] = Worker(self, worker, begins)
+
+    def samples_used(self) -> set[int]:
+        """How often samples were used, in the epochs that anybody was in."""
+        epochs = {block.epoch for block in self.blocks.values()}
+        return {self.used[epoch, position] for epoch in epochs for position in range(self.samples)}
+
+
+arguments = st.fixed_dictionaries(
+    {
+        "counts": st.sampled_from(["own", "common"]),
+        "shards": st.sampled_from(["dynamic", "equal"]),
+        "s": st.one_of(st.none(), st.integers(0, 4)),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), arguments)
+def test_everybody_ends_and_every_sample_is_used_once(seed, workers, arguments):
+    job = Job(seed, workers, deaths=0, newcomers=0, skips=False, **arguments)
+    job.run()
+    assert not job.deals or job.samples_used() == {1}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), arguments)
+def test_whoever_dies_or_comes(seed, workers, arguments):
+    job = Job(seed, workers, deaths=2, newcomers=2, skips=False, **arguments)
+    job.run()
+    assert not job.deals or max(job.samples_used(), default=0) <= 1  # none where worker 0 dies first
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), arguments)
+def test_whoever_leaves_an_epoch_early(seed, workers, arguments):
+    job = Job(seed, workers, deaths=1, newcomers=1, skips=True, **{**arguments, "shards": "dynamic"})
+    job.run()
+    assert max(job.samples_used(), default=1) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.sampled_from(["own", "common"]),
+    st.sampled_from(["dynamic", "equal"]),
+    st.booleans(),
+)
+def test_whatever_the_losses_and_the_stragglers(seed, workers, counts, shards, has_detector):
+    detector = {"n_profile": 1, "limit": 1, "threshold_s": 0.2} if has_detector else None
+    more = {"counts": counts, "shards": shards, "s": 2, "detector": detector}
+    job = Job(
+        seed, workers, deaths=1, newcomers=1, skips=False, dynamic={"s_min": 1, "s_max": 5, "step": 2}, **more
+    )
+    job.bounds = set(range(1, 6))
+    job.run()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), arguments)
+def test_with_an_infinite_limit_nothing_is_dynamic(seed, workers, arguments):
+    arguments = {**arguments, "s": 3}
+    job = Job(seed, workers, deaths=1, newcomers=1, skips=False, dynamic={"limit": math.inf}, **arguments)
+    job.other = BoundedStaleness(workers, **arguments)
+    job.run()
