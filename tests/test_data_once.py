@@ -237,7 +237,7 @@ def accumulates(rank, say, victim=None):
                     take(model, optimizer)
             if place % 3 < 2:
                 take(model, optimizer)
-    return model.uses_N.detach().tolist(), session.step
+    return model.uses_N.detach().tolist()
 
 
 @pytest.mark.parametrize("victim", [None, 1])
@@ -275,12 +275,18 @@ def breaks_off(rank, say):
                 optimizer.step()
                 if epoch % 2 == 0 and place == 2:
                     break
-    return model.uses_N.detach().tolist(), session.step
+    return model.uses_N.detach().tolist()
 
 
 def test_a_loop_that_breaks_off_gives_up_the_rest_of_the_epoch():
-    ended = run(breaks_off, 3)
-    for uses, steps in values(ended):
-        assert steps == 3 * 3 + 2 * 9
-        assert sum(uses) == 3 * (3 * 3 * BATCH) + 2 * SAMPLES
-        assert min(uses) >= 2
+    """Two epochs of five are used up, of the others at most the batches that were taken.
+
+    Who ends an epoch a round before the others breaks off the next one, or the job, a round before them; what
+    they have not contributed by then is given up too.
+    """
+    ended = values(run(breaks_off, 3))
+    assert len({tuple(uses) for uses in ended}) == 1
+    uses = ended[0]
+    assert min(uses) >= 2 and max(uses) <= 5
+    taken = 3 * (3 * 3 * BATCH)
+    assert 2 * SAMPLES + taken / 2 < sum(uses) <= 2 * SAMPLES + taken
