@@ -77,7 +77,7 @@ def test_a_world_of_one_starts_at_once():
     ("world", "deadline_s"), [(0, 30.0), (-1, 30.0), (1, 0.0), (1, -1.0), (1, float("nan"))]
 )
 def test_bad_arguments_are_refused(world, deadline_s):
-    with pytest.raises(ValueError, match=r"expected a (world|deadline)"):
+    with pytest.raises(ValueError, match=r"expected a (world|finite deadline)"):
         Assembly(world, deadline_s)
 
 

@@ -33,7 +33,7 @@ BAD = {
     "train --strategy nosuch": "unknown strategy 'nosuch': expected one of",
     "train --strategy bsp:nosuch=1": "has no 'nosuch'",
     "train --strategy bsp:deadline_s=soon": "deadline_s",
-    "train --strategy bsp:deadline_s=-1": "must be more than 0 s, got -1",
+    "train --strategy bsp:deadline_s=-1": "must be finite and more than 0 s, got -1",
     "train --strategy bsp:deadline_s": "expected key=value, got 'deadline_s'",
     "train --strategy bsp:": "expected key=value",
     "train --model nosuch": "unknown model 'nosuch': expected one of mlp",

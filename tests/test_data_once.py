@@ -287,6 +287,6 @@ def test_a_loop_that_breaks_off_gives_up_the_rest_of_the_epoch():
     ended = values(run(breaks_off, 3))
     assert len({tuple(uses) for uses in ended}) == 1
     uses = ended[0]
-    assert min(uses) >= 2 and max(uses) <= 5
+    assert 2 <= min(uses) <= max(uses) <= 5
     taken = 3 * (3 * 3 * BATCH)
     assert 2 * SAMPLES + taken / 2 < sum(uses) <= 2 * SAMPLES + taken

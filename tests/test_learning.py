@@ -114,6 +114,25 @@ def test_with_beta_the_smoothed_loss_is_compared():
     assert controller.lpr == pytest.approx(0.0, abs=1e-9)
 
 
+def test_with_a_window_the_means_of_the_last_losses_are_compared():
+    controller = LprController(3, window=2)
+    assert bounds(controller, 1.0, 0.8) == [3, 4]  # 1.0, 0.9
+    assert controller.lpr == pytest.approx(10.0)
+    bounds(controller, 1.0)
+    assert controller.lpr == pytest.approx(0.0, abs=1e-9)
+    bounds(controller, 0.44)  # 0.72 after 0.9
+    assert controller.lpr == pytest.approx(20.0)
+
+
+def test_with_accuracies_the_bound_rises_while_they_do():
+    controller = LprController(3, signal="accuracy")
+    assert bounds(controller, 0.5, 0.6, 0.61) == [3, 4, 4]
+    controller.stepped(9, 1, 0.305)
+    assert controller.completed(10) == ["the accuracy fell by 50 % at version 9"]
+    assert controller.s == 3
+    assert bounds(controller, math.nan) == [3]
+
+
 @given(st.lists(losses, max_size=60), st.integers(1, 3), st.floats(0, 20), st.integers(0, 6))
 def test_the_bound_is_in_its_range_and_changes_by_at_most_a_step_a_version(losses, step, limit, s_min):
     controller = LprController(s_min + 2, s_min=s_min, s_max=s_min + 5, step=step, limit=limit)
@@ -124,20 +143,24 @@ def test_the_bound_is_in_its_range_and_changes_by_at_most_a_step_a_version(losse
 
 @given(st.lists(losses, max_size=40))
 def test_with_an_infinite_limit_the_bound_stays(losses):
-    assert set(bounds(LprController(4, limit=math.inf), *losses)) <= {4}
+    assert set(bounds(LprController(4, limit=None), *losses)) <= {4}
 
 
-@given(st.lists(losses, min_size=1, max_size=40), st.integers(0, 40), st.one_of(st.none(), st.just(0.5)))
-def test_the_same_losses_give_the_same_bounds_also_from_a_remembered_state(losses, cut, beta):
-    trace = bounds(LprController(beta=beta), *losses)
-    controller = LprController(beta=beta)
+@given(
+    st.lists(losses, min_size=1, max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([{}, {"beta": 0.5}, {"window": 3, "signal": "accuracy"}]),
+)
+def test_the_same_losses_give_the_same_bounds_also_from_a_remembered_state(losses, cut, arguments):
+    trace = bounds(LprController(**arguments), *losses)
+    controller = LprController(**arguments)
     again = []
     for version, loss in enumerate(losses):
         if loss is not None:
             controller.stepped(version, 32, loss)
         if version == cut:
             state = json.loads(json.dumps(controller.state_dict()))
-            controller = LprController(9, beta=beta)
+            controller = LprController(9, **arguments)
             controller.load_state_dict(state)
         controller.completed(version + 1)
         again.append(controller.s)
@@ -152,9 +175,13 @@ def test_the_same_losses_give_the_same_bounds_also_from_a_remembered_state(losse
         ({"s_min": -1}, "got s_min=-1"),
         ({"step": 0}, "a step of at least 1, got 0"),
         ({"limit": -1.0}, "at least 0 percent, got -1.0"),
+        ({"limit": math.inf}, "a finite limit of at least 0 percent, got inf"),
         ({"limit": math.nan}, "at least 0 percent, got nan"),
         ({"beta": 1.0}, "beta above 0 and below 1, got 1.0"),
         ({"beta": 0.0}, "beta above 0 and below 1, got 0.0"),
+        ({"signal": "luck"}, "a signal of loss or accuracy, got 'luck'"),
+        ({"window": 0}, "a window of at least 1 version.* got 0"),
+        ({"window": 2, "beta": 0.5}, "1 with beta, got 2"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, text):

@@ -85,8 +85,11 @@ def halving(optimizer, step):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // 3), last_epoch=step - 1)
 
 
-def alone(optimizer, epochs=3, samples=SAMPLES, state=None):
-    """The same in one process with torch alone, with what all workers have at a clock as one batch."""
+def alone(optimizer, epochs=3, samples=SAMPLES, state=None, joins=True):
+    """The same in one process with torch alone, with what all workers have at a clock as one batch.
+
+    If it does not join them, each worker's gradient is a step, all computed with the same parameters.
+    """
     model, dataset = Net(seed=0), data(samples)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if state is not None:
@@ -102,10 +105,16 @@ def alone(optimizer, epochs=3, samples=SAMPLES, state=None):
             if skipped:
                 skipped -= 1
                 continue
-            x, y = dataset[[index for batch in batches for index in batch]]
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            if joins:
+                batches = [[index for batch in batches for index in batch]]
+            gradients = [
+                torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+                for x, y in (dataset[batch] for batch in batches)
+            ]
+            for of_one in gradients:
+                for parameter, gradient in zip(model.parameters(), of_one, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
             scheduler.step()
     return flat(model)
 
@@ -113,8 +122,8 @@ def alone(optimizer, epochs=3, samples=SAMPLES, state=None):
 # Bulk-synchronous ---------------------------------------------------------------------------------------
 
 
-def trajectories(rank, say):
-    return {name: train(EQUAL, name, rank=rank)[0] for name in OPTIMIZERS}
+def trajectories(rank, say, strategy=EQUAL):
+    return {name: train(strategy, name, rank=rank)[0] for name in OPTIMIZERS}
 
 
 def test_training_is_that_of_one_process_with_the_batches_joined():
@@ -123,6 +132,16 @@ def test_training_is_that_of_one_process_with_the_batches_joined():
     assert results[1] == results[2] == results[0]
     for name, got in results[0].items():
         assert torch.allclose(torch.tensor(got), torch.tensor(alone(name)), rtol=0, atol=1e-10), name
+
+
+def test_one_gradient_after_the_other_is_that_of_one_process_in_the_workers_order():
+    strategy = replace(EQUAL, server_step="sequential")
+    results = values(run(trajectories, WORKERS, strategy, env={"OFFBEAT_SERVERS": "2"}))
+    assert results[1] == results[2] == results[0]
+    for name, got in results[0].items():
+        expected = torch.tensor(alone(name, joins=False))
+        assert torch.allclose(torch.tensor(got), expected, rtol=0, atol=1e-10), name
+        assert not torch.allclose(torch.tensor(got), torch.tensor(alone(name)), rtol=0, atol=1e-3), name
 
 
 def in_other_orders(rank, say):
@@ -289,14 +308,17 @@ def in_threads(threads, work):
 class Numbers(Dataset):
     """Its samples' numbers."""
 
+    def __init__(self, count):
+        self.count = count
+
     def __len__(self):
-        return SAMPLES
+        return self.count
 
     def __getitem__(self, index):
         return torch.tensor(index), torch.randn(6, generator=torch.Generator().manual_seed(index))
 
 
-def use_samples(strategy, log=None, epochs=3, **where):
+def use_samples(strategy, log=None, epochs=3, samples=SAMPLES, **where):
     """Trains; returns what samples this worker used, by epoch."""
     torch.manual_seed(0)
     model = nn.Linear(6, 1)
@@ -304,7 +326,7 @@ def use_samples(strategy, log=None, epochs=3, **where):
     used = {}
     with offbeat.join(model, optimizer, strategy, run_log=log, **where) as session:
         for epoch in session.epochs(epochs):
-            for numbers, x in session.batches(Numbers(), BATCH):
+            for numbers, x in session.batches(Numbers(samples), BATCH):
                 optimizer.zero_grad()
                 compute(0.004)
                 loss = model(x).square().mean()
@@ -419,6 +441,49 @@ def test_every_run_keeps_the_rules_and_is_replayed(recordings):
     assert len(bounds) > 1, "the bound never changed"
 
 
+# Who starts alone, and who is left behind ----------------------------------------------------------------
+
+WARM_STEPS = 5
+DETECTING = DTSSP(shards="equal", s=1, s_min=1, s_max=6, limit=math.inf, detector="on")
+
+
+def with_special_rules(rank, say, folder):
+    for name, strategy, slow, samples in [
+        ("warm", Downpour(warm_start=WARM_STEPS), "", SAMPLES),
+        ("detecting", DETECTING, "1:10", 40 * WORKERS * BATCH),
+    ]:
+        os.environ["OFFBEAT_SLOW"] = slow
+        use_samples(strategy, folder / f"{name}.jsonl", epochs=2, samples=samples)
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("special")
+    values(run(with_special_rules, WORKERS, folder))
+    return {name: read_log(folder / f"{name}.jsonl") for name in ("warm", "detecting")}
+
+
+def test_in_a_warm_start_the_first_worker_steps_alone_and_then_the_others_begin(special):
+    log = special["warm"]
+    steps = [one for one in log.entries if isinstance(one, Clocked) and one.clock is not None]
+    assert {one.worker for one in steps[:WARM_STEPS]} == {0}
+    assert {one.worker for one in steps} == set(range(WORKERS))
+    assert sum(one.samples for one in steps) == 2 * SAMPLES
+    assert replay(log) is None
+
+
+def test_a_worker_that_is_classed_as_slow_holds_the_others_back_only_beyond_s_max(special):
+    log = special["detecting"]
+    started = [one for one in log.entries if isinstance(one, Grant) and one.may_start]
+    beyond = [one for one in started if "for a straggler" in one.reason]
+    assert beyond, "worker 1 was never classed as slow"
+    assert {one.worker for one in beyond} <= {0, 2}
+    assert {one.bound for one in started} == {1, 6}
+    steps = [one for one in log.entries if isinstance(one, Clocked) and one.clock is not None]
+    assert 1 < max(one.clock - one.version for one in steps) <= 6
+    assert replay(log) is None
+
+
 def edited(log, change):
     """A log in which the first entry that `change` takes is what that returns."""
     entries = list(log.entries)
@@ -496,7 +561,7 @@ def breaks_off(rank, say, strategies):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with offbeat.join(model, optimizer, strategy) as session:
             for _ in session.epochs(3):
-                for number, (_, x) in enumerate(session.batches(Numbers(), BATCH)):
+                for number, (_, x) in enumerate(session.batches(Numbers(SAMPLES), BATCH)):
                     model(x).square().mean().backward()
                     if number == 1 + rank:
                         break

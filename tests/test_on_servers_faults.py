@@ -90,7 +90,7 @@ def uses(rank, say, strategy, epochs=6, kills=None, at=MIDDLE):
     used, steps = {}, 0
     with offbeat.join(model, optimizer, strategy) as session:
         for epoch in session.epochs(epochs):
-            for numbers, x in session.batches(Numbers(), BATCH):
+            for numbers, x in session.batches(Numbers(SAMPLES), BATCH):
                 steps += 1
                 if steps == at and not session.is_newcomer:
                     say("now")

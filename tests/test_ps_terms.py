@@ -101,6 +101,41 @@ def test_a_mean_counts_a_push_as_many_times_as_it_says(ps, name, filters):
     assert [values.tolist() for values in found] == [[value] * 100] * 2
 
 
+def test_where_each_counts_by_itself_they_come_one_after_the_other_to_all_replicas(name):
+    """Gradients that point elsewhere are two steps of Adam, in the order of the clients' numbers."""
+
+    def pushing(sign):
+        def program(client):
+            w = client.namespace(
+                name, keys=60, update=Adam(0.1), aggregate="each", block_keys=7, dtype="float64"
+            )
+            w.take_part(2)
+            for step in range(1, 4):
+                w.push(np.full(60, float(sign * step)), settings={"lr": 0.1 * step}).result()
+            w.withdraw()
+            return client.number, sign
+
+        return program
+
+    with offbeat.PS.local(servers=2, copies=1) as own:
+        signs = [sign for _, sign in sorted(as_clients(own, pushing(1), pushing(-2)))]
+        expected, states = np.zeros(60), {state: np.zeros(60) for state in Adam(0.1).states}
+        for step in range(1, 4):
+            for sign in signs:
+                Adam(0.1 * step).apply(expected, states, np.full(60, float(sign * step)))
+        w = own.namespace(name, keys=60, update=Adam(0.1), aggregate="each", block_keys=7, dtype="float64")
+        assert np.array_equal(w.pull().result(), expected)
+        own.remove_server(own.servers[0])
+        kept = w.pull(states=True).result()
+        assert np.array_equal(kept["values"], expected)
+        assert all(np.array_equal(kept[state], rows) for state, rows in states.items())
+
+
+def test_a_function_of_your_own_is_not_applied_to_each_by_itself(ps, name):
+    with pytest.raises(ValueError, match="expected aggregate to be sum or mean with a function of your own"):
+        ps.namespace(name, keys=10, update=Function("a.module:function"), aggregate="each")
+
+
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_what_is_no_weight_is_refused(ps, name, weight):
     w = ps.namespace("weights", keys=10, aggregate="mean")

@@ -147,7 +147,7 @@ class SumsWhatCameTwice(ServerNode):
     def _sum(self, namespace, one):
         table = self._store.table(self._now().spaces[namespace])
         contents = [request.push.content for came in one.requests for request in came]
-        return replace(super()._sum(namespace, one), content=table.sum(contents, one.first, one.last))
+        return replace(super()._sum(namespace, one), content=table.aggregated(contents, one.first, one.last))
 
 
 class SumsWhatThereIs(ServerNode):

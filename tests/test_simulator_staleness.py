@@ -31,6 +31,7 @@ SEEDS = 40
 STRATEGIES = [
     *("ps-bsp", "ps-bsp:shards=equal", "ssp:s=0", "ssp:s=1", "ssp:s=3,shards=equal", "asp"),
     *("ssp:s=2,apply=eager", "ssp:s=2,thread_cache=per_clock", "downpour:n_push=3,n_fetch=2"),
+    *("downpour:warm_start=7", "downpour:warm_start=7,shards=equal"),
     *("dtssp", "dtssp:s=0,s_min=0,s_max=4,limit=1", "dtssp:s=1,s_min=1,detector=on,limit=1,shards=equal"),
 ]
 
@@ -141,6 +142,13 @@ class PushesNoEmptyClocks(CacheDirectory):
         return range(0) if self._end <= self._next else super()._complete()
 
 
+class LeavesNobodyAlone(BoundedStaleness):
+    """Knows no warm start."""
+
+    def _who_is_alone(self):
+        return None
+
+
 def with_part(part: str, broken: type) -> Callable[[staleness.Case], list[Policy]]:
     """Policies of which a part breaks the rules."""
 
@@ -168,6 +176,16 @@ def find(strategy: str, build: Any = staleness.Case.build, directory: Any = make
 def test_a_policy_that_breaks_the_rules_is_found(part, broken, strategy, what):
     with pytest.raises(ViolationError, match=what):
         find(strategy, build=with_part(part, broken))
+
+
+def test_a_warm_start_with_several_workers_is_found():
+    def build(this: staleness.Case) -> list[Policy]:
+        policies = this.build()
+        policies[1].__class__ = LeavesNobodyAlone
+        return policies
+
+    with pytest.raises(ViolationError, match="while another takes its first steps alone"):
+        find("downpour:warm_start=7,shards=equal", build=build)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from offbeat.numerics.spaces import (
     make_filters,
     make_table,
 )
-from offbeat.numerics.tables import ArrayTable
+from offbeat.numerics.tables import Aggregate, ArrayTable
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
 
 HERE = "test_spaces"
@@ -256,11 +256,11 @@ def test_only_filters_that_remember_what_came_back_go_by_its_keys() -> None:
     assert not Filters((SPECS[5],), (SPECS[0], *SPECS[2:4])).knows_keys
 
 
-def test_means_and_tensors_are_described_and_nothing_else_is_alike() -> None:
+def test_aggregation_and_tensors_are_described_and_nothing_else_is_alike() -> None:
     tensors = {"a": [0, [2, 3]]}
     described = [
-        describe(Sum(), width=0, dtype="float32", means=means, tensors=of, filters=filters)
-        for means in (False, True)
+        describe(Sum(), width=0, dtype="float32", aggregate=aggregate, tensors=of, filters=filters)
+        for aggregate in ("sum", "mean", "each")
         for of in (None, tensors, {"b": [0, [2, 3]]})
         for filters in (NO_FILTERS, Filters((SPECS[3],), ()), Filters((), (SPECS[3],)))
     ]
@@ -269,11 +269,13 @@ def test_means_and_tensors_are_described_and_nothing_else_is_alike() -> None:
     assert "tensors" not in json.loads(described[0])
 
 
-@pytest.mark.parametrize(("means", "expected"), [(False, 6.0), (True, 3.0)])
-def test_what_is_pushed_together_is_summed_or_averaged_as_described(means: bool, expected: float) -> None:
-    table = make_table(describe(Sum(), width=0, dtype="float32", means=means), 10, 4, {})
+@pytest.mark.parametrize(("aggregate", "expected"), [("sum", 6.0), ("mean", 3.0)])
+def test_what_is_pushed_together_is_summed_or_averaged_as_described(
+    aggregate: Aggregate, expected: float
+) -> None:
+    table = make_table(describe(Sum(), width=0, dtype="float32", aggregate=aggregate), 10, 4, {})
     contents = [Entries(2, np.full(3, value, np.float32)) for value in (2.0, 4.0)]
-    assert table.sum(contents, 2, 5).values.tolist() == [expected] * 3
+    assert table.aggregated(contents, 2, 5).values.tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,8 @@ def changed(**different: Any) -> str:
         changed(function=["a"]),
         changed(function={}),
         changed(function=7),
-        changed(means=None),
+        changed(aggregate=None),
+        changed(aggregate="means"),
         changed(update="Adam", arguments={"lr": 0.1, "betas": 0.9}),
         changed(update="Adam", arguments={"lr": 0.1, "betas": [0.9]}),
         changed(update="Adam", arguments={"lr": 0.1, "betas": [0.9, 0.9, 0.9]}),

@@ -181,6 +181,50 @@ def test_without_a_bound_nobody_waits_and_any_version_will_do():
         assert "there is no bound" in grant.reason
 
 
+def test_in_a_warm_start_the_first_worker_is_alone_and_then_all_start_at_once():
+    policy = started(3, s=None, warm_start=4)
+    assert granted(policy.handle(clocked(0, 0, version=0))) == {0: (1, True)}
+    for clock in (1, 2):
+        policy = remembered(policy, 3, s=None, warm_start=4, shards="equal")
+        said = policy.handle(clocked(0, clock, version=0))
+        assert granted(said) == {0: (clock + 1, True), 1: (clock + 1, False), 2: (clock + 1, False)}
+        assert said[1].reason == f"worker 0 takes {3 - clock} more steps alone"
+    assert granted(policy.handle(clocked(0, 3, version=0))) == {0: (4, True), 1: (4, True), 2: (4, True)}
+    assert granted(policy.handle(clocked(2, 4, version=0))) == {2: (5, True)}
+
+
+@pytest.mark.parametrize("how", [Lost, Finished])
+def test_a_warm_start_goes_on_with_the_next_worker(how):
+    policy = started(3, s=None, warm_start=4)
+    policy.handle(clocked(0, 0, version=0))
+    more = {"cause": "cut"} if how is Lost else {"epoch": 0, "step": 0}
+    assert granted(policy.handle(how(now_s=0.0, worker=0, **more))) == {1: (2, True), 2: (2, False)}
+    assert granted(walk(policy, 1, range(2, 5))) == {1: (5, True), 2: (5, True)}
+
+
+def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
+    policy = started(2, s=None, warm_start=4, deadline_s=5.0)
+    assert (
+        answers(policy, Tick(now_s=0.0), clocked(0, 0, version=0), Tick(now_s=4.0), Tick(now_s=8.0))[2:] == []
+    )
+    refused, *said = policy.handle(Tick(now_s=9.1))
+    assert isinstance(refused, Refuse)
+    assert refused.peer == "peer-0"
+    assert granted(said) == {1: (2, True)}
+
+
+def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
+    policy, said = dealing(2, 4 * BATCH, s=None, warm_start=100)
+    first = blocks(said, 0)
+    assert granted(policy.handle(clocked(0, 0, version=0, blocks=(first[0],)))) == {0: (1, True)}
+    said = answers(
+        policy,
+        clocked(0, 1, version=0, blocks=(first[1],)),
+        wants(0, samples=4 * BATCH, is_last=True),
+    )
+    assert granted(said)[1] == (2, True)
+
+
 @pytest.mark.parametrize(
     "end",
     [
@@ -492,12 +536,14 @@ def test_who_has_finished_says_nothing_more():
     ("arguments", "text"),
     [
         ({"world": 0}, "at least 1 worker, got 0"),
-        ({"world": 1, "deadline_s": 0.0}, "deadline of more than 0 s, got 0.0"),
+        ({"world": 1, "deadline_s": 0.0}, "finite deadline of more than 0 s, got 0.0"),
+        ({"world": 1, "deadline_s": float("inf")}, "finite deadline of more than 0 s, got inf"),
         ({"world": 1, "shards": "none"}, "dynamic or equal, got 'none'"),
         ({"world": 1, "s": None, "dynamic": {}}, "give s or leave out dynamic"),
         ({"world": 1, "detector": {}}, "expected dynamic along with detector"),
         ({"world": 1, "s": 99, "dynamic": {}}, "s=99, s_max=10"),
         ({"world": 1, "counts": "none"}, "own or common"),
+        ({"world": 1, "warm_start": -1}, "warm start of at least 0 steps, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, text):

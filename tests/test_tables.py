@@ -94,26 +94,26 @@ def nothing():
 
 
 def test_a_mean_is_the_sum_of_values_divided_by_the_sum_of_weights():
-    table = ArrayTable(10, 10, Sum(), means=True)
+    table = ArrayTable(10, 10, Sum(), aggregate="mean")
     parts = [some(1, 2), some(30, 40, weight=3.5), some(5, keys=[1], weight=0.5)]
-    assert table.sum(parts, 0, 2).values.tolist() == pytest.approx([31 / 5, 47 / 5])
-    assert table.sum([nothing(), some(3, 5, weight=2), nothing()], 0, 2).values.tolist() == [1.5, 2.5]
-    assert table.sum([some(3, 5), nothing()], 0, 2).values.tolist() == [3, 5]
-    assert table.sum([some(3, 5), some(1, 2)], 0, 2).values.tolist() == [2, 3.5]
-    assert ArrayTable(10, 10, Sum()).sum(parts, 0, 2).values.tolist() == [31, 47]
+    assert table.aggregated(parts, 0, 2).values.tolist() == pytest.approx([31 / 5, 47 / 5])
+    assert table.aggregated([nothing(), some(3, 5, weight=2), nothing()], 0, 2).values.tolist() == [1.5, 2.5]
+    assert table.aggregated([some(3, 5), nothing()], 0, 2).values.tolist() == [3, 5]
+    assert table.aggregated([some(3, 5), some(1, 2)], 0, 2).values.tolist() == [2, 3.5]
+    assert ArrayTable(10, 10, Sum()).aggregated(parts, 0, 2).values.tolist() == [31, 47]
 
 
-@pytest.mark.parametrize("means", [False, True])
-def test_where_nobody_has_anything_the_update_takes_no_step(means):
-    table = ArrayTable(10, 10, Adam(0.1), means=means)
+@pytest.mark.parametrize("aggregate", ["sum", "mean", "each"])
+def test_where_nobody_has_anything_the_update_takes_no_step(aggregate):
+    table = ArrayTable(10, 10, Adam(0.1), aggregate=aggregate)
     table.apply(0, 10, Entries(0, np.ones(10, np.float32)))
     before = table.copy_out(0, 10)
-    total = table.sum([nothing(), some(*[0] * 10, weight=0)], 0, 10)
+    total = table.aggregated([nothing(), some(*[0] * 10, weight=0)], 0, 10)
     table.rehearse(0, 10, total)
     table.apply(0, 10, total)
     after = table.copy_out(0, 10)
     assert all(np.array_equal(after[name], rows) for name, rows in before.items())
-    table.apply(0, 10, table.sum([nothing(), some(*[0] * 10, weight=1)], 0, 10))
+    table.apply(0, 10, table.aggregated([nothing(), some(*[0] * 10, weight=1)], 0, 10))
     assert (table.copy_out(0, 10)["steps"] == 2).all()
 
 
@@ -128,13 +128,47 @@ def test_settings_hold_for_the_push_that_says_them():
 
 
 def test_the_settings_of_a_sum_are_those_of_the_first_that_has_a_weight():
-    table = ArrayTable(10, 10, SGD(1.0), means=True)
+    table = ArrayTable(10, 10, SGD(1.0), aggregate="mean")
     idle, first, second = some(keys=[], weight=0, settings={"lr": 9.0}), some(3, 5), some(5, 7, weight=3.0)
     second.terms = Terms(3.0, {"lr": 0.5})
-    assert table.sum([idle, second, first], 0, 2).terms.settings == {"lr": 0.5}
-    assert table.sum([first, second], 0, 2).terms is None
-    table.apply(0, 2, table.sum([idle, second], 0, 2))
+    assert table.aggregated([idle, second, first], 0, 2).terms.settings == {"lr": 0.5}
+    assert table.aggregated([first, second], 0, 2).terms is None
+    table.apply(0, 2, table.aggregated([idle, second], 0, 2))
     assert table.read(0, 2, None).values.tolist() == pytest.approx([-0.5 * 5 / 3, -0.5 * 7 / 3])
+
+
+@pytest.mark.parametrize("keys", [100, 2**40])
+@pytest.mark.parametrize("listed", [None, [3, 30, 31], [0, 3, 49]])
+def test_where_each_counts_by_itself_the_update_takes_one_after_the_other(keys, listed):
+    def one(seed, listed, **terms):
+        count = 50 if listed is None else len(listed)
+        rows = np.random.default_rng(seed).normal(size=count).astype(np.float32)
+        return Entries(
+            0, rows, None if listed is None else np.array(listed), Terms(**terms) if terms else None
+        )
+
+    contents = [
+        one(0, [3, 31, 40]),
+        nothing(),
+        one(1, listed, weight=2.0),
+        one(2, listed, settings={"lr": 0.5}),
+    ]
+    table, other = (ArrayTable(keys, keys // 4, Adam(0.1), aggregate=how) for how in ("each", "sum"))
+    for _ in range(2):
+        before = table.read(0, 50, None).values.copy()
+        together = table.aggregated(contents, 0, 50)
+        assert np.array_equal(table.read(0, 50, None).values, before)
+        assert together.replaces
+        table.apply(0, 50, together)
+        for content in contents:
+            terms = content.terms or Terms()
+            if terms.weight:
+                rows, settings = content.values / terms.weight, Terms(settings=terms.settings)
+                other.apply(0, 50, Entries(0, rows, content.keys, settings))
+        for name, rows in other.read(0, 50, None, states=True).terms.states.items():
+            assert np.array_equal(table.read(0, 50, None, states=True).terms.states[name], rows), name
+        assert np.array_equal(table.read(0, 50, None).values, other.read(0, 50, None).values)
+        assert table.read(0, 50, None).values.any()
 
 
 @pytest.mark.parametrize("keys", [KEYS, 2**40])
@@ -163,10 +197,11 @@ def test_what_is_put_takes_the_place_of_values_and_of_all_that_is_kept(keys):
         assert found[name][:50] == pytest.approx(kept.tolist()), name
 
 
-def test_of_what_is_put_at_one_time_the_first_counts_and_nothing_else():
-    table = ArrayTable(10, 10, SGD(1.0, momentum=0.5), means=True)
+@pytest.mark.parametrize("aggregate", ["mean", "each"])
+def test_of_what_is_put_at_one_time_the_first_counts_and_nothing_else(aggregate):
+    table = ArrayTable(10, 10, SGD(1.0, momentum=0.5), aggregate=aggregate)
     first, second = some(1, 2, states={"momentum": np.array([3, 4], np.float32)}), some(5, 6, states={})
-    total = table.sum([some(7, 8), first, nothing(), second], 1, 2)
+    total = table.aggregated([some(7, 8), first, nothing(), second], 1, 2)
     assert total.replaces
     assert (total.first, total.values.tolist(), total.terms.states["momentum"].tolist()) == (1, [2], [4])
 

@@ -29,7 +29,7 @@ from offbeat.numerics.filters import (
     SignificantlyModified,
 )
 from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.tables import ArrayTable, Empty
+from offbeat.numerics.tables import Aggregate, ArrayTable, Empty
 from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
 
 UPDATES: Final[Mapping[str, type]] = {
@@ -144,7 +144,7 @@ def describe(
     *,
     width: int,
     dtype: str,
-    means: bool = False,
+    aggregate: Aggregate = "sum",
     filters: Filters = NO_FILTERS,
     tensors: Mapping[str, Any] | None = None,
 ) -> str:
@@ -152,15 +152,18 @@ def describe(
 
     Args:
         update: what becomes of what is pushed.
-        width, dtype, means: as `ArrayTable` takes them.
+        width, dtype, aggregate: as `ArrayTable` takes them.
         filters: what travels goes through them.
         tensors: whose numbers the values are, as `Offsets.state_dict` gives it; None where they are nobody's.
 
     Raises:
-        ValueError: an update that servers do not know, or one of other rows.
+        ValueError: an update that servers do not know, one of other rows, or one that may fail in the midst
+            of several pushes.
     """
     _check_width(update, width)
     if isinstance(update, Function):
+        if aggregate == "each":
+            raise ValueError("expected aggregate to be sum or mean with a function of your own, got each")
         said: dict[str, Any] = {"function": update.path, "arguments": dict(update.arguments)}
     elif type(update).__name__ in UPDATES and dataclasses.is_dataclass(update):
         said = {"update": type(update).__name__, "arguments": dataclasses.asdict(update)}
@@ -171,7 +174,7 @@ def describe(
         )
     filters.check(update)
     said["filters"] = [[[spec.kind, dict(spec.arguments)] for spec in one] for one in filters]
-    said |= {"width": width, "dtype": dtype, "means": means} | (
+    said |= {"width": width, "dtype": dtype, "aggregate": aggregate} | (
         {} if tensors is None else {"tensors": tensors}
     )
     return json.dumps(said, sort_keys=True)
@@ -245,7 +248,7 @@ def make_table(
             update,
             width=operator.index(said["width"]),
             dtype=np.dtype(said["dtype"]),
-            means=said["means"] is True,
+            aggregate=said["aggregate"],
             may_fail="function" in said,
             empty=empty,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,6 +17,7 @@ from offbeat.numerics.updates import Update, with_settings
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
 Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # a new array, whose values are anything
+Aggregate: TypeAlias = Literal["sum", "mean", "each"]
 
 _READ_BYTES_MAX = 2**31  # in one message
 DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
@@ -35,7 +36,8 @@ class ArrayTable:
         update: what becomes of what is pushed.
         width: numbers in a row; 0 for a number a key, not a row of one.
         dtype: float32 or float64.
-        means: what is pushed together counts as its mean, not its sum.
+        aggregate: what is pushed together counts as its sum, as its mean, or each by itself, one after the
+            other.
         may_fail: the update may raise, as one of the user's own; `rehearse` is to find out.
         empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
 
@@ -51,7 +53,7 @@ class ArrayTable:
         *,
         width: int = 0,
         dtype: DTypeLike = np.float32,
-        means: bool = False,
+        aggregate: Aggregate = "sum",
         may_fail: bool = False,
         empty: Empty = np.empty,
     ) -> None:
@@ -62,9 +64,11 @@ class ArrayTable:
         if np.dtype(dtype) not in (np.float32, np.float64):
             raise ValueError(f"expected values of float32 or float64, got {np.dtype(dtype)}")
         self._keys, self._block_keys, self._update = keys, block_keys, update
+        if aggregate not in get_args(Aggregate):
+            raise ValueError(f"expected aggregate to be sum, mean or each, got {aggregate!r}")
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
-        self._means, self._may_fail = means, may_fail
+        self._aggregate, self._may_fail = aggregate, may_fail
         self._blocks: dict[int, _Block] = {}
         self._empty = empty
 
@@ -174,34 +178,48 @@ class ArrayTable:
         """Return what `content` has for keys `first` to `last` - 1."""
         return content.cut(first, last)
 
-    def sum(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
-        """Return what `contents` have for keys `first` to `last` - 1, added up by key in their order.
+    def aggregated(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
+        """Return as one what `contents` have for keys `first` to `last` - 1.
 
-        Their mean, where the namespace has means: the sum divided by that of the weights. Where all weights
-        are 0, there is nothing to apply: no keys. The settings of the first one that has a weight hold.
-        Where some replace what is there, the first of them does, and nothing else is applied.
+        That is their sum, added up by key in their order; or their mean, the sum divided by that of the
+        weights. The settings of the first one that has a weight hold. Or, where each counts by itself, it is
+        what the update makes of one after the other, divided by its weight and with its settings: rows that
+        take the place of what is there. Where all weights are 0, there is nothing to apply: no keys. Where
+        some replace what is there, the first of them does, and nothing else is applied.
         """
-        if all(one.terms is None for one in contents):
+        if self._aggregate != "each" and all(one.terms is None for one in contents):
             total = summed(contents, first, last)
-            if self._means:
+            if self._aggregate == "mean":
                 total.values /= len(contents)
             return total
-        return self._sum_on_terms(contents, first, last)
-
-    def _sum_on_terms(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
         for one in contents:
             if one.replaces:
                 return one.cut(first, last)
-        every = [one.terms or PLAIN for one in contents]
-        weight = math.fsum(terms.weight for terms in every)
+        weight = math.fsum((one.terms or PLAIN).weight for one in contents)
         if not weight:
             return Entries(first, np.zeros((0, *self._shape), self._dtype), np.zeros(0, np.int64))
+        if self._aggregate == "each":
+            return self._in_turn(contents, first, last)
         total = summed(contents, first, last)
-        if self._means:
+        if self._aggregate == "mean":
             total.values /= weight
+        every = [one.terms or PLAIN for one in contents]
         settings = next(terms.settings for terms in every if terms.weight)
         total.terms = None if settings is None else Terms(settings=settings)
         return total
+
+    def _in_turn(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
+        contents = [one.cut(first, last) for one in contents if (one.terms or PLAIN).weight]
+        listed = [one.keys for one in contents if one.keys is not None]
+        keys = np.unique(np.concatenate(listed)) if len(listed) == len(contents) else None
+        count = last - first if keys is None else len(keys)
+        names = ("values", *self._update.states)
+        rows = {name: self._read(first, count, keys, name).values for name in names}
+        scratch = _Block(first, rows, keys)
+        for one in contents:
+            terms = one.terms or PLAIN
+            scratch.apply(self._update_for(terms), Entries(one.first, one.values / terms.weight, one.keys))
+        return Entries(first, rows.pop("values"), keys, Terms(states=rows))
 
     def copy_out(self, first: int, last: int) -> Contents | None:
         """Return all that is kept of the block of keys `first` to `last` - 1; None where that is nothing."""

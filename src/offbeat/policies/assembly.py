@@ -6,6 +6,7 @@ come too late.
 
 from __future__ import annotations
 
+import math
 from typing import Any, assert_never
 
 from offbeat.errors import ProtocolError
@@ -56,8 +57,8 @@ class Assembly:
     def __init__(self, world: int, deadline_s: float = 30.0, *, is_open: bool = False) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
-        if not deadline_s > 0:
-            raise ValueError(f"expected a deadline of more than 0 seconds, got {deadline_s}")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"expected a finite deadline of more than 0 seconds, got {deadline_s}")
         self._world = world
         self._deadline_s = deadline_s
         self._is_open = is_open

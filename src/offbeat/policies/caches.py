@@ -23,7 +23,8 @@ class Terms:
     """How a strategy uses the parameter server.
 
     Attributes:
-        is_versioned: the gradients of a clock are one step, of their mean; else each is one, on arrival.
+        is_versioned: the gradients of a clock are applied together; else each is a step, on arrival.
+        is_sequential: together, they are a step for each process, one after the other; else one, of the mean.
         is_bounded: the coordinator bounds the staleness; else parameters are pulled before every step.
         is_dealt: samples are dealt as they are needed.
         push_every: steps whose gradients are pushed as one.
@@ -38,6 +39,7 @@ class Terms:
     is_versioned: bool
     is_bounded: bool
     is_dealt: bool
+    is_sequential: bool = False
     push_every: int = 1
     fetch_every: int | None = None
     steps_locally: bool = True

@@ -6,7 +6,10 @@ Nothing here knows of workers or clocks, or measures a loss.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import deque
+from typing import Any, Literal, TypeAlias, get_args
+
+Signal: TypeAlias = Literal["loss", "accuracy"]
 
 _EPS = 1e-12  # a loss of 0 has no percentage
 
@@ -16,22 +19,25 @@ class LprController:
 
     The loss L of a version is the mean, by samples, of the training losses of all steps at its clock. Once
     the version is complete, its learning progress rate is LPR = 100 (M' - M) / |M'| percent, with M = L and
-    M' that of the version before. Above `limit` the bound s rises by `step`, below -`limit` it falls.
+    M' that of the version before. Above `limit` the bound s rises by `step`, below -`limit` it falls. With
+    accuracies in the place of losses the rate has the other sign.
 
     Source: Y. Kim and S. Rhee, "Distributed and parallel deep learning architecture exploiting dynamic stale
     synchronous parallel method", Journal of Digital Contents Society 20(2), 2019 (DTSSP): steps of 1, a limit
     of 5 %, bounds from 3 to 10. Deviations: what the rate is computed from is not printed there; this is the
     signal that a server has at every version without evaluating. A version whose losses nobody has said is
     passed over, and so is the first. A loss that is no finite number counts as one that has risen beyond all
-    bounds, and is not compared with later. `beta` is an addition.
+    bounds, and is not compared with later. `signal`, `beta` and `window` are additions.
 
     Args:
         s: the bound at first, from `s_min` to `s_max`.
         s_min: at least 0.
         s_max: at least `s_min`.
         step: by how much the bound changes at one version, at least 1.
-        limit: in percent, at least 0; with infinity the bound stays what it is.
+        limit: in percent, at least 0; with None the bound stays what it is.
+        signal: "loss", or "accuracy" where that is what is said of steps.
         beta: compares M = beta M' + (1 - beta) L instead, above 0 and below 1; None does not smooth.
+        window: compares with M the mean L of so many versions instead, at least 1; not along with beta.
 
     Raises:
         ValueError: an argument out of range.
@@ -44,19 +50,27 @@ class LprController:
         s_min: int = 3,
         s_max: int = 10,
         step: int = 1,
-        limit: float = 5.0,
+        limit: float | None = 5.0,
+        signal: Signal = "loss",
         beta: float | None = None,
+        window: int = 1,
     ) -> None:
         if not 0 <= s_min <= s <= s_max:
             raise ValueError(f"expected 0 <= s_min <= s <= s_max, got s_min={s_min}, s={s}, s_max={s_max}")
         if step < 1:
             raise ValueError(f"expected a step of at least 1, got {step}")
-        if not limit >= 0:
-            raise ValueError(f"expected a limit of at least 0 percent, got {limit}")
+        if limit is not None and not 0 <= limit < math.inf:
+            raise ValueError(f"expected a finite limit of at least 0 percent, got {limit}")
         if beta is not None and not 0 < beta < 1:
             raise ValueError(f"expected beta above 0 and below 1, got {beta}")
+        if signal not in get_args(Signal):
+            raise ValueError(f"expected a signal of loss or accuracy, got {signal!r}")
+        if window < 1 or (window > 1 and beta is not None):
+            raise ValueError(f"expected a window of at least 1 version, and 1 with beta, got {window}")
         self._s, self._s_min, self._s_max = s, s_min, s_max
-        self._step, self._limit, self._beta = step, limit, beta
+        self._step, self._limit, self._beta = step, math.inf if limit is None else limit, beta
+        self._sign = 1 if signal == "loss" else -1
+        self._recent: deque[float] = deque(maxlen=window)  # L of the last versions
         self._heard: dict[int, tuple[int, float]] = {}  # version: samples, and the sum of their losses
         self._before: float | None = None  # M'
         self._lpr: float | None = None
@@ -95,8 +109,9 @@ class LprController:
             count, total = self._heard.pop(version)
             self._lpr = self._rate(total / count)
             if self._lpr is not None and self._change(self._lpr):
-                moved = "fell" if self._lpr > 0 else "rose"
-                why.append(f"the loss {moved} by {abs(self._lpr):.3g} % at version {version}")
+                moved = "fell" if self._lpr * self._sign > 0 else "rose"
+                what = "loss" if self._sign > 0 else "accuracy"
+                why.append(f"the {what} {moved} by {abs(self._lpr):.3g} % at version {version}")
         return why
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,6 +119,7 @@ class LprController:
         return {
             "s": self._s,
             "heard": [[version, *one] for version, one in self._heard.items()],
+            "recent": list(self._recent),
             "before": self._before,
             "lpr": self._lpr,
         }
@@ -112,16 +128,18 @@ class LprController:
         """Go on from a `state_dict` of a controller with the same arguments."""
         self._s, self._before, self._lpr = state["s"], state["before"], state["lpr"]
         self._heard = {version: (count, total) for version, count, total in state["heard"]}
+        self._recent.clear()
+        self._recent.extend(state["recent"])
 
     def _rate(self, loss: float) -> float | None:
         if not math.isfinite(loss):
             return -math.inf
-        before = self._before
-        if before is None:
-            self._before = loss
-            return None
-        self._before = loss if self._beta is None else self._beta * before + (1 - self._beta) * loss
-        return 100 * (before - self._before) / max(abs(before), _EPS)
+        self._recent.append(loss)
+        before, now = self._before, sum(self._recent) / len(self._recent)
+        if before is not None and self._beta is not None:
+            now = self._beta * before + (1 - self._beta) * loss
+        self._before = now
+        return None if before is None else self._sign * 100 * (before - now) / max(abs(before), _EPS)
 
     def _change(self, lpr: float) -> bool:
         before = self._s

@@ -6,6 +6,7 @@ without asking. What remains is to see when the beat can no longer be kept, and 
 
 from __future__ import annotations
 
+import math
 from typing import Any, assert_never
 
 from offbeat.errors import ProtocolError
@@ -62,8 +63,8 @@ class Lockstep:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if rounds_ahead_max < 1:
             raise ValueError(f"expected at least 1 round ahead, got {rounds_ahead_max}")
-        if not deadline_s > 0:
-            raise ValueError(f"expected a deadline of more than 0 s, got {deadline_s}")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
         self._world = world
         self._deadline_s = deadline_s
         self._rounds_ahead_max = rounds_ahead_max

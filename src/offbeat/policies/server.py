@@ -82,8 +82,11 @@ class Table(Protocol):
     def cut(self, content: Content, first: int, last: int) -> Content:
         """Return what `content` has for keys `first` to `last` - 1."""
 
-    def sum(self, contents: Sequence[Content], first: int, last: int) -> Content:
-        """Return what `contents` have for keys `first` to `last` - 1, added up by key in their order."""
+    def aggregated(self, contents: Sequence[Content], first: int, last: int) -> Content:
+        """Return as one, such as their sum, what `contents` have for keys `first` to `last` - 1.
+
+        It may depend on their order and on what is there, so it is applied before anything else.
+        """
 
     def copy_out(self, first: int, last: int) -> Content:
         """Return all that is kept of keys `first` to `last` - 1, as it is now."""
@@ -364,7 +367,7 @@ class ServerNode:
             first=one.first,
             last=one.last,
             marks=tuple(Mark(client=push.client, time=push.time, after=push.after) for push in pushes),
-            content=table.sum(contents, one.first, one.last),
+            content=table.aggregated(contents, one.first, one.last),
         )
 
     def _begin(self, operation: Operation, requests: list[Request]) -> None:

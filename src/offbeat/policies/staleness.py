@@ -5,6 +5,7 @@ Nothing here knows where parameters are, nor how they are pushed and pulled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias, assert_never
 
@@ -77,8 +78,11 @@ class BoundedStaleness:
     says so, and another one comes with the next samples.
 
     The job goes on with whoever is left, unless worker 0 goes before it could take steps: all begin with its
-    parameters. Who leaves without having finished, is lost or fails hands back the
-    samples that it had. Who keeps others waiting for too long is refused.
+    parameters. Who leaves without having finished, is lost or fails hands back the samples that it had. Who
+    keeps others waiting for too long is refused.
+
+    With a *warm start* the first worker, or who is the first once it is gone, takes some steps alone, while
+    the others rest. It is over early where the others have been dealt all samples that are left.
 
     Source: those of `ConsistencyGate` and `LprController`. Deviations: theirs; workers that come and go;
     samples that are dealt as they are needed; stragglers, whom others may leave further behind.
@@ -92,6 +96,7 @@ class BoundedStaleness:
         dynamic: arguments of `LprController`; None for a bound that stays.
         detector: arguments of `StragglerClassifier`, whose stragglers hold others back only beyond the
             largest bound of `dynamic`, which it needs; None makes no difference between workers.
+        warm_start: steps that the first worker takes alone, at least 0.
 
     Raises:
         ValueError: an argument out of range, or two that contradict each other.
@@ -107,13 +112,16 @@ class BoundedStaleness:
         shards: Shards = "dynamic",
         dynamic: dict[str, Any] | None = None,
         detector: dict[str, Any] | None = None,
+        warm_start: int = 0,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
-        if not deadline_s > 0:
-            raise ValueError(f"expected a deadline of more than 0 s, got {deadline_s}")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
         if shards not in ("dynamic", "equal"):
             raise ValueError(f"expected shards dynamic or equal, got {shards!r}")
+        if warm_start < 0:
+            raise ValueError(f"expected a warm start of at least 0 steps, got {warm_start}")
         if dynamic is not None and s is None:
             raise ValueError("expected a bound that may change, got none at all: give s or leave out dynamic")
         if detector is not None and dynamic is None:
@@ -130,6 +138,8 @@ class BoundedStaleness:
         self._awaited: set[int] = set()  # of the start, and could not take a step yet
         self._since_s: dict[int, float] = {}  # who keeps others waiting, since when
         self._is_over = False  # everybody has been dismissed, or is gone
+        self._alone_steps = warm_start  # that are left to be taken by one worker
+        self._alone: int | None = None  # who takes them, None where that is nobody
 
     def handle(self, event: Event) -> list[Action]:
         """Answer with Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
@@ -176,6 +186,8 @@ class BoundedStaleness:
             "awaited": sorted(self._awaited),
             "since_s": [list(one) for one in self._since_s.items()],
             "is_over": self._is_over,
+            "alone_steps": self._alone_steps,
+            "alone": self._alone,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,6 +204,7 @@ class BoundedStaleness:
         self._gone, self._awaited = set(state["gone"]), set(state["awaited"])
         self._has_started, self._is_over = state["has_started"], state["is_over"]
         self._since_s = dict(state["since_s"])
+        self._alone_steps, self._alone = state["alone_steps"], state["alone"]
 
     # Coming and going ------------------------------------------------------------------------------------
 
@@ -294,6 +307,7 @@ class BoundedStaleness:
         if self._controller is not None and event.loss is not None:
             self._controller.stepped(event.clock, event.samples, event.loss)
         self._observe(event, one)
+        self._alone_steps = max(0, self._alone_steps - 1)
         return self._go_on(event)
 
     def _check_step(self, event: Clocked, clock: int) -> None:
@@ -345,6 +359,9 @@ class BoundedStaleness:
         told = set()
         if event is not None:
             concerned.add(event.worker)
+        if (alone := self._who_is_alone()) != self._alone:
+            self._alone = alone
+            concerned |= self._workers.keys()
         if isinstance(event, Clocked):
             told.add(event.worker)
             if event.clock is not None and self._may_compute(event.worker):
@@ -365,7 +382,19 @@ class BoundedStaleness:
         return True
 
     def _may_compute(self, worker: int) -> bool:
+        if self._alone is not None and worker != self._alone:
+            return False
         return self._dealing is None or self._dealing.may_compute(worker)
+
+    def _who_is_alone(self) -> int | None:
+        """Who takes the steps of the warm start now; None where that is over."""
+        if not self._alone_steps:
+            return None
+        first = min((worker for worker in self._workers if worker in self._gate), default=None)
+        if self._dealing is not None and first in self._dealing.waiting and self._dealing.holders():
+            self._alone_steps = 0
+            return None
+        return first
 
     def _complete(self) -> list[str]:
         """Versions may be complete now: their losses say which bound holds from now on; returns why."""
@@ -406,7 +435,9 @@ class BoundedStaleness:
 
     def _keep(self, worker: int) -> Grant:
         gate, clock = self._gate, self._gate.clock(worker)
-        if not gate.runs(worker):
+        if self._alone is not None and worker != self._alone:
+            reason = f"worker {self._alone} takes {self._alone_steps} more steps alone"
+        elif not gate.runs(worker):
             reason = "it has no samples"
         elif not self._may_open():
             reason = "not everybody is here yet"
@@ -454,6 +485,8 @@ class BoundedStaleness:
         if self._dealing is not None:
             holding |= self._dealing.holders() - idle
             idle |= self._dealing.waiting
+        if self._alone is not None and len(self._workers) > 1:
+            holding |= {self._alone} - idle
         if any(one.has_finished for one in self._workers.values()):
             working = {
                 worker for worker, one in self._workers.items() if one.has_begun and not one.has_finished

@@ -49,7 +49,7 @@ from offbeat.numerics.entries import (
 )
 from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
-from offbeat.numerics.tables import DENSE_KEYS_MAX, check_states, check_weight
+from offbeat.numerics.tables import DENSE_KEYS_MAX, Aggregate, check_states, check_weight
 from offbeat.numerics.updates import Sum, Update, with_settings
 from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
@@ -239,7 +239,7 @@ class PS:
         keys: int,
         *,
         update: Update | Function | None = None,
-        aggregate: Literal["sum", "mean"] | None = None,
+        aggregate: Aggregate | None = None,
         width: int = 0,
         dtype: Literal["float32", "float64"] = "float32",
         block_keys: int | None = None,
@@ -254,8 +254,9 @@ class PS:
                 was pushed, and in blocks of more than 2**20 keys those keys alone.
             update: what becomes of what is pushed; by default it is added.
             aggregate: what all who take part push at one time (their first pushes, their second ones, ...) is
-                one push, of the sum or the mean; all push the same ranges. By default each push counts by
-                itself.
+                one push, of the sum or the mean; or "each" counts one after the other, in the order of the
+                clients' numbers, and is seen with all others or not at all. All push the same ranges. By
+                default each push counts by itself, when it comes.
             width: numbers in a row; 0 for one number a key.
             dtype: of the numbers.
             block_keys: neighbouring keys that are held together, of which a server sends all in one to
@@ -271,7 +272,7 @@ class PS:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
         filters = Filters(tuple(push_filters), tuple(pull_filters))
         about = describe(
-            update or Sum(), width=width, dtype=dtype, means=aggregate == "mean", filters=filters
+            update or Sum(), width=width, dtype=dtype, aggregate=aggregate or "sum", filters=filters
         )
         block_keys = _block_keys(keys, block_keys, np.dtype(dtype).itemsize * max(width, 1))
         space = Space(name, keys, block_keys, about, aggregate is not None)
@@ -285,7 +286,7 @@ class PS:
         named: Iterable[tuple[str, Tensor]],
         *,
         update: Update | Function | None = None,
-        aggregate: Literal["sum", "mean"] | None = None,
+        aggregate: Aggregate | None = None,
     ) -> Tensors:
         """Open a namespace for dense tensors, or make it: a key for each number, all of them zero.
 
@@ -307,7 +308,7 @@ class PS:
             update or Sum(),
             width=0,
             dtype=offsets.dtype,
-            means=aggregate == "mean",
+            aggregate=aggregate or "sum",
             tensors=offsets.state_dict(),
         )
         block_keys = _block_keys(offsets.keys, None, np.dtype(offsets.dtype).itemsize)
@@ -786,11 +787,11 @@ class Namespace:
                 some of them or none; by default it goes from the first to the last that are listed. Where
                 pushes are aggregated, it is this range that all have to push.
             weight: where pushes are aggregated, of how many the rows are the sum already: a mean is divided
-                by the sum of all weights. With 0, and no keys of a whole range, this client has nothing at
-                this time; where nobody has anything, nothing is applied.
+                by the sum of all weights, what counts by itself by its own. With 0, and no keys of a whole
+                range, this client has nothing at this time; where nobody has anything, nothing is applied.
             settings: numbers of the namespace's update that hold for this push, such as `{"lr": 0.05}`; by
-                default those with which the namespace was made. Where pushes are aggregated, those of the
-                first client, by number, that has a weight above 0.
+                default those with which the namespace was made. Of a sum or a mean, those of the first
+                client, by number, that has a weight above 0.
             time: of this push, later than those of all pushes of this client to the namespace before it; by
                 default the next one. Where pushes are aggregated, what is summed is what has one time, and
                 who leaves a time out and pushes later has nothing of it: all may push at a clock's time what

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Clocked, Grant
 from offbeat.numerics.entries import Entries
+from offbeat.numerics.tables import Aggregate
 from offbeat.numerics.tensors import Offsets
 from offbeat.numerics.translation import settings_of, states_of, take_states, translate
 from offbeat.policies.caches import CacheDirectory, Terms
@@ -164,12 +165,13 @@ class ServerSynchronizer:
 
     def _open(self, process: Process) -> ServedModel:
         """What the first thread of a process opens for all."""
+        aggregate: Aggregate = "each" if self._terms.is_sequential else "mean"
         tensors = [
             process.ps.tensors(
                 f"parameters-{number}",
                 group.items(),
                 update=update,
-                aggregate="mean" if self._terms.is_versioned else None,
+                aggregate=aggregate if self._terms.is_versioned else None,
             )
             for number, (group, update) in enumerate(zip(self._groups, self._updates, strict=True))
         ]

@@ -487,7 +487,7 @@ class Session:
         return self._synchronizer.quiet()
 
     def observe(self, loss: float | Tensor) -> None:
-        """Says the mean training loss of a batch, for strategies that go by it.
+        """Says the mean training loss of a batch, or its accuracy, for strategies that go by it.
 
         Args:
             loss: a number, or a tensor that holds one.

@@ -54,6 +54,7 @@ class Served:
         threads: workers in a process, for those that are there at the start.
         servers: how many hold a stretch of the parameters each.
         halves_after: the training loss halves with so many clocks; infinite for one that only varies.
+        warm_start: steps that one worker takes alone.
     """
 
     terms: Terms
@@ -62,13 +63,15 @@ class Served:
     threads: int = 1
     servers: int = 1
     halves_after: float = 200.0
+    warm_start: int = 0
 
 
 def served_of(terms: Terms, arguments: Mapping[str, Any], **more: Any) -> Served:
     """Return what fits these arguments of `BoundedStaleness`."""
     s, dynamic = arguments["s"], arguments.get("dynamic")
     if s is None or dynamic is None:
-        return Served(terms=terms, bounds=None if s is None else (s, s), **more)
+        warm_start = arguments.get("warm_start", 0)
+        return Served(terms=terms, bounds=None if s is None else (s, s), warm_start=warm_start, **more)
     bounds = (dynamic.get("s_min", 3), dynamic.get("s_max", 10))
     has_stragglers = arguments.get("detector") is not None  # for whom the greatest bound holds at once
     step = bounds[1] if has_stragglers else dynamic.get("step", 1)
@@ -86,7 +89,8 @@ class BoundedCluster(Cluster):
     What is looked at: nobody starts further ahead of the slowest than the bound, which stays in its limits
     and changes as slowly as it may; what is read holds every step of living workers that the bound asks for,
     and all own ones once; with a bound of 0, nothing else; every clock's sum is of that clock's steps; no
-    step is lost or counts twice; nobody waits at a gate that has no bound; each sample is used once.
+    step is lost or counts twice; nobody waits at a gate that has no bound, but for a warm start, in which one
+    worker is alone; each sample is used once.
 
     Source: the invariants of the specification's sections 2.4 and 2.5.
 
@@ -248,8 +252,12 @@ class BoundedCluster(Cluster):
 
     def _check_grant(self, grant: Grant) -> None:
         bounds, worker = self.served.bounds, grant.worker
+        is_warming = len(self._used) < self.served.warm_start
+        if is_warming and grant.may_start and not self.terms.is_dealt and worker != min(self._clocks):
+            self.violated(f"worker {worker} may start while another takes its first steps alone")
         if not grant.may_start:
-            if bounds is None and grant.reason not in ("it has no samples", "not everybody is here yet"):
+            known = grant.reason in ("it has no samples", "not everybody is here yet")
+            if bounds is None and not known and not is_warming:
                 self.violated(f"worker {worker} has to wait where there is no bound: {grant.reason}")
             return
         if bounds is None or grant.bound is None:

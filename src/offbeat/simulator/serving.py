@@ -76,8 +76,8 @@ class Counts:
         """See `Table.cut`."""
         return cut(content, first, last)
 
-    def sum(self, contents: Sequence[Content], first: int, last: int) -> Content:
-        """See `Table.sum`."""
+    def aggregated(self, contents: Sequence[Content], first: int, last: int) -> Content:
+        """See `Table.aggregated`."""
         total: Counter[int] = Counter()
         for content in contents:
             total.update(cut(content, first, last))

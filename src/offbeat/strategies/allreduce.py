@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -40,8 +41,8 @@ class AllReduce:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
-        if self.deadline_s <= 0:
-            raise ValueError(f"deadline_s must be more than 0 s, got {self.deadline_s}")
+        if not 0 < self.deadline_s < math.inf:
+            raise ValueError(f"deadline_s must be finite and more than 0 s, got {self.deadline_s}")
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.policies.caches import Terms
+from offbeat.policies.learning import Signal
 from offbeat.policies.staleness import BoundedStaleness
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.server_synchronizer import ServerSynchronizer
@@ -77,16 +79,36 @@ class OnServers(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerBSP(OnServers):
+class _Clocked(OnServers):
+    """What those have in common that count clocks: how the gradients of one are applied."""
+
+    server_step: Literal["mean", "sequential"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.server_step not in ("mean", "sequential"):
+            raise ValueError(f"expected server_step to be mean or sequential, got {self.server_step!r}")
+        super().__post_init__()
+
+    def terms(self) -> Terms:
+        """How it uses the parameter server."""
+        return replace(super().terms(), is_sequential=self.server_step == "sequential")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerBSP(_Clocked):
     """Bulk-synchronous training on a parameter server: everybody reads what all have made of the last clock.
 
     Training equals training in one process with the workers' batches joined, whatever the order in which
     gradients come, but for how sums are rounded.
 
-    Source: the second paper, section 2 (BSP); specification 2.2. Deviation: the gradients of a clock are one
-    step of the optimizer, of their mean.
+    Source: the second paper, section 2 (BSP); specification 2.2. Deviation: by default the gradients of a
+    clock are one step of the optimizer, of their mean.
 
     Args:
+        server_step: "mean": the gradients of a clock are one step of the optimizer, of their mean;
+            "sequential": each is a step, in the order of the workers, as the paper says. What the threads of
+            a process have at a clock, and where samples are dealt a worker in several steps, is one gradient,
+            their mean.
         shards: "dynamic" deals samples as they are needed; "equal" shares them out before, as in the paper.
         copies: replicas that all parameters have, as far as there are servers.
         deadline_s: how long a live worker may keep the others waiting before it has to go, in seconds.
@@ -102,7 +124,7 @@ class ServerBSP(OnServers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cached(OnServers):
+class _Cached(_Clocked):
     """What those with a bound above 0 take besides."""
 
     s: int = 3
@@ -114,6 +136,10 @@ class _Cached(OnServers):
             raise ValueError(f"expected apply to be versioned or eager, got {self.apply!r}")
         if self.thread_cache not in ("keep", "per_clock"):
             raise ValueError(f"expected thread_cache to be keep or per_clock, got {self.thread_cache!r}")
+        if self.apply == "eager" and self.server_step != "mean":
+            raise ValueError(
+                "expected apply=versioned with server_step=sequential, for eager steps have no order"
+            )
         super().__post_init__()
 
     def _bound(self) -> int:
@@ -146,12 +172,13 @@ class SSP(_Cached):
 
     Args:
         s: the bound, in clocks; 0 is bulk-synchronous.
-        apply: "versioned": the gradients of a clock are one step of the optimizer, of their mean, once the
-            slowest worker has passed it. "eager": each is a step by itself, on arrival, as in Petuum.
+        apply: "versioned": the gradients of a clock are applied, as `server_step` says, once the slowest
+            worker has passed it. "eager": each is a step by itself, on arrival, as in Petuum.
         thread_cache: "keep": a worker thread's parameters are used for as long as they are fresh enough;
             "per_clock": they are taken anew at every clock, as in Petuum.
         shards: "dynamic" deals samples as they are needed, and clocks count the work that all have done;
             "equal" shares them out before, and clocks count each worker's steps, as in the papers.
+        server_step: see `ServerBSP`.
         copies: replicas that all parameters have, as far as there are servers.
         deadline_s: how long a live worker may keep the others waiting before it has to go, in seconds.
 
@@ -167,7 +194,7 @@ class DTSSP(_Cached):
     """SSP whose bound follows the training loss, which the loop says with `session.observe`.
 
     Where the loss of a clock is lower than that of the one before it by more than `limit` percent, the bound
-    grows by one; where it is higher by more, it shrinks by one.
+    grows by `step`; where it is higher by more, it shrinks by as much.
 
     Source: the second paper, section 3 (DTSSP); specification 2.5. Deviation: the learning-progress rate's
     formula is this project's, for the paper's is lost.
@@ -177,10 +204,12 @@ class DTSSP(_Cached):
         s_min, s_max: it stays between these.
         limit: percent, at least 0; infinite for a bound that stays.
         step: by how much the bound changes at once.
-        beta: what the losses' moving average keeps of the past, from 0 to below 1; None for losses as they
-            are.
+        signal: "loss"; or "accuracy", where the loop says that with `session.observe`.
+        beta: compares the losses' moving average, which keeps so much of the past, above 0 and below 1; None
+            for losses as they are.
+        window: compares the means of so many clocks' losses; 1 for losses as they are.
         detector: "on": workers that are classed as stragglers hold the others back only beyond `s_max`.
-        apply, thread_cache, shards, copies, deadline_s: see `SSP`.
+        apply, thread_cache, server_step, shards, copies, deadline_s: see `SSP`.
 
     Raises:
         ValueError: an argument out of range.
@@ -192,7 +221,9 @@ class DTSSP(_Cached):
     s_max: int = 10
     limit: float = 5.0
     step: int = 1
+    signal: Signal = "loss"
     beta: float | None = None
+    window: int = 1
     detector: Literal["on", "off"] = "off"
 
     @property
@@ -206,9 +237,11 @@ class DTSSP(_Cached):
             "dynamic": {
                 "s_min": self.s_min,
                 "s_max": self.s_max,
-                "limit": self.limit,
+                "limit": None if math.isinf(self.limit) else self.limit,
                 "step": self.step,
+                "signal": self.signal,
                 "beta": self.beta,
+                "window": self.window,
             },
             "detector": {} if self.detector == "on" else None,
         }
@@ -249,12 +282,12 @@ class Downpour(_Unbounded):
     """Downpour SGD: workers step by themselves, push every few steps, and fetch in the background.
 
     Source: J. Dean et al., "Large scale distributed deep networks", NIPS 2012, section 4.1; specification
-    2.3. Deviations: the servers' optimizer is the user's own, which in the paper is Adagrad; no warm start
-    with a single worker.
+    2.3. Deviation: the servers' optimizer is the user's own, which in the paper is Adagrad.
 
     Args:
         n_fetch: steps after which parameters are fetched; they are used once they have come.
         n_push: steps whose gradients are pushed as one sum.
+        warm_start: so many steps the first worker takes alone; the others begin with what comes of them.
         shards, copies, deadline_s: see `ServerBSP`.
 
     Raises:
@@ -265,12 +298,17 @@ class Downpour(_Unbounded):
 
     n_fetch: int = 1
     n_push: int = 1
+    warm_start: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("n_fetch", "n_push"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1 step, got {getattr(self, name)}")
+        for name, least in (("n_fetch", 1), ("n_push", 1), ("warm_start", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"expected {name} of at least {least} steps, got {getattr(self, name)}")
         super().__post_init__()
+
+    def staleness(self) -> dict[str, Any]:
+        """Arguments of `BoundedStaleness`, but for the world."""
+        return {**super().staleness(), "warm_start": self.warm_start}
 
     def terms(self) -> Terms:
         """How it uses the parameter server."""
