@@ -192,10 +192,14 @@ def tally(strategy, world, worker, *, steps=STEPS, compute_s=0.001, every=1, sav
             reads.append((synchronizer._clock, synchronizer._read_version, counts))
             optimizer.step()
             if saves:
-                saved = session.state_dict()["model"]["counts_W"][worker]
+                session.refresh()
+                kept = model.counts_W.tolist()
                 clock, _, counts = reads[-1]
                 is_versioned = synchronizer._terms.is_versioned
-                assert saved == ((clock + 1) * every / world if is_versioned else counts[worker] + every)
+                own = (clock + 1) * every / world if is_versioned else counts[worker] + every
+                assert kept[worker] == own
+                assert not is_versioned or min(kept) >= own  # what the others have done up to this clock, too
+                assert session.state_dict()["model"]["counts_W"][worker] == own
     return reads, model.counts_W.tolist()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from statistics import mean
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from offbeat.data import load
 from offbeat.errors import OffbeatError
 from offbeat.events import Evaluated, Left, StepTimed, Tick
 from offbeat.models import build
+from offbeat.runtime.feed import EqualShards
 from offbeat.timesheet import PARTS, TimeSheet
 from offbeat.training import Settings, accuracy, loss_of
 
@@ -125,6 +127,24 @@ def test_repetition_makes_a_step_compute_as_long_as_asked_for_and_never_less_tha
     digits = load("digits")
     assert job.repeat_for(settings(), digits, step_s=1e-9) == 1
     assert job.repeat_for(settings(), digits, step_s=5e-3) > 1
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_the_learning_rate_falls_by_the_same_amount_from_epoch_to_epoch(decays, tmp_path):
+    chosen = settings(epochs=3, momentum=0.0, batch_size=512, decays=decays)
+    sheet = job.run(job.Job(settings=chosen, workers=1), job.open_run_dir(tmp_path / "run"))
+    model, train = build("mlp", sample_shape=(1, 8, 8), classes=10, seed=0), load("digits").train
+    for epoch, lr in enumerate([0.1, 0.1 * 2 / 3, 0.1 / 3] if decays else [0.1] * 3):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        losses = []
+        shards = EqualShards(samples=len(train), workers=1, batch_size=512, seed=0, epoch=epoch, shuffle=True)
+        for indices in shards.batches(0):
+            optimizer.zero_grad()
+            loss = loss_of(model, *train[indices])
+            loss.backward()
+            optimizer.step()
+            losses += [float(loss.detach())] * len(indices)
+    assert timesheet.figures(sheet)["loss"] == pytest.approx(mean(losses), rel=1e-4)
 
 
 def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_path, monkeypatch, capsys):

@@ -47,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         epochs: passes over the data, at least 1.
         batch_size: samples a worker and step, at least 1.
         lr: learning rate, above 0.
+        decays: the learning rate falls from epoch to epoch by the same amount, to 0 after the last one.
         momentum: of SGD, at least 0 and below 1.
         optimizer: a key of `OPTIMIZERS`.
         threads: worker threads in each process, at least 1; more than one with a parameter server only.
@@ -69,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     momentum: float
     seed: int
+    decays: bool = False
     repeat: int = 1
     optimizer: str = "sgd"
     threads: int = 1
@@ -118,6 +120,8 @@ def train(settings: Settings, thread: int = 0) -> None:
         torch.manual_seed(settings.seed + session.worker)  # what dropout draws differs between workers
         for epoch in session.epochs(settings.epochs):
             model.train()
+            for group in optimizer.param_groups if settings.decays else ():
+                group["lr"] = settings.lr * (1 - epoch / settings.epochs)
             loss_sum, samples = torch.zeros(()), 0
             for inputs, labels in session.batches(splits.train, settings.batch_size):
                 optimizer.zero_grad()
@@ -130,6 +134,7 @@ def train(settings: Settings, thread: int = 0) -> None:
             metrics = {"loss": float(loss_sum) / samples} if samples else {}  # a whole epoch may pass by
             is_last = epoch == settings.epochs - 1
             if session.leads and (is_last or settings.evaluates_each_epoch):
+                session.refresh()
                 metrics["accuracy"] = accuracy(model, splits.test)
             session.report(**metrics)
 

@@ -16,6 +16,7 @@ its optimizer takes alone. Losses, by which DTSSP goes, are those of a real trai
 workers, which is run first: its first steps, for that is all there is time for.
 
 `real` measures accuracy: gradients are computed, workers share the cores, and nobody may read a time from it.
+The learning rate falls from epoch to epoch. With ps-bsp nobody is slowed, for that changes no bit.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Plan:
         burst, calm: steps of a burst, and between two.
         steps: of each worker in the setting `bursts`; half as many in the others.
         step_ms: to what forward and backward pass together are scaled, with one thread a process.
-        lr: of Adam in real trainings; at 0.001 gradients that are three clocks old teach this model nothing.
+        lr: of Adam in real trainings, at first.
         epochs: of real trainings that tell accuracies.
         seeds: of real trainings, how many.
     """
@@ -234,7 +235,9 @@ class Plan:
             return min(_NOBODY_STEPS, self.steps)
         return self.steps if setting == "bursts" else self.steps // 2
 
-    def training(self, strategy: str, threads: int, epochs: int, seed: int) -> Settings:
+    def training(
+        self, strategy: str, threads: int, epochs: int, seed: int, *, decays: bool = False
+    ) -> Settings:
         """Return a real training."""
         return Settings(
             model=self.model,
@@ -244,6 +247,7 @@ class Plan:
             epochs=epochs,
             batch_size=self.batch_size,
             lr=self.lr,
+            decays=decays,
             momentum=0.0,
             optimizer="adam",
             threads=threads,
@@ -396,10 +400,10 @@ def _real(plan: Plan, command: str) -> Result:
 def _train(plan: Plan, strategy: str, seed: int) -> dict[str, Any]:
     """Train in bursts, with equal shards."""
     threads = plan.threads[0]
-    settings = plan.training(plan.strategy(strategy, "bursts"), threads, plan.epochs, seed)
+    settings = plan.training(plan.strategy(strategy, "bursts"), threads, plan.epochs, seed, decays=True)
     one = job.Job(settings=settings, workers=plan.workers)
     steps = one.steps_per_epoch(len(job.load_data(settings).train))
-    slow = plan.slow("bursts", steps)
+    slow = () if strategy == "bsp" else plan.slow("bursts", steps)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = job.open_run_dir(Path(folder))
         sheet = job.run(job.Job(settings=settings, workers=plan.workers, slow=slow), run_dir)

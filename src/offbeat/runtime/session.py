@@ -584,6 +584,21 @@ class Session:
 
     # Saving and restoring ------------------------------------------------------------------------------
 
+    def refresh(self) -> None:
+        """Makes model and optimizer state what all workers have made of them up to this worker's last step.
+
+        Call it before evaluating or saving the model in the midst of training on a parameter server, where a
+        worker's own copy lacks the others' latest steps: it waits for those who are behind. Without a
+        parameter server, and after training, the model is that already. `state_dict` calls it.
+
+        Raises:
+            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
+            WorkerError: the job failed.
+        """
+        if not self._synchronizer.is_current:
+            raise OffbeatError(self._why_old())
+        self._synchronizer.refresh()
+
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on: model, optimizer, and where in the data it is.
 
@@ -594,9 +609,7 @@ class Session:
             OffbeatError: this worker is left out of the group, so that its parameters are old ones.
             WorkerError: the job failed.
         """
-        if not self._synchronizer.is_current:
-            raise OffbeatError(self._why_old())
-        self._synchronizer.refresh()
+        self.refresh()
         whole = self._is_used_up or self._batches_taken == self._batches_in_epoch
         if self._synchronizer.deals:
             epoch, used = self._ask_what_is_used()
