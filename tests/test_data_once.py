@@ -237,7 +237,7 @@ def accumulates(rank, say, victim=None):
                     take(model, optimizer)
             if place % 3 < 2:
                 take(model, optimizer)
-    return model.uses_N.detach().tolist()
+    return model.uses_N.detach().tolist(), session.step
 
 
 @pytest.mark.parametrize("victim", [None, 1])

@@ -108,7 +108,8 @@ def run(*, command: str, setting: Setting, taus: Sequence[int], gap: float) -> R
         for tau in taus if variant == "all" else taus[:1]:
             print(f"filters: {variant}, tau {tau}", file=sys.stderr, flush=True)
             one = msgspec.structs.replace(setting, tau=tau, filters=filters)
-            found[variant, tau] = _one(one, keys, height)
+            told = found[variant, tau] = _one(one, keys, height)
+            print(f"  {len(told[0].passes)} passes, objective {told[0].passes[-1][0]:.9g}", file=sys.stderr)
     best = min(objective for told in found.values() for objective, _, _ in told[0].passes)
     rows = [_row(variant, tau, told, best * (1 + gap)) for (variant, tau), told in found.items()]
     figures: dict[str, float] = {}
@@ -200,9 +201,11 @@ def _filters(setting: Setting) -> tuple[list[FilterSpec], list[FilterSpec]]:
 class _Worker:
     """One worker, and where its time goes."""
 
-    def __init__(self, ps: PS, setting: Setting, rank: int, keys: int, height: int) -> None:
+    def __init__(
+        self, ps: PS, setting: Setting, columns: SignedColumns, rank: int, keys: int, height: int
+    ) -> None:
         self.ps, self.setting, self.rank = ps, setting, rank
-        self.worker = BlockWorker(SignedColumns.of(_share(setting, rank)), setting.l1)
+        self.worker = BlockWorker(columns, setting.l1)
         self.passes = Passes(
             keys,
             setting.blocks,
@@ -311,9 +314,10 @@ def main() -> None:
     """One worker."""
     lines = Lines.to_parent()
     place = lines.hear()
+    setting = msgspec.convert(place["setting"], Setting)
+    columns = SignedColumns.of(_share(setting, place["rank"]))
     with PS(msgspec.convert(place["cluster"], Cluster), host="127.0.0.1") as ps:
-        setting = msgspec.convert(place["setting"], Setting)
-        worker = _Worker(ps, setting, place["rank"], place["keys"], place["height"])
+        worker = _Worker(ps, setting, columns, place["rank"], place["keys"], place["height"])
         lines.tell(msgspec.to_builtins(worker.run()))
         lines.hear(_RUN_LIMIT_S)
 

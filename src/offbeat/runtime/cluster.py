@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from offbeat.runtime.coordinator import Configuration, PolicySpec
-from offbeat.runtime.node import SILENT_S, Cluster
+from offbeat.runtime.node import Cluster
 from offbeat.runtime.server import ServerConfiguration
 from offbeat.runtime.starting import new_secrets, start_coordinator, start_server
 
@@ -76,7 +76,6 @@ def start_cluster(
             host=host,
             policies=(PolicySpec(path="offbeat.policies.manager:Manager", arguments=arguments),),
             log_path=run_log,
-            silent_s=SILENT_S,
         )
     )
     return Cluster(job=job, token=token, manager=addresses)

@@ -41,7 +41,7 @@ from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
 from offbeat.runtime.post import Place, Post, nowhere
 
-SILENT_S: Final = 3.0  # who has said nothing for so long is lost
+_SILENT_S: Final = 3.0  # a connection on which nothing came for so long is made anew
 _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
 _MISSED_S: Final = 5.0  # for how long, until the manager hears of it
 _GONE_CLIENT_S: Final = 60.0  # for which a client may be gone that is still to be told something
@@ -142,7 +142,7 @@ class Node:
             on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
             host=host,
             unix=unix,
-            silent_s=SILENT_S,
+            silent_s=_SILENT_S,
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message, place)
