@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Block, Brought, Deal, Ready, Recall, Recalled, Saving, Used, Wants
+from offbeat.events import Action, Block, Brought, Ready, Recall, Recalled, Wants
+from offbeat.policies.dealer import Dealer
 from offbeat.policies.lending import Lending
-from offbeat.policies.work import WorkScheduler
 
 _WITNESSES = 8  # that may all die before one of them has said what it knows
 _NEVER_AGAIN = 2**63  # rounds: a worker that has finished has done all that it will ever do
@@ -43,7 +43,7 @@ class _Unclear:
         return cls(last=last, is_lost=is_lost, asked=set(asked), rounds=known)
 
 
-class Dealing:
+class Dealing(Dealer):
     """Says who gets which samples, so that each is used once, while rounds are repeated and workers go.
 
     A round counts as completed once every member is known to have finished it: then nobody can repeat it. A
@@ -63,9 +63,11 @@ class Dealing:
         is_used: somebody wants samples. Until then nothing is remembered of rounds.
     """
 
+    _why_awaited: ClassVar[str] = "others wait"
+
     def __init__(self, staleness_steps_max: int | None = None) -> None:
+        super().__init__()
         self.is_used = False
-        self._scheduler = WorkScheduler()
         self._lending = None if staleness_steps_max is None else Lending(self._scheduler, staleness_steps_max)
         self._members: frozenset[int] = frozenset()
         self._leaving: dict[int, float | None] = {}  # left out, and may not have followed yet: since when
@@ -81,10 +83,7 @@ class Dealing:
         self._latest = -1  # the last round for which a member is Ready
         self._waiting: dict[int, int] = {}  # who has nothing to compute with, and its next round
         self._joining: set[int] = set()  # members that have not been Ready yet, and wait for all others to be
-        self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
-        self._anew: set[int] = set()  # who is to be told that it has nothing
         self._curious: set[int] = set()  # who is to be told how far the epoch is
-        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds that has finished
 
     # Samples ---------------------------------------------------------------------------------------------
 
@@ -94,32 +93,16 @@ class Dealing:
         Raises:
             ProtocolError: an epoch, sizes or blocks that cannot be.
         """
-        worker, scheduler = event.worker, self._scheduler
-        if event.skips and worker in self._in:
-            if self._lending is not None:
-                self._lending.void(worker, f"worker {worker} leaves the epoch")
-            scheduler.forgone(worker)
-            scheduler.cut(self._in[worker][0])
-            self._anew.add(worker)
-        scheduler.begin(
-            worker,
-            event.epoch,
-            event.samples,
-            event.batch_size,
-            hold=event.is_last,
-            ahead=event.ahead,
-            early=event.skips,
-            used=event.used,
-        )
-        self._in[worker] = (event.epoch, event.samples)
+        worker = event.worker
+        if event.skips and self._lending is not None:
+            self._lending.void(worker, f"worker {worker} leaves the epoch")
+        has_nothing = self._begin(event)
         if not self.is_used:
             self.is_used = True
-            scheduler.set_members(self._members)
+            self._scheduler.set_members(self._members)
             self._reckon()
-        for block_id in event.taken:
-            scheduler.taken(worker, block_id)
         if worker in self._members or worker in self._leaving:
-            if len(scheduler.held(worker)) == scheduler.taken_count(worker):  # else they crossed this
+            if has_nothing:
                 self._waiting[worker] = event.round
             self._has_done(worker, event.round)
         elif self._lending is not None:
@@ -151,16 +134,6 @@ class Dealing:
         self._waiting.pop(worker, None)
         self._latest = max(self._latest, round_)
         self._has_done(worker, round_)
-
-    def saving(self, event: Saving) -> None:
-        """A worker's state is taken down.
-
-        Raises:
-            ProtocolError: the worker has never wanted samples.
-        """
-        if event.worker not in self._in:
-            raise ProtocolError(f"expected worker {event.worker} to have begun an epoch before it saves")
-        self._saving[event.worker] = event.round
 
     def outside(self, worker: int) -> None:
         """A worker that no group counts on goes on computing."""
@@ -450,16 +423,7 @@ class Dealing:
                 continue
             del self._saving[worker]
             used = self._scheduler.used_before(round_) if is_current else {}
-            said.append(
-                Used(
-                    worker=worker,
-                    round=round_,
-                    epoch=min(used, default=self._scheduler.next_epoch),
-                    used=tuple(used.items()),
-                    is_current=is_current,
-                    reason="asked" if is_current else "others have gone on without it",
-                )
-            )
+            said.append(self._used(worker, round_, used, is_current=is_current))
         return said
 
     def _deal_now(self, dealt: dict[int, tuple[tuple[Block, ...], bool]]) -> None:
@@ -468,23 +432,6 @@ class Dealing:
             dealt[worker] = ((*before, *blocks), over or was_over)
             if blocks or over:
                 self._waiting.pop(worker, None)
-
-    def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
-        epoch, samples = self._in[worker]
-        is_open = epoch in self._scheduler.unfinished()
-        reasons = ["there is nothing for it, and others wait"] * is_awaited
-        reasons += ["what it had is not its own any more"] * (worker in self._anew)
-        reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
-        return Deal(
-            worker=worker,
-            epoch=epoch,
-            anew=worker in self._anew,
-            blocks=blocks,
-            over=over,
-            is_awaited=is_awaited,
-            used=self._scheduler.used(epoch) if is_open else samples,
-            reason="; ".join(reasons) or "so far is the epoch",
-        )
 
     # Remembering -----------------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ A part that a policy owns. Nothing here knows when a worker may compute, nor how
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Block, Deal, Saving, Used, Wants
-from offbeat.policies.work import WorkScheduler
+from offbeat.events import Action, Wants
+from offbeat.policies.dealer import Dealer
 
 
-class SoloDealing:
+class SoloDealing(Dealer):
     """Says who gets which samples, so that each is used once, while workers come and go.
 
     No step is repeated once a worker has said that it is done, so its blocks count as used then. What a
@@ -22,13 +22,12 @@ class SoloDealing:
     wait for the blocks that it has taken.
     """
 
+    _why_awaited: ClassVar[str] = "others wait for what it has begun"
+
     def __init__(self) -> None:
-        self._scheduler = WorkScheduler()
+        super().__init__()
         self._members: set[int] = set()
-        self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
         self._waiting: set[int] = set()  # who has nothing to compute with, and its epoch is not over
-        self._anew: set[int] = set()  # who is to be told that it has nothing
-        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds that has finished
         self._steps = 0  # with samples; each is a round of its own for the scheduler
 
     @property
@@ -57,26 +56,8 @@ class SoloDealing:
         Raises:
             ProtocolError: an epoch, sizes or blocks that cannot be.
         """
-        worker, scheduler = event.worker, self._scheduler
-        if event.skips and worker in self._in:
-            scheduler.forgone(worker)
-            scheduler.cut(self._in[worker][0])
-            self._anew.add(worker)
-        scheduler.begin(
-            worker,
-            event.epoch,
-            event.samples,
-            event.batch_size,
-            hold=event.is_last,
-            ahead=event.ahead,
-            early=event.skips,
-            used=event.used,
-        )
-        self._in[worker] = (event.epoch, event.samples)
-        for block_id in event.taken:
-            scheduler.taken(worker, block_id)
-        if len(scheduler.held(worker)) == scheduler.taken_count(worker):  # else they crossed this
-            self._waiting.add(worker)
+        if self._begin(event):
+            self._waiting.add(event.worker)
 
     def stepped(self, worker: int, blocks: tuple[int, ...]) -> None:
         """A worker has finished a step with these blocks.
@@ -90,16 +71,6 @@ class SoloDealing:
             raise ProtocolError(f"blocks {list(blocks)} are not worker {worker}'s any more")
         self._scheduler.completed(self._steps)
         self._steps += 1
-
-    def saving(self, event: Saving) -> None:
-        """A worker's state is taken down.
-
-        Raises:
-            ProtocolError: the worker has never wanted samples.
-        """
-        if event.worker not in self._in:
-            raise ProtocolError(f"expected worker {event.worker} to have begun an epoch before it saves")
-        self._saving[event.worker] = event.round
 
     def finished(self, worker: int) -> None:
         """The worker's loop is over; what it had is nobody's."""
@@ -134,35 +105,10 @@ class SoloDealing:
         self._anew.clear()
         return said + self._saved()
 
-    def _deal(self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool) -> Deal:
-        epoch, samples = self._in[worker]
-        is_open = epoch in self._scheduler.unfinished()
-        reasons = ["there is nothing for it, and others wait for what it has begun"] * is_awaited
-        reasons += ["what it had is not its own any more"] * (worker in self._anew)
-        reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
-        return Deal(
-            worker=worker,
-            epoch=epoch,
-            anew=worker in self._anew,
-            blocks=blocks,
-            over=over,
-            is_awaited=is_awaited,
-            used=self._scheduler.used(epoch) if is_open else samples,
-            reason="; ".join(reasons),
-        )
-
     def _saved(self) -> list[Action]:
         used = self._scheduler.used_before(self._steps) if self._saving else {}
         said: list[Action] = [
-            Used(
-                worker=worker,
-                round=round_,
-                epoch=min(used, default=self._scheduler.next_epoch),
-                used=tuple(used.items()),
-                is_current=True,
-                reason="asked",
-            )
-            for worker, round_ in sorted(self._saving.items())
+            self._used(worker, round_, used) for worker, round_ in sorted(self._saving.items())
         ]
         self._saving.clear()
         return said

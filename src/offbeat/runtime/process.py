@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +61,7 @@ class Process:
                 configuration = ServerConfiguration(cluster=cluster, host=meeting.host, server=server)
                 start_server(configuration, outlives=True)
         self.ps = PS(cluster, host=meeting.host, number=first)
+        self._namespace = cache(partial(self.ps.namespace, update=Assign(), dtype="float64"))  # opens it once
 
     @classmethod
     def of(
@@ -147,12 +149,12 @@ class Process:
 
     def _place(self) -> Namespace:
         """Whether the place in the training was told, and the place, in numbers that hold whole ones."""
-        return self.ps.namespace("place", 1 + len(_PLACE), update=Assign(), dtype="float64")
+        return self._namespace("place", 1 + len(_PLACE))
 
     def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Namespace | None:
         """Likewise, where the buffers are; None where there are none."""
         count = sum(buffer.numel() for buffer in buffers.values())
-        return self.ps.namespace("buffers", count, update=Assign(), dtype="float64") if count else None
+        return self._namespace("buffers", count) if count else None
 
     def leave(self) -> None:
         """Leave it; the last thread closes it."""

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import ClassVar
 
 from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.group_synchronizer import GroupSynchronizer
-from offbeat.runtime.synchronizer import Loop
+from offbeat.strategies.parts import Averaging, assembly
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce:
+class AllReduce(Averaging):
     """Ring all-reduce of all gradients over all workers, overlapped with the backward pass.
 
     After each step all replicas are bit-identical, and training equals training in one process with the
@@ -30,40 +26,24 @@ class AllReduce:
     """
 
     name: ClassVar[str] = "bsp"
-    needs_coordinator: ClassVar[bool] = False
     survives: ClassVar[bool] = False
     takes_back: ClassVar[bool] = False
-    shards: ClassVar[Literal["dynamic", "equal"]] = "equal"
+    shards = "equal"  # without an annotation, which would make it an argument
 
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
+        super().__post_init__()
         if not 0 < self.deadline_s < math.inf:
             raise ValueError(f"deadline_s must be finite and more than 0 s, got {self.deadline_s}")
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            PolicySpec(
-                path="offbeat.policies.assembly:Assembly", arguments={"world": world, "deadline_s": start_s}
-            ),
+            assembly(world, start_s, self.shards),
             PolicySpec(
                 path="offbeat.policies.lockstep:Lockstep",
                 arguments={"world": world, "deadline_s": self.deadline_s},
             ),
-        )
-
-    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
-        """See `Strategy.synchronizer`."""
-        return GroupSynchronizer(
-            loop,
-            model,
-            optimizer,
-            bucket_bytes=self.bucket_bytes,
-            deadline_s=self.deadline_s,
-            survives=self.survives,
-            is_dealt=self.shards == "dynamic",
         )

@@ -6,53 +6,28 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from torch import nn
-from torch.optim import Optimizer
-
 from offbeat.policies.partial import Monitor, PartialGroups
 from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.group_synchronizer import GroupSynchronizer
-from offbeat.runtime.synchronizer import Loop
+from offbeat.strategies.parts import Averaging, assembly
 
 
-class _AroundTheSlow(ABC):
-    """What both have in common: the groups, and what keeps gradients in step within them."""
+class _AroundTheSlow(Averaging, ABC):
+    """What both have in common: the groups."""
 
-    needs_coordinator: ClassVar[bool] = False
     survives: ClassVar[bool] = True
     takes_back: ClassVar[bool] = True
 
-    shards: Literal["dynamic", "equal"]
-    bucket_bytes: int
-    deadline_s: float
-
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
+        super().__post_init__()
         PartialGroups(1, **self._groups())
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            PolicySpec(
-                path="offbeat.policies.assembly:Assembly",
-                arguments={"world": world, "deadline_s": start_s, "is_open": self.shards == "dynamic"},
-            ),
+            assembly(world, start_s, self.shards),
             PolicySpec(
                 path="offbeat.policies.partial:PartialGroups", arguments={"world": world, **self._groups()}
             ),
-        )
-
-    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
-        """See `Strategy.synchronizer`."""
-        return GroupSynchronizer(
-            loop,
-            model,
-            optimizer,
-            bucket_bytes=self.bucket_bytes,
-            deadline_s=self.deadline_s,
-            survives=self.survives,
-            is_dealt=self.shards == "dynamic",
         )
 
     def _groups(self) -> dict[str, Any]:

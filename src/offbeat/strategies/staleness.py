@@ -16,6 +16,7 @@ from offbeat.policies.staleness import BoundedStaleness
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.server_synchronizer import ServerSynchronizer
 from offbeat.runtime.synchronizer import Loop
+from offbeat.strategies.parts import assembly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,7 @@ class OnServers(ABC):
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
         return (
-            PolicySpec(
-                path="offbeat.policies.assembly:Assembly",
-                arguments={"world": world, "deadline_s": start_s, "is_open": self.shards == "dynamic"},
-            ),
+            assembly(world, start_s, self.shards),
             PolicySpec(
                 path="offbeat.policies.staleness:BoundedStaleness",
                 arguments={"world": world, **self.staleness()},

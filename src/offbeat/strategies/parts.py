@@ -1,0 +1,47 @@
+"""What strategies have in common: how a job begins, and how gradients are averaged in groups."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.runtime.coordinator import PolicySpec
+from offbeat.runtime.group_synchronizer import GroupSynchronizer
+from offbeat.runtime.synchronizer import Loop
+
+
+def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
+    """Who has to be here before the job starts, and by when; whether others may come while it runs."""
+    return PolicySpec(
+        path="offbeat.policies.assembly:Assembly",
+        arguments={"world": world, "deadline_s": start_s, "is_open": shards == "dynamic"},
+    )
+
+
+class Averaging:
+    """Averages the gradients of those who are in one group."""
+
+    needs_coordinator: ClassVar[bool] = False
+    survives: ClassVar[bool]
+
+    shards: Literal["dynamic", "equal"]
+    bucket_bytes: int
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
+
+    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
+        """See `Strategy.synchronizer`."""
+        return GroupSynchronizer(
+            loop,
+            model,
+            optimizer,
+            bucket_bytes=self.bucket_bytes,
+            deadline_s=self.deadline_s,
+            survives=self.survives,
+            is_dealt=self.shards == "dynamic",
+        )
