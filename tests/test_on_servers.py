@@ -19,7 +19,7 @@ from jobs import MARK, gone, marked
 from offbeat.errors import OffbeatError
 from offbeat.events import Clocked, Failed, Finished, Grant, Left, Lost, StepTimed
 from offbeat.record import read_log, replay
-from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.feed import EqualShards, epoch_order
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
 from offbeat.timesheet import PARTS
 from test_groups import compute
@@ -669,6 +669,49 @@ def test_saving_while_others_train_loses_nothing():
     check_versioned([one[0] for one in ended], 2, steps=6)
     check_eager([one[1] for one in ended], steps=6)
     check_eager([one[2] for one in ended], steps=6)
+
+
+class Uses(nn.Module):
+    """A number for each sample, which grows when a gradient of the sample is applied."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.uses_N = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, numbers):
+        return -self.uses_N[numbers].sum()
+
+
+def saves_uses(rank, say, strategies):
+    """Worker 0 saves after every step; returns which samples each state holds, and says that it holds."""
+    found = []
+    for strategy in strategies:
+        model = Uses(SAMPLES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with offbeat.join(model, optimizer, strategy) as session:
+            for _ in session.epochs(2):
+                for (numbers,) in session.batches(TensorDataset(torch.arange(SAMPLES)), 1):
+                    optimizer.zero_grad()
+                    compute(0.002)
+                    model(numbers).backward()
+                    optimizer.step()
+                    if rank == 0 and session.epoch == 0:
+                        state = session.state_dict()
+                        order = epoch_order(SAMPLES, seed=state["seed"], epoch=0, shuffle=True)
+                        ranges = state["used"].get("0", [[0, SAMPLES]])
+                        said = {int(order[at]) for first, last in ranges for at in range(first, last)}
+                        held = state["model"]["uses_N"].nonzero().flatten().tolist()
+                        found.append((sorted(said), held))
+    return found
+
+
+def test_a_state_of_the_midst_says_of_just_those_samples_that_they_are_used_whose_gradients_it_holds():
+    strategies = [ServerBSP(), SSP(s=2), SSP(s=2, server_step="sequential")]
+    states, *_ = values(run(saves_uses, WORKERS, strategies, env={"OFFBEAT_SLOW": "0:3"}))
+    assert len(states) > len(strategies)
+    assert any(0 < len(held) < SAMPLES for _, held in states)
+    for said, held in states:
+        assert said == held
 
 
 # What is refused ----------------------------------------------------------------------------------------

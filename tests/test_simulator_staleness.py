@@ -85,9 +85,9 @@ class Leaps(LprController):
 class Forgets(SoloDealing):
     """Does not see that a block was used."""
 
-    def stepped(self, worker, blocks):
+    def stepped(self, worker, clock, blocks):
         if blocks != (3,):
-            super().stepped(worker, blocks)
+            super().stepped(worker, clock, blocks)
 
 
 class ReplaysTwice(CacheDirectory):

@@ -463,6 +463,20 @@ def test_who_saves_is_told_which_positions_have_been_used():
     assert answer.used == ((0, ((0, BATCH),)),)
 
 
+def test_who_saves_is_told_what_was_used_at_the_clocks_that_its_state_holds():
+    policy, said = dealing(3, 6 * BATCH, s=3)
+    mine, ahead = blocks(said, 0), blocks(said, 1)
+    answers(policy, clocked(1, 0, blocks=tuple(ahead[:1])), clocked(0, 0, blocks=tuple(mine[:1])))
+    said = answers(
+        policy, clocked(2, 0, blocks=tuple(blocks(said, 2))), clocked(1, 1, version=0, blocks=(ahead[1],))
+    )
+    policy = remembered(policy, 3, s=3)
+    (answer,) = policy.handle(Saving(now_s=0.0, worker=0, round=1))
+    whole = policy.handle(Saving(now_s=0.0, worker=0, round=2))[0]
+    assert sum(last - first for first, last in answer.used[0][1]) == 4 * BATCH
+    assert sum(last - first for first, last in whole.used[0][1]) == 5 * BATCH
+
+
 def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
     policy, said = dealing(2, 2 * BATCH, deadline_s=5.0)
     answers(policy, clocked(0, 0, blocks=tuple(blocks(said, 0))), wants(0, samples=2 * BATCH, is_last=True))

@@ -97,7 +97,7 @@ class Saving:
     """A worker takes its state down, and asks which samples that holds.
 
     Attributes:
-        round: exchanges finished.
+        round: exchanges finished; on a parameter server, the clock before which the state holds all steps.
     """
 
     now_s: float

@@ -23,7 +23,7 @@ class Dealer:
         self._scheduler = WorkScheduler()
         self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
         self._anew: set[int] = set()  # who is to be told that it has nothing
-        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds that has finished
+        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds or clocks it holds
 
     def saving(self, event: Saving) -> None:
         """A worker's state is taken down.

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Wants
+from offbeat.events import Action, Block, Wants
 from offbeat.policies.dealer import Dealer
+from offbeat.policies.work import blocks_of, plain_of
 
 
 class SoloDealing(Dealer):
@@ -19,7 +20,8 @@ class SoloDealing(Dealer):
     No step is repeated once a worker has said that it is done, so its blocks count as used then. What a
     worker has that is lost goes to others. With no group, nobody waits for a worker that has no samples; but
     one that waits for more in the midst of a step is told to do without (`Deal.is_awaited`), for others may
-    wait for the blocks that it has taken.
+    wait for the blocks that it has taken. Who saves says up to which clock its state holds everybody's steps
+    (`Saving.round`), and is told what was used at those.
     """
 
     _why_awaited: ClassVar[str] = "others wait for what it has begun"
@@ -29,6 +31,7 @@ class SoloDealing(Dealer):
         self._members: set[int] = set()
         self._waiting: set[int] = set()  # who has nothing to compute with, and its epoch is not over
         self._steps = 0  # with samples; each is a round of its own for the scheduler
+        self._recent: list[tuple[int, Block, int]] = []  # clock, what was used at it, positions of its epoch
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -59,8 +62,8 @@ class SoloDealing(Dealer):
         if self._begin(event):
             self._waiting.add(event.worker)
 
-    def stepped(self, worker: int, blocks: tuple[int, ...]) -> None:
-        """A worker has finished a step with these blocks.
+    def stepped(self, worker: int, clock: int, blocks: tuple[int, ...]) -> None:
+        """A worker has finished a step at a clock with these blocks.
 
         Raises:
             ProtocolError: they are not its own.
@@ -69,8 +72,15 @@ class SoloDealing(Dealer):
             return
         if not self._scheduler.contributed(worker, self._steps, blocks):
             raise ProtocolError(f"blocks {list(blocks)} are not worker {worker}'s any more")
+        _, samples = self._in[worker]
+        contributed = self._scheduler.contribution(worker, self._steps)
+        self._recent += [(clock, block, samples) for block in contributed]
         self._scheduler.completed(self._steps)
         self._steps += 1
+
+    def passed(self, version: int) -> None:
+        """All is in the parameters that was done at clocks before this one: no state will lack it."""
+        self._recent = [one for one in self._recent if one[0] >= version]
 
     def finished(self, worker: int) -> None:
         """The worker's loop is over; what it had is nobody's."""
@@ -106,10 +116,11 @@ class SoloDealing(Dealer):
         return said + self._saved()
 
     def _saved(self) -> list[Action]:
-        used = self._scheduler.used_before(self._steps) if self._saving else {}
-        said: list[Action] = [
-            self._used(worker, round_, used) for worker, round_ in sorted(self._saving.items())
-        ]
+        """Tell who saves what has been used at the clocks that its state holds."""
+        said: list[Action] = []
+        for worker, clock in sorted(self._saving.items()):
+            later = [(block, samples) for at, block, samples in self._recent if at >= clock]
+            said.append(self._used(worker, clock, self._scheduler.used_before(self._steps, later)))
         self._saving.clear()
         return said
 
@@ -121,6 +132,7 @@ class SoloDealing(Dealer):
             "in": [[worker, *one] for worker, one in self._in.items()],
             "waiting": sorted(self._waiting),
             "steps": self._steps,
+            "recent": [[clock, plain_of([block]), samples] for clock, block, samples in self._recent],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,4 +141,9 @@ class SoloDealing(Dealer):
         self._members = set(state["members"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
         self._waiting, self._steps = set(state["waiting"]), state["steps"]
+        self._recent = [
+            (clock, block, samples)
+            for clock, plain, samples in state["recent"]
+            for block in blocks_of(plain).values()
+        ]
         self._anew, self._saving = set(), {}

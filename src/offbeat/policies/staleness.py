@@ -303,7 +303,7 @@ class BoundedStaleness:
         self._check_step(event, event.clock)
         self._since_s.pop(worker, None)
         if self._dealing is not None:
-            self._dealing.stepped(worker, event.blocks)
+            self._dealing.stepped(worker, event.clock, event.blocks)
         if self._controller is not None and event.loss is not None:
             self._controller.stepped(event.clock, event.samples, event.loss)
         self._observe(event, one)
@@ -368,6 +368,8 @@ class BoundedStaleness:
                 self._gate.advance(event.worker)
         told |= {worker for worker in sorted(concerned) if self._has_turned(worker)}
         why = self._complete()
+        if self._dealing is not None:
+            self._dealing.passed(self._gate.version)
         return [*self._grants(told, why), *deals]
 
     def _has_turned(self, worker: int) -> bool:

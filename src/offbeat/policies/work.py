@@ -169,26 +169,39 @@ class WorkScheduler:
         """The first that nobody has begun."""
         return self._next
 
-    def used_before(self, round_: int) -> dict[int, tuple[tuple[int, int], ...]]:
+    def used_before(
+        self, round_: int, besides: Sequence[tuple[Block, int]] = ()
+    ) -> dict[int, tuple[tuple[int, int], ...]]:
         """Return the ranges of positions that rounds before this one have used, of the first epoch that they
         have not used up or given up, and of all that have begun after it, ascending. No later round may be
         completed.
+
+        Args:
+            round_: the first that does not count.
+            besides: blocks that do not count either, and how many positions their epochs have.
         """
         blocks = [block for worker in self._workers.values() for block in worker.blocks()]
         for other, contributions in self._rounds.items():
             if other >= round_:
                 blocks += [block for some in contributions.values() for block in some]
+        blocks += [block for block, _ in besides]
+        sizes = {block.epoch: samples for block, samples in besides}
+        usual = max(sizes.values(), default=0)  # of an epoch that is finished, of which nothing else is known
         used: dict[int, tuple[tuple[int, int], ...]] = {}
-        for number in range(next(iter(self._epochs), self._next), self._next):
+        for number in range(min([next(iter(self._epochs), self._next), *sizes]), self._next):
             epoch = self._epochs.get(number)
-            if epoch is None or epoch.is_cut:
-                free, samples = [], self._finished_early.get(number, 0) if epoch is None else epoch.samples
+            free = [part for block in blocks if block.epoch == number for part in block.ranges]
+            if epoch is None:
+                samples = self._finished_early.get(number, sizes.get(number, usual))
             else:
-                parts = [part for block in blocks if block.epoch == number for part in block.ranges]
-                free, samples = sorted([*epoch.pool, *parts]), epoch.samples
+                free, samples = [] if epoch.is_cut else [*epoch.pool, *free], epoch.samples
             if free or used:
-                used[number] = tuple(_between(free, samples))
+                used[number] = tuple(_between(sorted(free), samples))
         return used
+
+    def contribution(self, worker: int, round_: int) -> tuple[Block, ...]:
+        """Return what a worker has contributed to an open round."""
+        return self._rounds[round_][worker]
 
     def open_rounds(self) -> tuple[int, ...]:
         """Return the rounds that have contributions and are neither completed nor abandoned, ascending."""
@@ -559,15 +572,15 @@ class WorkScheduler:
                     "over": one.over,
                     "ahead": one.ahead,
                     "level": one.level,
-                    "untaken": _plain(one.untaken.values()),
-                    "taken": _plain(one.taken.values()),
-                    "adopted": _plain(one.adopted.values()),
+                    "untaken": plain_of(one.untaken.values()),
+                    "taken": plain_of(one.taken.values()),
+                    "adopted": plain_of(one.adopted.values()),
                 }
                 for worker, one in sorted(self._workers.items())
             ],
             "members": sorted(self._members),
             "rounds": [
-                [round_, [[worker, _plain(blocks)] for worker, blocks in sorted(contributions.items())]]
+                [round_, [[worker, plain_of(blocks)] for worker, blocks in sorted(contributions.items())]]
                 for round_, contributions in sorted(self._rounds.items())
             ],
             "last_completed": self._last_completed,
@@ -598,7 +611,7 @@ class WorkScheduler:
                 tuple((start, stop) for start, stop in one["used_before"]),
             )
         self._rounds = {
-            round_: {worker: tuple(_blocks(blocks).values()) for worker, blocks in contributions}
+            round_: {worker: tuple(blocks_of(blocks).values()) for worker, blocks in contributions}
             for round_, contributions in state["rounds"]
         }
         self._members, self._lent = set(state["members"]), set(state["lent"])
@@ -608,8 +621,8 @@ class WorkScheduler:
         self._workers, self._count, self._ready, self._starving = {}, {}, {}, set()
         for one in state["workers"]:
             worker = _Worker(one["epoch"], one["hold"], one["over"], one["ahead"])
-            worker.untaken, worker.taken = _blocks(one["untaken"]), _blocks(one["taken"])
-            worker.adopted = _blocks(one["adopted"])
+            worker.untaken, worker.taken = blocks_of(one["untaken"]), blocks_of(one["taken"])
+            worker.adopted = blocks_of(one["adopted"])
             self._workers[one["worker"]] = worker
             if one["level"] is not None:
                 self._enter(one["worker"], worker, one["level"])
@@ -882,11 +895,13 @@ def _between(ranges: Iterable[tuple[int, int]], samples: int) -> list[tuple[int,
     return found
 
 
-def _plain(blocks: Iterable[Block]) -> list[list[Any]]:
+def plain_of(blocks: Iterable[Block]) -> list[list[Any]]:
+    """Return blocks as plain data."""
     return [[block.id, block.epoch, [list(part) for part in block.ranges]] for block in blocks]
 
 
-def _blocks(plain: list[list[Any]]) -> dict[int, Block]:
+def blocks_of(plain: list[list[Any]]) -> dict[int, Block]:
+    """Return the blocks, by id, that `plain_of` made this of."""
     return {
         number: Block(number, epoch, tuple((start, stop) for start, stop in ranges))
         for number, epoch, ranges in plain

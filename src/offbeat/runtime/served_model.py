@@ -26,6 +26,7 @@ from offbeat.runtime.ps import PS
 Array = NDArray[Any]
 
 _LOOK_S: Final = 0.25
+_NEVER: Final = 2**62  # a clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +248,7 @@ class ServedModel:
             found = [self.wait_for(pull, "the parameters", check) for pull in pulls]
             values, pieces = self._parts(found)
             if self._is_versioned:
-                times = [piece.time for some in pieces for piece in some]
-                complete = clock_of(min(times)) + 1
+                complete = self._version_of(pieces)
             version = max(version, complete)
             self.pulls += 1
             self.bytes_pulled += sum(one.nbytes for one in values)
@@ -302,14 +302,28 @@ class ServedModel:
             [_whole(pieces, count) for (_, pieces), count in zip(found, keys, strict=True)],
         )
 
-    def states(self, check: Callable[[], None]) -> list[dict[str, Array]]:
+    def states(self, check: Callable[[], None]) -> tuple[int, list[dict[str, Array]]]:
         """Return all that the servers keep of each group: "values", and the optimizer's state by name.
+
+        Returns:
+            The clock before which all gradients are in it, and the states. Where gradients are not summed by
+            clocks, it is one that nobody reaches.
 
         Raises:
             WorkerError: that took too long.
         """
-        pulls = [namespace.pull(states=True) for namespace in self._namespaces]
-        return [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
+        pulls = [namespace.pull(states=True, times=True) for namespace in self._namespaces]
+        found = [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
+        version = _NEVER
+        if self._is_versioned:
+            keys = [namespace.keys for namespace in self._namespaces]
+            pieces = [_whole(some, count) for (_, some), count in zip(found, keys, strict=True)]
+            version = self._version_of(pieces)
+        return version, [states for states, _ in found]
+
+    @staticmethod
+    def _version_of(pieces: Sequence[Sequence[Piece]]) -> int:
+        return clock_of(min(piece.time for some in pieces for piece in some)) + 1
 
     def wait_until_alone(self, check: Callable[[], None]) -> None:
         """Wait until everybody has left, and all that they have pushed is applied.

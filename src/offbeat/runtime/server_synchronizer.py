@@ -83,7 +83,7 @@ class ServerSynchronizer:
         self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
         self._clock: int | None = None
-        self._read_version = 0
+        self._read_version = self._fetched = 0
 
     # What a session asks ---------------------------------------------------------------------------------
 
@@ -99,8 +99,8 @@ class ServerSynchronizer:
 
     @property
     def round(self) -> int:
-        """See `Synchronizer.round`."""
-        return self._steps
+        """See `Synchronizer.round`: of what `refresh` has fetched."""
+        return self._fetched
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ class ServerSynchronizer:
         self.flush()
         if self._clock is not None:
             self._served.wait_for_version(self._granted().clock, self._loop.check)
-        kept = self._served.states(self._loop.check)
+        self._fetched, kept = self._served.states(self._loop.check)
         for group, offsets, states in zip(self._groups, self._offsets, kept, strict=True):
             offsets.scatter(Entries(0, states.pop("values")), group)
             for name, parameter in group.items():

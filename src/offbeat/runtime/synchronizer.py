@@ -76,7 +76,7 @@ class Synchronizer(Protocol):
 
     @property
     def round(self) -> int:
-        """Exchanges finished."""
+        """What the model holds: see `Saving.round`."""
 
     @property
     def members(self) -> tuple[int, ...]:
