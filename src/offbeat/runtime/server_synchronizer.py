@@ -215,9 +215,9 @@ class ServerSynchronizer:
     def refresh(self) -> None:
         """See `Synchronizer.refresh`.
 
-        All is in it that this worker has done, and others up to that clock. While others train, what is saved
-        is no single moment: each of its numbers is as it was at some time during the call. With a bound of 0
-        nobody goes beyond the clock.
+        All is in it that this worker has done, and others up to its clock; nothing else, where gradients are
+        summed clock by clock, for this worker has given none to the next clock, unless it rests. Where each
+        counts by itself, every number is as it was at some time during the call.
         """
         if not self._has_begun:
             return
