@@ -7,13 +7,15 @@ staleness hold; and nothing of the job is left.
 import os
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import offbeat
-from cluster import values
+from cluster import run, values
 from jobs import command, job, marked
 from offbeat.events import Clocked, Deal, Lost
 from offbeat.record import read_log, replay
@@ -151,6 +153,39 @@ def used_positions(log):
         for start, stop in blocks[block].ranges
         for position in range(start, stop)
     )
+
+
+def fails_in_a_thread(rank, say, strategy, victim):
+    """Two worker threads, one of which fails in the midst; returns the parameters of the others in the end."""
+
+    def work(thread):
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.join(model, optimizer, strategy, thread=thread, threads=2) as session:
+            for _ in session.epochs(3):
+                for place, (_, x) in enumerate(session.batches(Numbers(SAMPLES), BATCH)):
+                    if (session.worker, place) == (victim, 2):
+                        raise ValueError("a thread is broken")
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                    optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(work, thread) for thread in range(2)]
+        found = [one.exception() or one.result() for one in ended]
+    return [one for one in found if not isinstance(one, ValueError)]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    "strategy", [ServerBSP(shards="equal"), SSP(s=2)], ids=lambda strategy: strategy.name
+)
+def test_the_others_go_on_without_a_thread_that_fails_also_in_its_own_process(strategy, victim):
+    ended = values(run(fails_in_a_thread, 2, replace(strategy, deadline_s=20.0), victim))
+    found = [one for of_process in ended for one in of_process]
+    assert len(found) == 3
+    assert found == [found[0]] * 3
 
 
 def uses_and_is_impatient(rank, say, strategy):

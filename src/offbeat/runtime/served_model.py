@@ -188,6 +188,11 @@ class ServedModel:
                 for namespace in self._namespaces:
                     namespace.withdraw(self._deadline_s)
 
+    def give_up(self, worker: int) -> None:
+        """A thread has failed, perhaps, and adds nothing more; no clock of the others waits for it."""
+        with self._lock:
+            self._push_clocks(self.directory.leave(worker))
+
     def _push_clocks(self, clocks: range) -> None:
         for clock in clocks:
             self._push(time_of(clock), self._sum(self._given.pop(clock, {})))

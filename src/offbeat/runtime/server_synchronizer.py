@@ -9,7 +9,7 @@ that it reads. Nothing here decides that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -204,6 +204,8 @@ class ServerSynchronizer:
             handle.remove()
         self._handles.clear()
         if hasattr(self, "_process"):
+            with suppress(OffbeatError):  # this process may be out of the parameter server
+                self._served.give_up(self._loop.worker)
             self._process.leave()
 
     def resume(self, step: int) -> None:
