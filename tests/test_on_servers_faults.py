@@ -156,7 +156,7 @@ def used_positions(log):
 
 
 def fails_in_a_thread(rank, say, strategy, victim):
-    """Two worker threads, one of which fails in the midst; returns the parameters of the others in the end."""
+    """Two worker threads, one of which fails in the midst; returns the others' parameters in the end."""
 
     def work(thread):
         model = nn.Linear(6, 1)
