@@ -11,7 +11,6 @@ update says; `pull` fetches rows. Both return a `Future` at once.
 
 from __future__ import annotations
 
-import math
 import operator
 import secrets
 import threading
@@ -523,6 +522,19 @@ class PS:
         self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), answer, part))
         return future
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether what the calling thread asks for belongs to no iteration."""
+        return getattr(self._current, "iteration", None) is None
+
+    def _push_at_once(self, name: str, content: Entries, what: str) -> Future:
+        """What `_request` comes to where a part waits for nothing, for less: these are many."""
+        if self._failure is not None:
+            raise OffbeatError(f"{what} cannot be: {self._failure}")
+        future = Future(what, lambda: self._who_is_asked(name, content.first, content.first + len(content)))
+        self._node.endpoint.call(self._admit_part, name, content, future)
+        return future
+
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
         """Return a future of what a function returns that is called when all these requests are done.
 
@@ -566,6 +578,12 @@ class PS:
             request.future.finish(None, OffbeatError(self._failure))
         else:
             self._advance(request)
+
+    def _admit_part(self, name: str, content: Entries, future: Future) -> None:
+        if self._failure is not None:
+            future.finish(None, OffbeatError(self._failure))
+        else:
+            self._combine(name, content, future)
 
     def _advance(self, request: _Request) -> None:
         """Send a request, once those before it are done and its iteration may run."""
@@ -764,6 +782,10 @@ class Namespace:
         self._ps = ps
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
+        self._row_bytes = max(
+            self._dtype.itemsize * max(width, 1), np.dtype(np.int64).itemsize
+        )  # or its key's
+        self._a_push = f"a push to {self.name}"
         ps._piece_keys[space.name] = max(1, _PIECE_BYTES // (self._dtype.itemsize * max(width, 1)))
 
     def push(
@@ -826,6 +848,8 @@ class Namespace:
             raise ValueError(problem)
         if weight != 1.0 or settings is not None:
             content.terms = self._terms(weight, settings)
+        if time is None and after == () and self._may_combine(content) and self._ps._is_free:
+            return self._ps._push_at_once(self.name, content, self._a_push)
         return self._push(content, begin, end, time, after)
 
     def put(
@@ -1009,15 +1033,17 @@ class Namespace:
             raise ValueError(f"expected a time of 1 to 2**63 - 1, got {time}")
         chosen = None if time is None else operator.index(time)
         client, name = self._ps._client, self.name
-        is_plain = content.keys is None and content.terms is None and time is None
-        is_small = content.values.nbytes <= COMBINED_BYTES_MAX // 2
         return self._ps._request(
             lambda: client.push(name, content, first, last, chosen),
-            f"a push to {name}",
+            self._a_push,
             (name, first, last),
             after,
-            part=(name, content) if is_plain and is_small and self._combines else None,
+            part=(name, content) if time is None and self._may_combine(content) else None,
         )
+
+    def _may_combine(self, content: Entries) -> bool:
+        is_plain = content.keys is None and content.terms is None
+        return is_plain and self._combines and content.values.nbytes <= COMBINED_BYTES_MAX // 2
 
     def _rows(self, values: ArrayLike) -> Rows:
         rows: Rows = np.ascontiguousarray(values, dtype=self._dtype)
@@ -1038,11 +1064,10 @@ class Namespace:
 
     def _check_size(self, rows: int) -> None:
         """See whether so many rows, or their keys, can be one array; neighbours travel in pieces anyway."""
-        row_bytes = max(self._dtype.itemsize * math.prod(self._shape), np.dtype(np.int64).itemsize)
-        if rows * row_bytes > ARRAY_BYTES_MAX:
+        if rows * self._row_bytes > ARRAY_BYTES_MAX:
             raise ValueError(
                 f"expected at most {ARRAY_BYTES_MAX} bytes of rows or of keys at once, "
-                f"got {rows * row_bytes}; push or pull ranges of keys, one after the other"
+                f"got {rows * self._row_bytes}; push or pull ranges of keys, one after the other"
             )
 
     def _listed(self, keys: ArrayLike) -> Keys:
