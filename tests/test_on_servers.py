@@ -174,7 +174,9 @@ class Tally(nn.Module):
         return -self.counts_W[self.worker]
 
 
-def tally(strategy, world, worker, *, steps=STEPS, compute_s=0.001, every=1, saves=False, **where):
+def tally(
+    strategy, world, worker, *, steps=STEPS, compute_s=0.001, every=1, saves=False, refreshes_every=0, **where
+):
     """Steps on; returns what each step was computed with: (clock, version, counts); and the last counts."""
     model = Tally(world, worker)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -191,6 +193,8 @@ def tally(strategy, world, worker, *, steps=STEPS, compute_s=0.001, every=1, sav
                     loss.backward()
             reads.append((synchronizer._clock, synchronizer._read_version, counts))
             optimizer.step()
+            if refreshes_every and len(reads) % refreshes_every == 0:
+                session.refresh()
             if saves:
                 session.refresh()
                 kept = model.counts_W.tolist()

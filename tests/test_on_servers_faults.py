@@ -6,6 +6,7 @@ staleness hold; and nothing of the job is left.
 
 import os
 import signal
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,11 +21,11 @@ from jobs import command, job, marked
 from offbeat.events import Clocked, Deal, Lost
 from offbeat.record import read_log, replay
 from offbeat.runtime import session as sessions
-from offbeat.strategies import ASP, SSP, ServerBSP
+from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
 from runlogs import entries_of
 from test_groups import compute
 from test_newcomers import Gate, pass_gate
-from test_on_servers import BATCH, SAMPLES, Numbers, Tally, check_eager, check_versioned, violations
+from test_on_servers import BATCH, SAMPLES, Numbers, Tally, check_eager, check_versioned, tally, violations
 
 WORKERS, STEPS, MIDDLE = 2, 24, 6
 SILENT_S = 2.5  # 10 s, if nobody says otherwise
@@ -186,6 +187,59 @@ def test_the_others_go_on_without_a_thread_that_fails_also_in_its_own_process(st
     found = [one for of_process in ended for one in of_process]
     assert len(found) == 3
     assert found == [found[0]] * 3
+
+
+def fails_at_last(rank, say, strategy):
+    """The second of two threads of a process fails in its last step, when the first has done all of its."""
+    is_through = threading.Event()
+
+    def work(thread):
+        model = Tally(4, 2 * rank + thread)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with offbeat.join(model, optimizer, strategy, thread=thread, threads=2) as session:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model().backward()
+                if session.worker == 3 and step == STEPS - 1:
+                    assert is_through.wait(30)
+                    compute(0.5)  # until the other one has said that it has finished, more or less
+                    raise ValueError("a thread is broken")
+                optimizer.step()
+            if thread == 0:
+                is_through.set()
+        return model.counts_W.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(work, thread) for thread in range(2)]
+        found = [one.exception() or one.result() for one in ended]
+    return [one for one in found if not isinstance(one, ValueError)]
+
+
+def test_nobody_waits_in_the_end_for_a_thread_that_failed_last():
+    ended = values(run(fails_at_last, 2, SSP(s=2, shards="equal", deadline_s=15.0)))
+    found = [one for of_process in ended for one in of_process]
+    assert len(found) == 3
+    assert found == [found[0]] * 3
+
+
+def refreshes(rank, say, strategy):
+    """Refreshes after every third step; what a step is computed with holds all own steps before it."""
+    reads, _ = tally(strategy, WORKERS, rank, steps=STEPS, refreshes_every=3)
+    return [counts[rank] for _, _, counts in reads]
+
+
+def test_what_downpour_fetched_before_a_refresh_is_not_used_after_it():
+    for found in values(run(refreshes, WORKERS, Downpour(shards="equal", n_fetch=1))):
+        assert found == [float(step) for step in range(STEPS)]
+
+
+def stands_alone_for_long(rank, say, strategy):
+    return tally(strategy, WORKERS, rank, steps=2 if rank else 12, compute_s=0.2)[1]
+
+
+def test_a_warm_start_may_take_longer_than_the_deadline_of_a_step():
+    strategy = Downpour(shards="equal", warm_start=12, deadline_s=1.5)
+    assert values(run(stands_alone_for_long, WORKERS, strategy)) == [[12.0, 2.0]] * WORKERS
 
 
 def uses_and_is_impatient(rank, say, strategy):

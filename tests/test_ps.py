@@ -386,6 +386,12 @@ def test_what_does_not_fit_is_refused_at_once(ps, values, options, text):
         w.push(values, **options)
 
 
+def test_an_unknown_way_to_aggregate_is_refused_and_the_name_is_free(ps, name):
+    with pytest.raises(ValueError, match="aggregate to be sum, mean or each, got 'avg'"):
+        ps.namespace(name, keys=10, aggregate="avg")
+    ps.namespace(name, keys=10, aggregate="mean")
+
+
 def test_more_than_a_message_may_have_is_refused_at_once(ps, name):
     """The arrays take no memory, for nobody looks at them."""
     w = ps.namespace(name, keys=2**40)

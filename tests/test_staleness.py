@@ -213,6 +213,14 @@ def test_who_is_alone_in_a_warm_start_and_takes_no_step_is_out():
     assert granted(said) == {1: (2, True)}
 
 
+def test_who_rests_in_a_warm_start_is_not_blamed_by_who_has_finished():
+    policy = started(3, s=None, warm_start=100, deadline_s=5.0)
+    answers(policy, clocked(0, 0, version=0), Finished(now_s=0.0, worker=0, epoch=0, step=1))
+    for second in range(12):
+        said = answers(policy, Tick(now_s=float(second)), clocked(1, 2 + second, version=0))
+        assert not any(isinstance(one, Refuse) for one in said)
+
+
 def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
     policy, said = dealing(2, 4 * BATCH, s=None, warm_start=100)
     first = blocks(said, 0)

@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -161,6 +161,8 @@ def describe(
             of several pushes.
     """
     _check_width(update, width)
+    if aggregate not in get_args(Aggregate):
+        raise ValueError(f"expected aggregate to be sum, mean or each, got {aggregate!r}")
     if isinstance(update, Function):
         if aggregate == "each":
             raise ValueError("expected aggregate to be sum or mean with a function of your own, got each")

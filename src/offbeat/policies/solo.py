@@ -80,7 +80,8 @@ class SoloDealing(Dealer):
 
     def passed(self, version: int) -> None:
         """All is in the parameters that was done at clocks before this one: no state will lack it."""
-        self._recent = [one for one in self._recent if one[0] >= version]
+        if any(clock < version for clock, *_ in self._recent[:1]):
+            self._recent = [one for one in self._recent if one[0] >= version]
 
     def finished(self, worker: int) -> None:
         """The worker's loop is over; what it had is nobody's."""

@@ -42,6 +42,7 @@ from offbeat.policies.solo import SoloDealing
 from offbeat.policies.stragglers import StragglerClassifier
 
 _FIRST: Final = 0  # the worker whose parameters all begin with
+_NEVER: Final = 2**62  # a clock
 
 Shards: TypeAlias = Literal["dynamic", "equal"]
 
@@ -369,7 +370,7 @@ class BoundedStaleness:
         told |= {worker for worker in sorted(concerned) if self._has_turned(worker)}
         why = self._complete()
         if self._dealing is not None:
-            self._dealing.passed(self._gate.version)
+            self._dealing.passed(_NEVER if self._gate.s is None else self._gate.version)
         return [*self._grants(told, why), *deals]
 
     def _has_turned(self, worker: int) -> bool:
@@ -484,6 +485,8 @@ class BoundedStaleness:
             return self._awaited
         holding = set(self._gate.holding())
         idle = set(self._gate.waiting)
+        if self._alone is not None:
+            idle |= self._workers.keys() - {self._alone}
         if self._dealing is not None:
             holding |= self._dealing.holders() - idle
             idle |= self._dealing.waiting

@@ -494,8 +494,8 @@ class PS:
         except OffbeatError as error:
             raise OffbeatError(f"{error}; {left() or 'nobody'} is left") from None
 
-    def _withdraw(self, name: str, timeout_s: float) -> None:
-        self.when_done([], lambda: self._take_up(self._client.withdraw(name))).result(timeout_s)
+    def _withdraw(self, name: str, after: Iterable[Future] = ()) -> Future:
+        return self.when_done(after, lambda: self._take_up(self._client.withdraw(name)))
 
     def _in_order(self, function: Callable[[], Any]) -> Any:
         """Return what a function returns in the links' thread, after what was asked for before."""
@@ -1024,7 +1024,11 @@ class Namespace:
         Raises:
             OffbeatError: pushes to it are not done.
         """
-        self._ps._withdraw(self.name, timeout_s)
+        self._ps._withdraw(self.name).result(timeout_s)
+
+    def withdraw_after(self, requests: Iterable[Future]) -> Future:
+        """Withdraw once these requests are done, without waiting for it; if one fails, so does the future."""
+        return self._ps._withdraw(self.name, requests)
 
     def _push(
         self, content: Entries, first: int, last: int, time: int | None, after: Iterable[Future]

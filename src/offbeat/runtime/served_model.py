@@ -189,9 +189,15 @@ class ServedModel:
                     namespace.withdraw(self._deadline_s)
 
     def give_up(self, worker: int) -> None:
-        """A thread has failed, perhaps, and adds nothing more; no clock of the others waits for it."""
+        """A thread has failed, perhaps, and adds nothing more: nobody waits for it, nor it for anything."""
         with self._lock:
+            had_left = self.directory.is_empty
             self._push_clocks(self.directory.leave(worker))
+            is_last = self.directory.is_empty and not had_left
+            under_way = list(self._pushes.values())
+        if is_last and self._is_versioned:
+            for namespace in self._namespaces:
+                namespace.withdraw_after(under_way)
 
     def _push_clocks(self, clocks: range) -> None:
         for clock in clocks:

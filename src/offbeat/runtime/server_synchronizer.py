@@ -217,9 +217,10 @@ class ServerSynchronizer:
     def refresh(self) -> None:
         """See `Synchronizer.refresh`.
 
-        All is in it that this worker has done, and others up to its clock; nothing else, where gradients are
-        summed clock by clock, for this worker has given none to the next clock, unless it rests. Where each
-        counts by itself, every number is as it was at some time during the call.
+        Where gradients are summed clock by clock, all is in it that anybody has done at clocks before that of
+        this worker's next step, and nothing else unless it rests, for that clock waits for it. (Where samples
+        are dealt, its last steps may be of the same clock; they are not in it.) Where each counts by itself,
+        all is in it that this worker has done, and every number is as it was at some time during the call.
         """
         if not self._has_begun:
             return
@@ -234,6 +235,7 @@ class ServerSynchronizer:
                 rows = {state: values[first:last] for state, values in states.items()}
                 take_states(self._optimizer, parameter, rows)
         self._directory.drop(self._loop.worker)
+        self._fetch = None  # it may lack what this worker has pushed since, which is replayed no more
 
     def flush(self) -> None:
         """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
@@ -298,8 +300,14 @@ class ServerSynchronizer:
             self._report(None, self._take_part(), None, 0.0, ())
         elif not self._may_start():
             timer.switch("wait")
-        self._member.wait_for(self._may_start, self._terms.deadline_s, "the gate to open")
         grant = self._granted()
+        while not self._may_start():  # each Grant says that the others go on
+            self._member.wait_for(
+                lambda last=grant: self._may_start() or self._granted() is not last,  # type: ignore[misc]
+                self._terms.deadline_s,
+                "the gate to open",
+            )
+            grant = self._granted()
         if self._clock is None and self._loop.worker:
             self._process.take_buffers(dict(self._model.named_buffers()))
         if self._loop.epoch > self._epoch_told:

@@ -585,11 +585,12 @@ class Session:
     # Saving and restoring ------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Makes model and optimizer state what all workers have made of them up to this worker's last step.
+        """Makes model and optimizer state what all workers have made of them, up to where this worker is.
 
         Call it before evaluating or saving the model in the midst of training on a parameter server, where a
-        worker's own copy lacks the others' latest steps: it waits for those who are behind. Without a
-        parameter server, and after training, the model is that already. `state_dict` calls it.
+        worker's own copy lacks the others' latest steps. It waits for those who are behind, and what it
+        fetches goes up to the clock of this worker's next step. Without a parameter server, and after
+        training, the model is that already. `state_dict` calls it.
 
         Raises:
             OffbeatError: this worker is left out of the group, so that its parameters are old ones.
