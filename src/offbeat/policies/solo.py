@@ -6,12 +6,14 @@ A part that a policy owns. Nothing here knows when a worker may compute, nor how
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Block, Wants
 from offbeat.policies.dealer import Dealer
 from offbeat.policies.work import blocks_of, plain_of
+
+_LATELY: Final = 32  # clocks
 
 
 class SoloDealing(Dealer):
@@ -79,9 +81,12 @@ class SoloDealing(Dealer):
         self._steps += 1
 
     def passed(self, version: int) -> None:
-        """All is in the parameters that was done at clocks before this one: no state will lack it."""
-        if any(clock < version for clock, *_ in self._recent[:1]):
-            self._recent = [one for one in self._recent if one[0] >= version]
+        """All is in the parameters that was done at clocks before this one.
+
+        Who rests may have fetched them a little earlier, and ask now what they hold.
+        """
+        if any(clock < version - _LATELY for clock, *_ in self._recent[:1]):
+            self._recent = [one for one in self._recent if one[0] >= version - _LATELY]
 
     def finished(self, worker: int) -> None:
         """The worker's loop is over; what it had is nobody's."""
