@@ -518,14 +518,14 @@ class PS:
         if self._failure is not None:
             raise OffbeatError(f"{what} cannot be: {self._failure}")
         future = Future(what, lambda: self._who_is_asked(*span))
-        iteration = getattr(self._current, "iteration", None)
-        self._node.endpoint.call(self._admit, _Request(make, future, iteration, list(after), answer, part))
+        request = _Request(make, future, self._iteration, list(after), answer, part)
+        self._node.endpoint.call(self._admit, request)
         return future
 
     @property
-    def _is_free(self) -> bool:
-        """Whether what the calling thread asks for belongs to no iteration."""
-        return getattr(self._current, "iteration", None) is None
+    def _iteration(self) -> _Iteration | None:
+        """To which what the calling thread asks for belongs."""
+        return getattr(self._current, "iteration", None)
 
     def _push_at_once(self, name: str, content: Entries, what: str) -> Future:
         """What `_request` comes to where a part waits for nothing, for less: these are many."""
@@ -848,7 +848,7 @@ class Namespace:
             raise ValueError(problem)
         if weight != 1.0 or settings is not None:
             content.terms = self._terms(weight, settings)
-        if time is None and after == () and self._may_combine(content) and self._ps._is_free:
+        if time is None and after == () and self._may_combine(content) and self._ps._iteration is None:
             return self._ps._push_at_once(self.name, content, self._a_push)
         return self._push(content, begin, end, time, after)
 

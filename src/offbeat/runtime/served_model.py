@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from offbeat.runtime.future import Future
 from offbeat.runtime.ps import PS
 
 Array = NDArray[Any]
+
+_T = TypeVar("_T")
 
 _LOOK_S: Final = 0.25
 _NEVER: Final = 2**62  # a clock
@@ -305,8 +307,8 @@ class ServedModel:
 
         return self._ps.when_done(pulls, row)
 
-    def _parts(self, found: Sequence[tuple[Array, Sequence[Piece]]]) -> tuple[list[Array], list[list[Piece]]]:
-        """Values and pieces of each group, as pulled."""
+    def _parts(self, found: Sequence[tuple[_T, Sequence[Piece]]]) -> tuple[list[_T], list[list[Piece]]]:
+        """What was pulled of each group, and the pieces of all its keys."""
         keys = [namespace.keys for namespace in self._namespaces]
         return (
             [values for values, _ in found],
@@ -325,12 +327,8 @@ class ServedModel:
         """
         pulls = [namespace.pull(states=True, times=True) for namespace in self._namespaces]
         found = [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
-        version = _NEVER
-        if self._is_versioned:
-            keys = [namespace.keys for namespace in self._namespaces]
-            pieces = [_whole(some, count) for (_, some), count in zip(found, keys, strict=True)]
-            version = self._version_of(pieces)
-        return version, [states for states, _ in found]
+        states, pieces = self._parts(found)
+        return self._version_of(pieces) if self._is_versioned else _NEVER, states
 
     @staticmethod
     def _version_of(pieces: Sequence[Sequence[Piece]]) -> int:
