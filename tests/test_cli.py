@@ -175,16 +175,21 @@ def joined_pid(log, worker):
     raise AssertionError(f"worker {worker} is not in the log")
 
 
+@pytest.fixture
 def endless_training():
     """A training of two workers that has ended its first epoch, and would go on for long."""
     process = start("train", "--workers", "2", "--epochs", "1000000", "--run-dir", "run")
-    first = next(line for line in process.stderr if line.startswith(("epoch 1 ", "offbeat:")))
-    assert first.startswith("epoch 1 "), first
-    return process
+    try:
+        first = next(line for line in process.stderr if line.startswith(("epoch 1 ", "offbeat:")))
+        assert first.startswith("epoch 1 "), first
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_a_killed_worker_ends_the_training_with_1_and_is_named():
-    process = endless_training()
+def test_a_killed_worker_ends_the_training_with_1_and_is_named(endless_training):
+    process = endless_training
     os.kill(joined_pid("run/log.jsonl", 1), signal.SIGKILL)
     out, err = process.communicate(timeout=120)
 
@@ -197,8 +202,8 @@ def test_a_killed_worker_ends_the_training_with_1_and_is_named():
     assert "worker 1 was lost" in Path("run/output.txt").read_text()
 
 
-def test_ctrl_c_ends_every_worker_and_exits_with_130():
-    process = endless_training()
+def test_ctrl_c_ends_every_worker_and_exits_with_130(endless_training):
+    process = endless_training
     pids = [joined_pid("run/log.jsonl", worker) for worker in (0, 1)]
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)

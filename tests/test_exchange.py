@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from cluster import run, start, values
 from offbeat.errors import WorkerError
 from offbeat.numerics.buckets import Bucket
+from offbeat.numerics.schedules import ALGORITHMS
 from offbeat.runtime.exchange import LinkExchange, TensorMemory, TorchExchange
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.shared import HAS_SHARED
 from offbeat.runtime.slots import Slot
 
 DEADLINE_S = 20.0
+ALL_REDUCES = [*ALGORITHMS, "hierarchical:2", "hierarchical:3"]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16, torch.uint8]
 
 
@@ -63,18 +65,18 @@ class Group:
         self._next_id += 1
         return self._next_id
 
-    def all_reduce(self, flats):
+    def all_reduce(self, flats, algorithm="ring"):
         """Begins on every member; the sums will be in the tensors that are returned."""
         exchange_id = self.new_id()
         sums = [torch.empty_like(flat) for flat in flats]
         pending = [
-            member.all_reduce(flat, into, exchange_id=exchange_id)
+            member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm)
             for member, flat, into in zip(self.members, flats, sums, strict=True)
         ]
         return pending, sums
 
-    def sum(self, flats):
-        pending, sums = self.all_reduce(flats)
+    def sum(self, flats, algorithm="ring"):
+        pending, sums = self.all_reduce(flats, algorithm)
         wait(pending)
         return sums
 
@@ -116,12 +118,26 @@ def wait(pending):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
-    for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
-        flats = [vector(rank, length, dtype) for rank in range(size)]
-        for flat in groups[size].sum(flats):
-            assert torch.equal(flat, total(size, length, dtype)), (length, flat)
-        for rank, flat in enumerate(flats):
-            assert torch.equal(flat, vector(rank, length, dtype))
+    for algorithm in ALL_REDUCES:
+        for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
+            flats = [vector(rank, length, dtype) for rank in range(size)]
+            for flat in groups[size].sum(flats, algorithm):
+                assert torch.equal(flat, total(size, length, dtype)), (algorithm, length, flat)
+            for rank, flat in enumerate(flats):
+                assert torch.equal(flat, vector(rank, length, dtype))
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 11, 16, 17])
+def test_more_members_find_the_same_sum_to_the_last_bit(size):
+    with group(size) as many:
+        for algorithm in ALL_REDUCES:
+            for length in [1, size + 1, 20_003]:
+                generator = torch.Generator().manual_seed(length)
+                flats = [torch.randn(length, generator=generator) for _ in range(size)]
+                sums = many.sum(flats, algorithm)
+                for flat in sums:
+                    assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
+                assert torch.allclose(sums[0], sum(flats), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,24 +145,25 @@ def test_the_sum_is_torchs_for_every_type_and_length(groups, size, dtype):
 def test_the_sum_is_the_same_where_members_read_each_others_memory(groups, size, dtype):
     chosen = groups[size]
     for length in [0, 1, size + 1, 100_003, 1_500_001]:
-        flats = [zeros(member._endpoint, length, dtype) for member in chosen.members]
-        for rank, flat in enumerate(flats):
-            flat.copy_(vector(rank, length, dtype))
-        sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
-        sent = [one.bytes_sent for one in chosen.endpoints]
-        exchange_id = chosen.new_id()
-        wait(
-            [
-                member.all_reduce(flat, into, exchange_id=exchange_id)
-                for member, flat, into in zip(chosen.members, flats, sums, strict=True)
-            ]
-        )
-        for rank, (flat, into) in enumerate(zip(flats, sums, strict=True)):
-            assert torch.equal(into, total(size, length, dtype)), (length, into)
-            assert torch.equal(flat, vector(rank, length, dtype))
-        if size > 1 and HAS_SHARED and length * dtype.itemsize > 2**20:
-            for one, before in zip(chosen.endpoints, sent, strict=True):
-                assert one.bytes_sent - before < length * dtype.itemsize // 10
+        for algorithm in ["ring"] if length > 2**20 else ALL_REDUCES:
+            flats = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+            for rank, flat in enumerate(flats):
+                flat.copy_(vector(rank, length, dtype))
+            sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+            sent = [one.bytes_sent for one in chosen.endpoints]
+            exchange_id = chosen.new_id()
+            wait(
+                [
+                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm)
+                    for member, flat, into in zip(chosen.members, flats, sums, strict=True)
+                ]
+            )
+            for rank, (flat, into) in enumerate(zip(flats, sums, strict=True)):
+                assert torch.equal(into, total(size, length, dtype)), (algorithm, length, into)
+                assert torch.equal(flat, vector(rank, length, dtype))
+            if size > 1 and HAS_SHARED and length * dtype.itemsize > 2**20:
+                for one, before in zip(chosen.endpoints, sent, strict=True):
+                    assert algorithm != "ring" or one.bytes_sent - before < length * dtype.itemsize // 10
 
 
 @pytest.mark.skipif(not HAS_SHARED, reason="memory is shared on Linux only")
@@ -189,22 +206,30 @@ def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, 
     generator = torch.Generator().manual_seed(size)
     flats = [torch.randn(10_007, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
     expected = sum(flat.double() for flat in flats)
-    sums = groups[size].sum(flats)
-    for flat in sums:
-        assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8))
-        assert torch.allclose(flat.double(), expected, rtol=0, atol=40 * torch.finfo(dtype).eps)
+    for algorithm in ALL_REDUCES:
+        sums = groups[size].sum(flats, algorithm)
+        for flat in sums:
+            assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
+            assert torch.allclose(flat.double(), expected, rtol=0, atol=40 * torch.finfo(dtype).eps)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     size=st.integers(1, 5),
-    lengths=st.lists(st.integers(0, 3000) | st.integers(3000, 300_000), min_size=1, max_size=6),
+    kinds=st.lists(
+        st.tuples(
+            st.integers(0, 3000) | st.integers(3000, 300_000), st.sampled_from(ALL_REDUCES), st.integers(0, 3)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
     is_shared=st.booleans(),
     seed=st.integers(),
 )
-def test_exchanges_in_flight_at_once_do_not_meet(groups, size, lengths, is_shared, seed):
+def test_exchanges_in_flight_at_once_do_not_meet(groups, size, kinds, is_shared, seed):
     """The members begin and await them in orders of their own."""
     chosen = groups[size]
+    lengths = [length for length, _, _ in kinds]
     exchange_id = chosen.new_id()
     flats = [[vector(rank + i, length) for i, length in enumerate(lengths)] for rank in range(size)]
     sums = [[torch.empty_like(flat) for flat in own] for own in flats]
@@ -222,9 +247,18 @@ def test_exchanges_in_flight_at_once_do_not_meet(groups, size, lengths, is_share
 
     def member(rank):
         for i in prepared[rank][: len(lengths) // 2]:
-            chosen.members[rank].prepare(sums[rank][i], exchange_id=exchange_id, index=i)
+            chosen.members[rank].prepare(
+                sums[rank][i], exchange_id=exchange_id, index=i, algorithm=kinds[i][1]
+            )
         pending = [
-            chosen.members[rank].all_reduce(flats[rank][i], sums[rank][i], exchange_id=exchange_id, index=i)
+            chosen.members[rank].all_reduce(
+                flats[rank][i],
+                sums[rank][i],
+                exchange_id=exchange_id,
+                index=i,
+                algorithm=kinds[i][1],
+                priority=kinds[i][2],
+            )
             for i in orders[rank]
         ]
         wait(pending)

@@ -2,21 +2,48 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.schedules import Schedule, Step, chain_broadcast, ring, segments, span
+from offbeat.numerics.schedules import (
+    ALGORITHMS,
+    Step,
+    chain_broadcast,
+    direct,
+    hierarchical,
+    rabenseifner,
+    recursive_doubling,
+    ring,
+    schedule,
+    segments,
+    span,
+)
+
+HIERARCHIES = [
+    (f"{intra} in groups of {group}", partial(hierarchical, group=group, intra=intra))
+    for intra in ("ring", "tree", "direct")
+    for group in (1, 2, 3, 4, 17)
+]
+ALL_REDUCES = dict(
+    [
+        *((name, partial(schedule, name)) for name in ALGORITHMS),
+        ("far first", partial(recursive_doubling, far_first=True)),
+        *HIERARCHIES,
+    ]
+)
+all_of_them = pytest.mark.parametrize("make", ALL_REDUCES.values(), ids=ALL_REDUCES.keys())
 
 
-def execute(schedules: list[Schedule], vectors: list[list]) -> list[list]:
+def execute(schedules, vectors):
     """Run all ranks in step; what is sent in a step is taken from before it."""
     vectors = [list(vector) for vector in vectors]
     length = len(vectors[0])
     bounds = segments(length, schedules[0].segments)
     assert len({(len(schedule.steps), schedule.segments) for schedule in schedules}) == 1
-    for steps in zip(*(schedule.steps for schedule in schedules), strict=True):
+    for steps in zip(*(one.steps for one in schedules), strict=True):
         posted = {}
         for rank, step in enumerate(steps):
             if step.send_to is not None:
@@ -52,44 +79,130 @@ def test_segments_refuse_what_cannot_be_cut(length, parts):
         segments(length, parts)
 
 
-@pytest.mark.parametrize("workers", range(1, 18))
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 16, 17, 18, 101])
-def test_ring_equals_the_sum_on_every_rank(workers, length):
-    draw = random.Random(f"{workers} {length}")
-    vectors = [[draw.randrange(-(10**6), 10**6) for _ in range(length)] for _ in range(workers)]
-    expected = [sum(column) for column in zip(*vectors, strict=True)]
-    assert execute([ring(workers, rank) for rank in range(workers)], vectors) == [expected] * workers
+@all_of_them
+def test_every_all_reduce_equals_the_sum_on_every_rank(make):
+    for workers in range(1, 18):
+        schedules = [make(workers, rank) for rank in range(workers)]
+        for length in [0, 1, 2, 17, 101]:
+            draw = random.Random(f"{workers} {length}")
+            vectors = [[draw.randrange(-(10**6), 10**6) for _ in range(length)] for _ in range(workers)]
+            expected = [sum(column) for column in zip(*vectors, strict=True)]
+            assert execute(schedules, vectors) == [expected] * workers, (workers, length)
 
 
-@given(st.integers(1, 17), st.integers(0, 60), st.integers())
-def test_all_ranks_end_bit_identical_although_float_addition_is_not_associative(workers, length, seed):
-    draw = random.Random(seed)
-    vectors = [
-        [draw.uniform(-1, 1) * 10.0 ** draw.randrange(-8, 8) for _ in range(length)] for _ in range(workers)
-    ]
-    results = execute([ring(workers, rank) for rank in range(workers)], vectors)
-    assert all(
-        [value.hex() for value in result] == [value.hex() for value in results[0]] for result in results
-    )
-    for value, column in zip(results[0], zip(*vectors, strict=True), strict=True):
-        assert math.isclose(value, math.fsum(column), abs_tol=1e-6)
+@all_of_them
+def test_all_ranks_end_bit_identical_although_float_addition_is_not_associative(make):
+    for workers in range(1, 18):
+        draw = random.Random(workers)
+        vectors = [
+            [draw.uniform(-1, 1) * 10.0 ** draw.randrange(-8, 8) for _ in range(60)] for _ in range(workers)
+        ]
+        results = execute([make(workers, rank) for rank in range(workers)], vectors)
+        bits = [[value.hex() for value in result] for result in results]
+        assert bits == [bits[0]] * workers
+        for value, column in zip(results[0], zip(*vectors, strict=True), strict=True):
+            assert math.isclose(value, math.fsum(column), abs_tol=1e-6)
 
 
-@pytest.mark.parametrize(("workers", "steps", "sent"), [(4, 6, 152), (5, 8, 162), (8, 14, 178)])
-def test_ring_of_101_elements_takes_the_known_steps_and_elements(workers, steps, sent):
-    schedules = [ring(workers, rank) for rank in range(workers)]
-    assert {len(schedule.steps) for schedule in schedules} == {steps}
-    assert max(schedule.sent(101) for schedule in schedules) == sent
+@all_of_them
+def test_what_is_copied_holds_everything_that_was_sent_of_it(make):
+    """So that an executor may write it over what it has sent: whoever sends contributes to the copy."""
+    for workers in range(1, 18):
+        schedules = [make(workers, rank) for rank in range(workers)]
+        cut = segments(schedules[0].segments, schedules[0].segments)
+        vectors = [[frozenset()] * len(cut) for _ in range(workers)]
+        for number, steps in enumerate(zip(*(one.steps for one in schedules), strict=True)):
+            before = [list(vector) for vector in vectors]
+            for rank, step in enumerate(steps):
+                for segment in range(*span(cut, step.send_segment, step.send_count)):
+                    vectors[rank][segment] |= {(rank, number)}
+            for rank, step in enumerate(steps):
+                for segment in range(*span(cut, step.recv_segment, step.recv_count)):
+                    came = before[step.recv_from][segment] | {(step.recv_from, number)}
+                    if step.op == "copy":
+                        own = {(sender, sent) for sender, sent in vectors[rank][segment] if sender == rank}
+                        assert own <= came
+                        vectors[rank][segment] = came
+                    else:
+                        vectors[rank][segment] |= came
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "steps", "sent"),
+    [
+        (ring, 4, 6, 152),
+        (ring, 5, 8, 162),
+        (ring, 8, 14, 178),
+        (recursive_doubling, 4, 2, 202),
+        (recursive_doubling, 5, 4, 303),
+        (recursive_doubling, 8, 3, 303),
+        (rabenseifner, 4, 4, 152),
+        (rabenseifner, 5, 6, 253),
+        (rabenseifner, 8, 6, 179),
+        (direct, 4, 6, 153),  # rank 0: three segments of 25, then its own of 26 to three
+    ],
+)
+def test_a_vector_of_101_elements_takes_the_known_steps_and_elements(make, workers, steps, sent):
+    schedules = [make(workers, rank) for rank in range(workers)]
+    assert {len(one.steps) for one in schedules} == {steps}
+    assert max(one.sent(101) for one in schedules) == sent
+
+
+def test_1024_workers_in_groups_of_16_take_the_papers_186_steps_and_a_flat_ring_2046():
+    assert {len(hierarchical(1024, rank, 16).steps) for rank in (0, 1, 15, 16, 1023)} == {186}
+    assert len(ring(1024, 5).steps) == 2046
+
+
+@pytest.mark.parametrize(
+    ("intra", "workers", "group", "steps"),
+    [("tree", 16, 4, 2 * 2 + 2 * 3), ("tree", 10, 5, 2 * 3 + 2), ("direct", 16, 4, 2 * 3 + 2 * 3)],
+)
+def test_the_other_ways_inside_a_group_take_the_stated_steps(intra, workers, group, steps):
+    assert {len(hierarchical(workers, rank, group, intra).steps) for rank in range(workers)} == {steps}
+
+
+@given(workers=st.integers(1, 17), elements=st.integers(0, 50))
+def test_all_ranks_of_a_power_of_two_send_the_bandwidth_bound_with_halving_and_doubling(workers, elements):
+    largest = 1 << (workers.bit_length() - 1)
+    for rank in range(largest):
+        assert rabenseifner(largest, rank).sent(elements * largest) == 2 * (largest - 1) * elements
+        assert recursive_doubling(largest, rank).sent(elements) == (largest - 1).bit_length() * elements
+        assert direct(largest, rank).sent(elements * largest) == 2 * (largest - 1) * elements
+
+
+def test_the_butterfly_goes_to_partners_at_growing_or_shrinking_distance():
+    assert [step.send_to for step in recursive_doubling(8, 5).steps] == [4, 7, 1]
+    assert [step.send_to for step in recursive_doubling(8, 5, far_first=True).steps] == [1, 7, 4]
+    # Of five, ranks 0 and 1 fold: 0 idles, and 2 is the second of the four that go on.
+    assert [step.send_to for step in recursive_doubling(5, 0).steps] == [1, None, None, None]
+    assert [step.send_to for step in recursive_doubling(5, 2).steps] == [None, 1, 4, None]
+
+
+@pytest.mark.parametrize("name", ["", "tree", "ring:2", "hierarchical", "hierarchical:", "hierarchical:x"])
+def test_an_unknown_algorithm_is_refused_with_the_known_ones(name):
+    with pytest.raises(ValueError, match="ring, recursive_doubling, rabenseifner, direct or hierarchical:G"):
+        schedule(name, 4, 0)
+
+
+def test_groups_need_a_rank_and_a_known_way():
+    with pytest.raises(ValueError, match="groups of at least 1 rank, got 0"):
+        hierarchical(4, 0, 0)
+    with pytest.raises(ValueError, match="ring, tree, direct inside a group, got 'star'"):
+        hierarchical(4, 0, 2, "star")
+
+
+def test_a_hierarchy_is_spelled_with_the_size_of_its_groups():
+    assert schedule("hierarchical:2", 4, 1) == hierarchical(4, 1, 2)
 
 
 @given(st.integers(1, 17), st.integers(0, 1000))
 def test_ring_takes_the_bandwidth_bound_to_within_a_segment_a_step(workers, length):
     schedules = [ring(workers, rank) for rank in range(workers)]
-    for schedule in schedules:
-        assert len(schedule.steps) == 2 * (workers - 1)
-        assert schedule.sent(length) <= 2 * (workers - 1) * -(-length // workers)
-    assert sum(schedule.sent(length) for schedule in schedules) == 2 * (workers - 1) * length
-    assert sum(schedule.received(length) for schedule in schedules) == 2 * (workers - 1) * length
+    for one in schedules:
+        assert len(one.steps) == 2 * (workers - 1)
+        assert one.sent(length) <= 2 * (workers - 1) * -(-length // workers)
+    assert sum(one.sent(length) for one in schedules) == 2 * (workers - 1) * length
+    assert sum(one.received(length) for one in schedules) == 2 * (workers - 1) * length
 
 
 def test_ring_follows_the_paper_step_by_step():
@@ -110,9 +223,9 @@ def test_chain_broadcast_copies_the_roots_vector(data, workers, length, parts):
     assert execute(schedules, vectors) == [vectors[root]] * workers
     assert len(schedules[0].steps) == (parts + workers - 2 if workers > 1 else 0)
     last = (root - 1) % workers
-    for rank, schedule in enumerate(schedules):
-        assert schedule.sent(length) == (0 if rank == last else length)
-        assert schedule.received(length) == (0 if rank == root else length)
+    for rank, one in enumerate(schedules):
+        assert one.sent(length) == (0 if rank == last else length)
+        assert one.received(length) == (0 if rank == root else length)
 
 
 def test_an_idle_rank_keeps_its_steps():
@@ -124,7 +237,7 @@ def test_an_idle_rank_keeps_its_steps():
     )
 
 
-@pytest.mark.parametrize("make", [ring, lambda p, rank: chain_broadcast(p, rank, 0)])
+@pytest.mark.parametrize("make", [*ALL_REDUCES.values(), partial(chain_broadcast, root=0)])
 @pytest.mark.parametrize(
     ("workers", "rank", "text"), [(0, 0, "1 worker"), (4, 4, "0 to 3"), (4, -1, "0 to 3")]
 )
@@ -138,50 +251,3 @@ def test_a_chain_needs_a_root_in_range_and_a_part():
         chain_broadcast(4, 0, root=4)
     with pytest.raises(ValueError, match="expected at least 1 part, got 0"):
         chain_broadcast(4, 0, root=0, parts=0)
-
-
-def recursive_doubling_of_3(rank: int) -> Schedule:
-    """Rank 0 folds into 1; 1 and 2 exchange whole vectors; 1 gives the result back."""
-    whole = {"send_segment": 0, "recv_segment": 0}
-    steps = {
-        0: (Step(send_to=1, send_segment=0), Step(), Step(recv_from=1, recv_segment=0)),
-        1: (
-            Step(recv_from=0, recv_segment=0, op="add"),
-            Step(send_to=2, recv_from=2, op="add", **whole),
-            Step(send_to=0, send_segment=0),
-        ),
-        2: (Step(), Step(send_to=1, recv_from=1, op="add", **whole), Step()),
-    }
-    return Schedule(workers=3, rank=rank, segments=1, steps=steps[rank])
-
-
-def halving_doubling_of_4(rank: int) -> Schedule:
-    """Recursive halving, then recursive doubling, over runs of four segments."""
-    low, near, far = rank // 2 * 2, rank ^ 1, rank ^ 2
-    mine, theirs = {"recv_segment": low, "recv_count": 2}, {"send_segment": low ^ 2, "send_count": 2}
-    back, forth = {"recv_segment": low ^ 2, "recv_count": 2}, {"send_segment": low, "send_count": 2}
-    return Schedule(
-        workers=4,
-        rank=rank,
-        segments=4,
-        steps=(
-            Step(send_to=far, recv_from=far, op="add", **mine, **theirs),
-            Step(send_to=near, send_segment=near, recv_from=near, recv_segment=rank, op="add"),
-            Step(send_to=near, send_segment=rank, recv_from=near, recv_segment=near),
-            Step(send_to=far, recv_from=far, **back, **forth),
-        ),
-    )
-
-
-@pytest.mark.parametrize("length", [0, 1, 3, 101])
-@pytest.mark.parametrize(("make", "workers"), [(recursive_doubling_of_3, 3), (halving_doubling_of_4, 4)])
-def test_the_type_holds_other_collectives_as_well(make, workers, length):
-    vectors = [[rank * 1000 + element for element in range(length)] for rank in range(workers)]
-    expected = [sum(column) for column in zip(*vectors, strict=True)]
-    assert execute([make(rank) for rank in range(workers)], vectors) == [expected] * workers
-
-
-def test_counts_of_other_collectives():
-    # The known figures for Rabenseifner's algorithm: 101 elements, 4 workers, 4 steps, 152 elements.
-    schedules = [halving_doubling_of_4(rank) for rank in range(4)]
-    assert (len(schedules[0].steps), max(schedule.sent(101) for schedule in schedules)) == (4, 152)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.numerics.schedules import Operation, Schedule, chain_broadcast, ring, segments, span
+from offbeat.numerics.schedules import Schedule, chain_broadcast, schedule, segments, span
 from offbeat.runtime.links import Endpoint
 
 _STEP_BITS = 12
@@ -43,7 +43,14 @@ class Exchange(Protocol):
     """Collectives over a fixed group; all members make the same calls with the same ids."""
 
     def all_reduce(
-        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+        self,
+        flat: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        priority: int = 0,
     ) -> Pending:
         """Sums the 1-D tensor `flat` over the members, into another one like it.
 
@@ -52,13 +59,18 @@ class Exchange(Protocol):
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: tells apart the tensors of one exchange id, less than 2**20.
+            algorithm: as `offbeat.numerics.schedules.schedule` knows it; the same on all members. Torch has
+                its own.
+            priority: what has a lower number overtakes what is under way. Torch keeps the order of the calls.
 
         Raises:
-            ValueError: a member may still read `into` (`TensorMemory.is_read`).
+            ValueError: a member may still read `into` (`TensorMemory.is_read`), or an unknown algorithm.
         """
 
-    def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
-        """Says that an `all_reduce` into this tensor will come with this id and index.
+    def prepare(
+        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+    ) -> None:
+        """Says that an `all_reduce` into this tensor will come with this id, index and algorithm.
 
         What faster members send for it then has a place to go to; without, it is kept and copied later.
         """
@@ -111,28 +123,39 @@ class LinkExchange:
         self._names = tuple(names)
         self._position = position
         self._first_unused_tag = 0
-        self._plans: dict[tuple[int | None, int], _Plan] = {}
+        self._plans: dict[tuple[str | int, int], _Plan] = {}
         self._prepared: dict[int, _ScheduleRun] = {}
         self._pending: set[_LinkPending] = set()
         self._error: WorkerError | None = None
         self._lock = threading.Lock()
 
     def all_reduce(
-        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+        self,
+        flat: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        priority: int = 0,
     ) -> Pending:
-        """See `Exchange.all_reduce`: a ring reduce-scatter and all-gather."""
+        """See `Exchange.all_reduce`."""
         run = self._prepared.pop(_tag(exchange_id, index), None)
-        return self._begin(run or self._run(into, None, exchange_id, index), flat)
+        if run is None:
+            run = self._run(into, algorithm, exchange_id, index)
+        return self._begin(run, flat, priority)
 
-    def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
+    def prepare(
+        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+    ) -> None:
         """See `Exchange.prepare`."""
         if self._error is None:
-            run = self._prepared[_tag(exchange_id, index)] = self._run(into, None, exchange_id, index)
+            run = self._prepared[_tag(exchange_id, index)] = self._run(into, algorithm, exchange_id, index)
             self._endpoint.call(run.prepare)
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
         """See `Exchange.broadcast`: pieces hop along a chain that begins at the root."""
-        return self._begin(self._run(flat, root, exchange_id, index), flat)
+        return self._begin(self._run(flat, root, exchange_id, index), flat, 0)
 
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`."""
@@ -144,27 +167,31 @@ class LinkExchange:
         for one in pending:
             one.fail(self._error)
 
-    def _plan(self, root: int | None, length: int) -> _Plan:
-        """The plan of a broadcast from `root`, or with None of an all-reduce."""
-        plan = self._plans.get((root, length))
+    def _plan(self, what: str | int, length: int) -> _Plan:
+        """The plan of an all-reduce by its algorithm, or of a broadcast by its root."""
+        plan = self._plans.get((what, length))
         if plan is None:
             members, position = len(self._names), self._position
-            schedule = ring(members, position) if root is None else chain_broadcast(members, position, root)
-            if len(schedule.steps) > 1 << _STEP_BITS:
+            found = (
+                schedule(what, members, position)
+                if isinstance(what, str)
+                else chain_broadcast(members, position, what)
+            )
+            if len(found.steps) > 1 << _STEP_BITS:
                 raise ValueError(
-                    f"expected at most {1 << _STEP_BITS} steps, got {len(schedule.steps)}: too many members"
+                    f"expected at most {1 << _STEP_BITS} steps, got {len(found.steps)}: too many members"
                 )
-            plan = self._plans[root, length] = _Plan(schedule, length)
+            plan = self._plans[what, length] = _Plan(found, length)
         return plan
 
-    def _run(self, into: torch.Tensor, root: int | None, exchange_id: int, index: int) -> _ScheduleRun:
-        if root != self._position and self._endpoint.is_read(_bytes_of(into)):
+    def _run(self, into: torch.Tensor, what: str | int, exchange_id: int, index: int) -> _ScheduleRun:
+        if what != self._position and self._endpoint.is_read(_bytes_of(into)):
             raise ValueError("expected memory to write into, got some that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
-        plan = self._plan(root, into.numel())
+        plan = self._plan(what, into.numel())
         return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
 
-    def _begin(self, run: _ScheduleRun, flat: torch.Tensor) -> Pending:
+    def _begin(self, run: _ScheduleRun, flat: torch.Tensor, priority: int) -> Pending:
         pending = _LinkPending(self._ended)
         with self._lock:
             if self._error is None:
@@ -172,7 +199,7 @@ class LinkExchange:
         if self._error is not None:
             pending.fail(self._error)
         else:
-            self._endpoint.call(partial(run.begin, flat, pending))
+            self._endpoint.call(partial(run.begin, flat, priority, pending))
         return pending
 
     def _ended(self, pending: _LinkPending) -> None:
@@ -216,11 +243,34 @@ class _Forward:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Addend:
+    """To elements `start` to `stop` of what step `step` receives is added what they were before it.
+
+    Attributes:
+        before: the step that received them last; None where they are still this worker's own part.
+    """
+
+    step: int
+    before: int | None
+    start: int
+    stop: int
+
+
 class _Plan:
     """A schedule worked out for one length: what may be sent at once, and what each receive sets free.
 
     A step that sends a segment which an earlier step received depends on that step, piece by piece; a
-    step that sends what no earlier step received may begin at once.
+    step that sends what no earlier step received may begin at once. The same holds of a step that adds.
+
+    What comes goes to its place in the result, and what it is to be added to is added there. Where a later
+    step adds in its turn, it comes to a place of its own beside the result: what comes then may be ahead of
+    what this worker still has to send.
+
+    Attributes:
+        beside: elements of memory beside the result.
+        places: by step, whether what it receives goes beside the result, and where the vector's first element
+            would lie in that memory.
     """
 
     def __init__(self, schedule: Schedule, length: int) -> None:
@@ -233,19 +283,42 @@ class _Plan:
         self.sizes = [stop - start for start, stop in sent]
         self.first: list[_Forward] = []
         self.after: list[list[_Forward]] = [[] for _ in self.steps]
+        self.addends: list[list[_Addend]] = [[] for _ in self.steps]
+        self.added_to: list[list[_Addend]] = [[] for _ in self.steps]
         writer: dict[int, int] = {}
         for number, step in enumerate(self.steps):
-            if step.send_segment is not None:
-                for segment in range(step.send_segment, step.send_segment + step.send_count):
+            for segment in _run_of(step.send_segment, step.send_count):
+                start, stop = bounds[segment]
+                if start < stop:
+                    source = self.after[writer[segment]] if segment in writer else self.first
+                    source.append(_Forward(number, start, stop, start - sent[number][0]))
+            received = _run_of(step.recv_segment, step.recv_count)
+            if step.op == "add":
+                for segment in received:
                     start, stop = bounds[segment]
                     if start < stop:
-                        source = self.after[writer[segment]] if segment in writer else self.first
-                        source.append(_Forward(number, start, stop, start - sent[number][0]))
-            if step.recv_segment is not None:
-                received = range(step.recv_segment, step.recv_segment + step.recv_count)
-                if step.op == "add" and writer.keys() & received:
-                    raise ValueError(f"step {number} adds to a segment that a step before has received")
-                writer |= dict.fromkeys(received, number)
+                        self._add(_Addend(number, writer.get(segment), start, stop))
+            writer |= dict.fromkeys(received, number)
+        self.beside = 0
+        self.places = [(False, 0) for _ in self.steps]
+        later: set[int] = set()
+        for number, step in reversed([*enumerate(self.steps)]):
+            start, stop = self.spans[number]
+            received = _run_of(step.recv_segment, step.recv_count)
+            if not later.isdisjoint(received):
+                self.places[number] = (True, self.beside - start)
+                self.beside += stop - start
+            if step.op == "add":
+                later.update(received)
+
+    def _add(self, addend: _Addend) -> None:
+        self.addends[addend.step].append(addend)
+        if addend.before is not None:
+            self.added_to[addend.before].append(addend)
+
+
+def _run_of(segment: int | None, count: int) -> range:
+    return range(0) if segment is None else range(segment, segment + count)
 
 
 def _tag(exchange_id: int, index: int) -> int:
@@ -255,8 +328,7 @@ def _tag(exchange_id: int, index: int) -> int:
 class _ScheduleRun:
     """One schedule being executed; every method runs in the links' thread.
 
-    All that comes goes to its place in `into`, where this worker's own part is added to what is to be
-    summed. So it may come before that part is there.
+    What comes may come before this worker's own part is there, and before what it is to be added to.
     """
 
     def __init__(
@@ -267,94 +339,129 @@ class _ScheduleRun:
         self._plan = plan
         self._into = into
         self._into_bytes = _bytes_of(into)
+        self._beside = into.new_empty(plan.beside)
+        self._beside_bytes = _bytes_of(self._beside)
         self._itemsize = into.element_size()
         self._tag = tag
         self._to_receive = plan.received
         self._to_send = plan.sent
         self._is_prepared = False
-        self._backlog: list[tuple[int, int, int]] | None = []  # what came before the beginning
-        self._flat: torch.Tensor
+        self._early: list[tuple[int, int, int]] = []  # what came before this worker's own part
+        self._came_of: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
+        self._is_there_of: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
+        self._flat: torch.Tensor | None = None
+        self._priority = 0
         self._pending: _LinkPending
 
     def prepare(self) -> None:
-        """Lets come what this worker's own part will be added to."""
+        """Lets come what this worker's own part will be added to, or replaced by."""
         self._is_prepared = True
-        self._expect("add")
+        for number, step in enumerate(self._plan.steps):
+            start, stop = self._plan.spans[number]
+            if step.recv_from is not None and start < stop:
+                peer, tag = self._names[step.recv_from], self._tag + number
+                on_data, on_shared = partial(self._came, number), partial(self._shown, number)
+                self._endpoint.expect(peer, tag, self._bytes(number, start, stop), on_data, on_shared)
 
-    def begin(self, flat: torch.Tensor, pending: _LinkPending) -> None:
+    def begin(self, flat: torch.Tensor, priority: int, pending: _LinkPending) -> None:
         """Adds and sends this worker's own part, `flat`; `pending` hears when all is over."""
-        self._flat, self._pending = flat, pending
+        self._priority, self._pending = priority, pending
         own = _bytes_of(flat)
+        size = self._itemsize
         if not self._plan.steps:
             self._into.copy_(flat)
         for forward in self._plan.first:
-            self._send(forward, own, forward.start, forward.stop)
+            self._send(forward, own[forward.start * size : forward.stop * size], forward.start)
         if not self._is_prepared:
             self.prepare()
-        self._expect("copy")
-        backlog, self._backlog = self._backlog, None
-        for number, first, last in backlog or []:
-            base = self._plan.spans[number][0]
-            size = self._itemsize
-            self._came(number, base, (first - base) * size, (last - first) * size)
+        self._flat = flat
+        for number, first, last in self._early:
+            self._take(number, first, last)
         self._see_whether_done()
 
-    def _expect(self, operation: Operation) -> None:
-        size = self._itemsize
-        for number, step in enumerate(self._plan.steps):
-            start, stop = self._plan.spans[number]
-            if step.recv_from is not None and start < stop and step.op == operation:
-                place = self._into_bytes[start * size : stop * size]
-                peer = self._names[step.recv_from]
-                on_data, on_shared = partial(self._came, number, start), partial(self._shown, number, start)
-                self._endpoint.expect(peer, self._tag + number, place, on_data, on_shared)
-
-    def _came(self, number: int, base: int, offset: int, length: int) -> None:
+    def _came(self, number: int, offset: int, length: int) -> None:
         """Some of what a step receives is in its place."""
-        first, last = self._elements(base, offset, length)
-        if self._backlog is None:
-            if self._plan.steps[number].op == "add":
-                self._into[first:last].add_(self._flat[first:last])
-            self._arrived(number, first, last)
+        first, last = self._elements(number, offset, length)
+        if self._flat is None:
+            self._early.append((number, first, last))
         else:
-            self._backlog.append((number, first, last))
+            self._take(number, first, last)
 
-    def _shown(self, number: int, base: int, offset: int, source: memoryview) -> None:
+    def _shown(self, number: int, offset: int, source: memoryview) -> None:
         """Some of what a step receives lies in the sender's memory: it is added from there."""
-        first, last = self._elements(base, offset, len(source))
+        first, last = self._elements(number, offset, len(source))
         theirs = torch.frombuffer(source, dtype=self._into.dtype)
-        if self._backlog is None and self._plan.steps[number].op == "add":
-            torch.add(theirs, self._flat[first:last], out=self._into[first:last])
+        addends = self._plan.addends[number]
+        if self._flat is not None and addends and all(addend.before is None for addend in addends):
+            torch.add(theirs, self._flat[first:last], out=self._values(number, first, last))
             self._arrived(number, first, last)
         else:
-            self._into[first:last].copy_(theirs)
-            self._came(number, base, offset, len(source))
+            self._values(number, first, last).copy_(theirs)
+            self._came(number, offset, len(source))
 
-    def _elements(self, base: int, offset: int, length: int) -> tuple[int, int]:
+    def _elements(self, number: int, offset: int, length: int) -> tuple[int, int]:
         size = self._itemsize
         if offset % size or length % size:
             raise ProtocolError(f"expected whole elements of {size} bytes, got {length} bytes from {offset}")
+        base = self._plan.spans[number][0]
         return base + offset // size, base + (offset + length) // size
 
+    def _values(self, number: int, first: int, last: int) -> torch.Tensor:
+        is_beside, begin = self._plan.places[number]
+        return (self._beside if is_beside else self._into)[begin + first : begin + last]
+
+    def _bytes(self, number: int, first: int, last: int) -> memoryview:
+        is_beside, begin = self._plan.places[number]
+        memory = self._beside_bytes if is_beside else self._into_bytes
+        return memory[(begin + first) * self._itemsize : (begin + last) * self._itemsize]
+
+    def _take(self, number: int, first: int, last: int) -> None:
+        """Adds to some of what a step has received as much as is there to be added; the rest waits for it."""
+        assert self._flat is not None
+        self._came_of[number].append((first, last))
+        addends = self._plan.addends[number]
+        if not addends:
+            self._arrived(number, first, last)
+        for addend in addends:
+            start, stop = max(first, addend.start), min(last, addend.stop)
+            if start >= stop:
+                continue
+            if addend.before is None:
+                self._values(number, start, stop).add_(self._flat[start:stop])
+                self._arrived(number, start, stop)
+                continue
+            for low, high in _overlaps(self._is_there_of[addend.before], start, stop):
+                self._values(number, low, high).add_(self._values(addend.before, low, high))
+                self._arrived(number, low, high)
+
     def _arrived(self, number: int, first: int, last: int) -> None:
-        """Sends on what a step has made of these elements."""
-        for forward in self._plan.after[number]:
-            start, stop = max(first, forward.start), min(last, forward.stop)
-            if start < stop:
-                self._send(forward, self._into_bytes, start, stop)
-        self._to_receive -= last - first
+        """Sends on what a step has made of these elements, and adds it to what later steps have received."""
+        due = [(number, first, last)]
+        for number, first, last in due:  # which grows
+            self._is_there_of[number].append((first, last))
+            for addend in self._plan.added_to[number]:
+                start, stop = max(first, addend.start), min(last, addend.stop)
+                for low, high in _overlaps(self._came_of[addend.step], start, stop):
+                    self._values(addend.step, low, high).add_(self._values(number, low, high))
+                    due.append((addend.step, low, high))
+            for forward in self._plan.after[number]:
+                start, stop = max(first, forward.start), min(last, forward.stop)
+                if start < stop:
+                    self._send(forward, self._bytes(number, start, stop), start)
+            self._to_receive -= last - first
         self._see_whether_done()
 
-    def _send(self, forward: _Forward, memory: memoryview, start: int, stop: int) -> None:
+    def _send(self, forward: _Forward, data: memoryview, start: int) -> None:
         receiver = self._plan.steps[forward.step].send_to
         assert receiver is not None
         self._endpoint.put(
             self._names[receiver],
             self._tag + forward.step,
-            memory[start * self._itemsize : stop * self._itemsize],
+            data,
             offset=(forward.offset + start - forward.start) * self._itemsize,
             total=self._plan.sizes[forward.step] * self._itemsize,
-            done=partial(self._sent, stop - start),
+            priority=self._priority,
+            done=partial(self._sent, len(data) // self._itemsize),
         )
 
     def _sent(self, elements: int) -> None:
@@ -364,6 +471,13 @@ class _ScheduleRun:
     def _see_whether_done(self) -> None:
         if not self._to_receive and not self._to_send:
             self._pending.finish()
+
+
+def _overlaps(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """The parts of these runs of elements that lie within `first` to `last`."""
+    return [
+        (max(first, start), min(last, stop)) for start, stop in runs if max(first, start) < min(last, stop)
+    ]
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
@@ -385,13 +499,22 @@ class TorchExchange:
         self._abandoned = threading.Event()
 
     def all_reduce(
-        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+        self,
+        flat: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        priority: int = 0,
     ) -> Pending:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
         into.copy_(flat)
         return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
 
-    def prepare(self, into: torch.Tensor, *, exchange_id: int, index: int = 0) -> None:
+    def prepare(
+        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+    ) -> None:
         """See `Exchange.prepare`: torch has its own ways."""
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
