@@ -62,9 +62,16 @@ def plan_buckets(
         entries.append(entry)
         open_by_dtype[dtype] = entries, filled + size, limit
     packed.sort(key=lambda entries: entries[0])
-    return tuple(_bucket(entries[::-1], sizes, dtypes[entries[0]]) for entries in packed)
+    return tuple(bucket_of(entries[::-1], sizes, dtypes[entries[0]]) for entries in packed)
 
 
-def _bucket(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:
+def bucket_of(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:
+    """Returns the bucket of these entries, in their order.
+
+    Args:
+        entries: indices of entries.
+        sizes: elements of each entry that there is.
+        dtype: of those in the bucket.
+    """
     ends = list(accumulate((sizes[entry] for entry in entries), initial=0))
     return Bucket(dtype=dtype, entries=tuple(entries), offsets=tuple(ends[:-1]), elements=ends[-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,6 +56,39 @@ class Host(Protocol):
 
     def take_hyperparameters(self, values: list[float]) -> None:
         """Hears the first member's."""
+
+
+class Averager(Protocol):
+    """Keeps a worker's gradients those of its group."""
+
+    @property
+    def round(self) -> int:
+        """Rounds finished."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no gradient has been computed since the last optimizer step."""
+
+    def attach(self) -> None:
+        """Puts the hooks on the model."""
+
+    def detach(self) -> None:
+        """Takes every hook off the model again."""
+
+    def weigh(self, batches: float) -> None:
+        """Says what the next backward passes count, relative to a whole batch; with 0 they leave no trace."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate; the exchange comes with the next one outside."""
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """The optimizer is about to step; `has_closure`: which computes its gradients by itself."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def drain(self) -> None:
+        """Takes what has been put off of the last step."""
 
 
 def _spread(value: float) -> list[float]:
@@ -361,6 +394,24 @@ class GradientAverager:
             else:
                 self._grouping.late.bring(self._fresh_weight)
         self._end_round(offset_s, offsets_s)
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """See `Averager.before_step`.
+
+        Raises:
+            WorkerError: a member was lost, or did not come within the deadline.
+        """
+        if self.exchange_is_due and not has_closure:
+            self.exchange()
+        if self.is_outside:
+            self.drop()
+
+    def after_step(self) -> None:
+        """See `Averager.after_step`."""
+        self.rounds_since_step = 0
+
+    def drain(self) -> None:
+        """See `Averager.drain`: nothing is put off."""
 
     def drop(self) -> None:
         """Throws this worker's gradients away."""

@@ -6,9 +6,9 @@ Nothing here decides who is in a group.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Ready
-from offbeat.runtime.averaging import GradientAverager
+from offbeat.runtime.averaging import Averager, Host
 from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
 from offbeat.runtime.grouping import Grouping, RegroupedError
 from offbeat.runtime.late import LateGradients
@@ -27,6 +27,9 @@ from offbeat.runtime.state import StateCopier
 from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.timing import PartTimer
 
+Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
+"""(with whom, for whom) -> what averages the gradients; with None, in a world of one."""
+
 
 class GroupSynchronizer:
     """A worker among those that average their gradients; see `Synchronizer`.
@@ -34,7 +37,7 @@ class GroupSynchronizer:
     Args:
         loop: the worker's session.
         model, optimizer: what is trained.
-        bucket_bytes: the largest bucket of several gradients.
+        averaging: makes what averages the gradients.
         deadline_s: how long a worker may keep the others waiting, in seconds.
         survives: the others go on when a worker is lost.
         is_dealt: samples are dealt as they are needed.
@@ -46,13 +49,13 @@ class GroupSynchronizer:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        bucket_bytes: int,
+        averaging: Averaging,
         deadline_s: float,
         survives: bool,
         is_dealt: bool,
     ) -> None:
         self._loop, self._model, self._optimizer = loop, model, optimizer
-        self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
+        self._averaging, self._deadline_s = averaging, deadline_s
         self._survives, self._is_dealt = survives, is_dealt
         self._member: Member | None = None
         self._meeting: Meeting | None = None
@@ -60,7 +63,7 @@ class GroupSynchronizer:
         self._is_placed = False
         self._blocks_per_round = 0
         self.grouping: Grouping | None = None
-        self.averager: GradientAverager
+        self.averager: Averager
 
     @property
     def timer(self) -> PartTimer:
@@ -139,14 +142,7 @@ class GroupSynchronizer:
         self._shared_numbers = _numbers(self._optimizer)  # before those that a scheduler has added are taken
         if self._loop.world > 1 and member is not None:
             self._join_group(member)
-        self.averager = GradientAverager(
-            self._model,
-            self.grouping,
-            self,
-            workers=self._loop.world,
-            bucket_bytes=self._bucket_bytes,
-            deadline_s=self._deadline_s,
-        )
+        self.averager = self._averaging(self.grouping, self)
         self._meeting = None
 
     def _join_group(self, member: Member) -> None:
@@ -222,6 +218,7 @@ class GroupSynchronizer:
 
     def flush(self) -> None:
         """See `Synchronizer.flush`."""
+        self.averager.drain()
 
     def finish(self) -> None:
         """See `Synchronizer.finish`."""
@@ -261,16 +258,13 @@ class GroupSynchronizer:
 
     def before_step(self, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
-        if self.averager.exchange_is_due and not has_closure:
-            self.averager.exchange()
-        if self.averager.is_outside:
-            self.averager.drop()
+        self.averager.before_step(has_closure=has_closure)
 
     def after_step(self) -> None:
         """See `Synchronizer.after_step`."""
         if self.grouping is not None:
             self.grouping.finish_step()
-        self.averager.rounds_since_step = 0
+        self.averager.after_step()
 
     def resume(self, step: int) -> None:
         """See `Synchronizer.resume`."""
@@ -279,6 +273,7 @@ class GroupSynchronizer:
 
     def refresh(self) -> None:
         """See `Synchronizer.refresh`."""
+        self.averager.drain()
 
     def give_up_the_rest(self) -> None:
         """See `Synchronizer.give_up_the_rest`."""

@@ -280,7 +280,7 @@ class Session:
             return
         self._left = True
         if error is None:
-            self._wait_for_the_others()
+            self._finish()
         if self._member is not None and not self._member.coordinator_knows:
             with suppress(LinkError):
                 if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -290,23 +290,27 @@ class Session:
                     self.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
         self._disband()
 
+    def _finish(self) -> None:
+        """Gives what is still to be given, and stays for those who may still need this worker."""
+        try:
+            self._synchronizer.flush()
+            self._wait_for_the_others()
+        except BaseException as error:
+            self._left = False
+            self.leave(error)
+            raise
+
     def _wait_for_the_others(self) -> None:
         """Stays until everybody has finished, for who is behind takes the final state from who is not."""
         is_alone = self.world == 1 and not self._strategy.needs_coordinator
         if is_alone or self._member is None or not self._strategy.survives:
             return
         epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
-        try:
-            self._synchronizer.flush()
-            self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
-            self._synchronizer.finish()
-            what = "everybody to finish"
-            self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)
-            self._synchronizer.settle()
-        except BaseException as error:
-            self._left = False
-            self.leave(error)
-            raise
+        self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
+        self._synchronizer.finish()
+        what = "everybody to finish"
+        self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)
+        self._synchronizer.settle()
 
     def _dismissed(self) -> bool:
         return self._member is not None and self._member.is_dismissed

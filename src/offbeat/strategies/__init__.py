@@ -1,6 +1,7 @@
 """One short file a published method: it reads like its paper and binds policy and numerics to the runtime."""
 
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.hybrid import Hybrid
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.spelling import STRATEGIES, parse_strategy
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
@@ -13,6 +14,7 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "Downpour",
+    "Hybrid",
     "PartialAllReduce",
     "ServerBSP",
     "parse_strategy",

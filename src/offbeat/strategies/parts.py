@@ -7,8 +7,10 @@ from typing import ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from offbeat.runtime.averaging import GradientAverager, Host
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
+from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.synchronizer import Loop
 
 
@@ -36,11 +38,22 @@ class Averaging:
 
     def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
         """See `Strategy.synchronizer`."""
+
+        def averaging(grouping: Grouping | None, host: Host) -> GradientAverager:
+            return GradientAverager(
+                model,
+                grouping,
+                host,
+                workers=loop.world,
+                bucket_bytes=self.bucket_bytes,
+                deadline_s=self.deadline_s,
+            )
+
         return GroupSynchronizer(
             loop,
             model,
             optimizer,
-            bucket_bytes=self.bucket_bytes,
+            averaging=averaging,
             deadline_s=self.deadline_s,
             survives=self.survives,
             is_dealt=self.shards == "dynamic",

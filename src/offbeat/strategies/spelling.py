@@ -9,10 +9,11 @@ import msgspec
 
 from offbeat.runtime.session import Strategy
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.hybrid import Hybrid
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 
-_KINDS = (AllReduce, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
+_KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
 
 
