@@ -1,7 +1,6 @@
 """Layers that are averaged behind both passes: to the last bit what comes out if everything is waited for."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from cluster import run, values
-from offbeat.strategies import Hybrid
+from offbeat.strategies import AllReduce, Hybrid
 
 STEPS = 6
 
@@ -152,6 +151,11 @@ def plain_step(session, model, optimizer, step):
     optimizer.step()
 
 
+def is_behind(session):
+    """Whether a step was taken of which something is still to come."""
+    return getattr(session._synchronizer.averager, "_stepped", None) is not None
+
+
 def trained(model, optimizer, strategy, step=plain_step, steps=STEPS):
     """The bits of a model after training, and how much of the last steps was put off."""
     one, stepper = made(model, optimizer)
@@ -159,8 +163,7 @@ def trained(model, optimizer, strategy, step=plain_step, steps=STEPS):
         put_off = 0
         for number in range(steps):
             step(session, one, stepper, number)
-            round_ = session._synchronizer.averager._round
-            put_off += round_ is not None and round_.settings is not None
+            put_off += is_behind(session)
     return bits(one), put_off
 
 
@@ -188,3 +191,286 @@ def same_bits(rank, say, model, optimizer, options):
 def test_what_is_put_off_changes_no_bit(model, optimizer, options):
     first, second, third = values(run(same_bits, 3, model, optimizer, options))
     assert first == second == third
+
+
+def clipped_step(session, model, optimizer, step):
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def scaled_step(session, model, optimizer, step):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(optimizer)
+
+
+def closure_step(session, model, optimizer, step):
+    x, y = batch(session.worker, step)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def twice_backward_step(session, model, optimizer, step):
+    """Two backward passes of one forward pass: the second one finds promises."""
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad()
+    logits = model(x)
+    F.cross_entropy(logits, y).backward(retain_graph=True)
+    (logits.square().mean() / 10).backward()
+    optimizer.step()
+
+
+def accumulated_step(session, model, optimizer, step):
+    optimizer.zero_grad()
+    with session.no_sync():
+        x, y = batch(session.worker, 100 + step)
+        F.cross_entropy(model(x), y).backward()
+    x, y = batch(session.worker, step)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def by_hand_step(session, model, optimizer, step):
+    x, y = batch(session.worker, step)
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(F.cross_entropy(model(x), y), parameters), strict=True
+    ):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def doubled_step(session, model, optimizer, step):
+    """One gradient is replaced by another, which nobody has promised."""
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    model.conv.weight.grad = model.conv.weight.grad * 2
+    optimizer.step()
+
+
+def dropped_step(session, model, optimizer, step):
+    """Every other step is not taken."""
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    if step % 2:
+        optimizer.step()
+
+
+def last_gradient_in_place_step(session, model, optimizer, step):
+    """Gradients stay from step to step and are set to zero in place."""
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad(set_to_none=False)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+LOOPS = {
+    "plain": (plain_step, STEPS - 2),
+    "clipped": (clipped_step, 0),
+    "scaled": (scaled_step, 0),
+    "closure": (closure_step, 0),
+    "twice": (twice_backward_step, 0),
+    "accumulated": (accumulated_step, STEPS - 2),
+    "by hand": (by_hand_step, 0),
+    "doubled": (doubled_step, 0),
+    "dropped": (dropped_step, None),
+    "in place": (last_gradient_in_place_step, STEPS - 2),
+}
+
+
+def like_lockstep(rank, say, loop):
+    torch.set_num_threads(1)
+    step, put_off = LOOPS[loop]
+    expected, _ = trained("plain", "sgd", AllReduce(), step)
+    found, count = trained("plain", "sgd", Hybrid(), step)
+    assert put_off is None or count == put_off
+    for (name, one), (_, other) in zip(found, expected, strict=True):
+        if name != "norm.num_batches_tracked":
+            close = torch.allclose(
+                torch.frombuffer(bytearray(one), dtype=torch.float32),
+                torch.frombuffer(bytearray(other), dtype=torch.float32),
+                rtol=1e-3,
+                atol=1e-5,
+            )
+            assert close, name
+    return found
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_ends_where_waiting_for_everything_ends(loop):
+    first, second = values(run(like_lockstep, 2, loop))
+    assert first == second
+
+
+def scheduled(rank, say):
+    """The learning rate changes between the step and its use."""
+    torch.set_num_threads(1)
+    found = []
+    for overlap in ("none", "forward"):
+        one, stepper = made("plain")
+        schedule = torch.optim.lr_scheduler.StepLR(stepper, 1, gamma=0.5)
+        with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0, overlap=overlap)) as session:
+            for number in range(STEPS):
+                plain_step(session, one, stepper, number)
+                schedule.step()
+        found.append(bits(one))
+        assert stepper.param_groups[0]["lr"] == 0.1 * 0.5**STEPS
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_step_is_taken_with_the_learning_rate_that_it_was_put_off_with():
+    first, second = values(run(scheduled, 2))
+    assert first == second
+
+
+def looked_at(rank, say, look):
+    torch.set_num_threads(1)
+    strategy = {"policy": "ring", "fuse_bytes": 0}
+    expected, _ = trained("plain", "sgd", Hybrid(overlap="none", **strategy))
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(**strategy)) as session:
+        for number in range(STEPS):
+            plain_step(session, one, stepper, number)
+        before = one.head.weight.detach().clone()
+        assert is_behind(session)
+        if look == "model.state_dict":
+            state = one.state_dict()
+            assert [(name, t.numpy().tobytes()) for name, t in sorted(state.items())] == expected
+        elif look == "optimizer.state_dict":
+            assert stepper.state_dict()["state"][0]["momentum_buffer"] is not None
+        elif look == "session.state_dict":
+            session.state_dict()
+        elif look == "eval":
+            one.eval()
+        elif look == "refresh":
+            session.refresh()
+        elif look == "evaluation":
+            with torch.no_grad():
+                one.train(False)
+                one(batch(0, 0)[0])
+        assert not torch.equal(before, one.head.weight), "the last step had not reached this layer yet"
+        kept = {name: tensor.clone() for name, tensor in one.named_parameters()}
+    assert bits(one) == expected
+    assert all(torch.equal(kept[name], tensor) for name, tensor in one.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "look",
+    ["model.state_dict", "optimizer.state_dict", "session.state_dict", "eval", "refresh", "evaluation"],
+)
+def test_who_looks_at_the_parameters_finds_the_last_step_in_them(look):
+    values(run(looked_at, 2, look))
+
+
+def copied(rank, say):
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid()) as session:
+        for number in range(3):
+            plain_step(session, one, stepper, number)
+        for other in copy.deepcopy(one), pickle.loads(pickle.dumps(one)):
+            assert other.eval() is other
+            assert not other.training
+            assert one.training
+            assert other(batch(0, 0)[0]).shape == (4, 3)
+            assert is_behind(session), "a copy's affairs are its own"
+    assert "train" not in vars(one)
+    assert one.eval() is one
+    assert not one.training
+
+
+def test_copies_of_the_model_are_models_of_their_own():
+    values(run(copied, 2))
+
+
+class MySGD(torch.optim.SGD):
+    """Who knows what it does with all its gradients together."""
+
+
+def unknown_optimizer(rank, say):
+    OPTIMIZERS["mine"] = lambda ps: MySGD(ps, lr=0.1)
+    expected, _ = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0, overlap="none"))
+    found, put_off = trained("plain", "mine", Hybrid(policy="ring", fuse_bytes=0))
+    assert put_off == 0
+    assert found == expected
+
+
+def test_an_optimizer_that_is_not_torchs_gets_all_gradients_at_once():
+    values(run(unknown_optimizer, 2))
+
+
+class Turning(nn.Module):
+    """After some steps another way leads to the last layer, past the module that has been waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(128, 16)
+        self.last = nn.Linear(16, 3)
+        self.holder = nn.Identity()
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        x = self.first(x.flatten(1))
+        return self.last(x) if self.steps < 5 else F.linear(x, self.last.weight, self.last.bias)
+
+
+def turned(rank, say):
+    MODELS["turning"] = Turning
+    trained("turning", "sgd", Hybrid(policy="ring", fuse_bytes=0))
+
+
+def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error_that_names_it():
+    for ended in run(turned, 2):
+        assert ended.error_type == "OffbeatError"
+        assert "last." in ended.error
+        assert "use overlap=backward" in ended.error
+
+
+def failed_backward(rank, say):
+    one, stepper = made("plain")
+
+    def fail(_):
+        raise ValueError("broken")
+
+    with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
+        for number in range(3):
+            plain_step(session, one, stepper, number)
+        x, y = batch(session.worker, 0)
+        h = one.conv(x)
+        h.register_hook(fail)
+        loss = F.cross_entropy(one.head(F.relu(one.hidden(F.relu(one.norm(h)).flatten(1)))), y)
+        with pytest.raises(ValueError, match="broken"):
+            loss.backward()
+        plain_step(session, one, stepper, 3)
+
+
+def test_a_backward_pass_that_fails_halfway_is_not_repeated_in_silence():
+    for ended in run(failed_backward, 2):
+        assert ended.error_type in ("OffbeatError", "WorkerError")
+        assert "a backward pass failed" in ended.error
+
+
+def test_options_out_of_range_are_refused_in_one_line():
+    for options, text in [
+        ({"policy": "best"}, "policy to be one of cost_model, conv_butterfly_fc_ring, table4, ring"),
+        ({"order": "lifo"}, "order to be one of priority, fifo"),
+        ({"overlap": "both"}, "overlap to be one of none, backward, forward"),
+        ({"fuse_bytes": -1}, "fuse_bytes must be at least 0 bytes, got -1"),
+        ({"deadline_s": float("inf")}, "deadline_s must be finite"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            Hybrid(**options)

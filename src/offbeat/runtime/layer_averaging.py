@@ -63,8 +63,7 @@ class _Round:
         is_there: by slot, whether its means are there.
         weight: the sum of all shares, None before it is known.
         used: by parameter, whether anybody has a gradient.
-        settings: by group of the optimizer, its hyperparameters when it stepped; None before that, and where
-            it stepped with everything.
+        settings: by group of the optimizer, its hyperparameters when it stepped.
         is_applied: by slot, whether that step has been taken with it.
     """
 
@@ -75,7 +74,7 @@ class _Round:
         self.is_there = [False] * len(slots)
         self.weight: float | None = None
         self.used: list[bool] = []
-        self.settings: list[dict[str, Any]] | None = None
+        self.settings: list[dict[str, Any]] = []
         self.is_applied = [False] * len(slots)
         self.is_sent = False  # all of it is on its way
         self.was_looked_at = False
@@ -141,13 +140,13 @@ class LayerAverager:
         self._quiet = False
         self._rounds = 0
         self.rounds_since_step = 0
-        self._round: _Round | None = None  # the last one, as long as anything of it is still to come
+        self._round: _Round | None = None  # under way, or the last one
+        self._stepped: _Round | None = None  # with which a step is taken layer by layer, until all have
         count = len(self._parameters)
         self._promised: list[torch.Tensor | None] = [None] * count
         # Of the pass under way, and of the one before:
         self._fired, self._fires = [0] * count, [0] * count  # how often each gradient has come
         self._came_s, self._ended_s = [0.0] * count, 0.0
-        self._late: set[int] = set()  # parameters that nothing had waited for when the pass began
         self._pass: int | None = None
         self._pass_end: Callable[[], object] = do_nothing  # a weak reference: gone with the pass
         self._has_accumulated = False
@@ -324,11 +323,10 @@ class LayerAverager:
 
     def _before_module(self, indices: Sequence[int], *_: Any) -> None:
         """A module's forward pass begins: what it needs of the last step is done now."""
-        round_ = self._round
-        if round_ is not None and round_.settings is not None:
+        if self._stepped is not None:
             part = self._host.timer.part
             for index in indices:
-                self._apply(round_, index)
+                self._apply(self._stepped, index)
             self._host.timer.switch(part)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -354,20 +352,12 @@ class LayerAverager:
         callback = partial(self._end_pass, self._pass)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._pass_end = weakref.ref(callback)
-        self._late = set()
         if not self._quiet:
             self._begin_round(self._fresh_weight + self._batch_weight)
 
     def _begin_round(self, weight: float) -> None:
-        """Begins the next round, and ends the one before: what no forward pass asked for is done now."""
-        before = self._round
-        if before is not None and before.settings is not None:
-            for index in range(self._parcels):
-                if not before.is_applied[index]:
-                    self._late.update(self._slots[index].entries)
-            self.drain()
-        elif before is not None:  # no step was taken with it
-            self._look()
+        """Begins the next round; the one before is there, if no step was put off with it."""
+        self._look()
         self._fired = [0] * len(self._parameters)
         self._missing = [len(slot.entries) for slot in self._slots[: self._parcels]]
         self._share = weight / self._workers
@@ -401,13 +391,13 @@ class LayerAverager:
             )
         self._begin_pass()
         self._has_accumulated = True
-        if self._quiet:
-            return
-        if entry in self._late:
+        if self._stepped is not None and not self._stepped.is_applied[self._place_of[entry][0]]:
             raise OffbeatError(
                 f"{self._name(entry)} was used before the last step had reached it, because the forward pass "
                 "came to it in another way than in the first steps: use overlap=backward"
             )
+        if self._quiet:
+            return
         self._came_s[entry] = time.perf_counter()
         self._host.timer.switch("communicate")
         self._pack_early(entry)
@@ -493,6 +483,7 @@ class LayerAverager:
         round_, timer = self._round, self._host.timer
         assert round_ is not None
         compute_s = timer.total_s("compute") - self._compute_mark_s
+        self.drain()  # where no forward pass has come
         timer.switch("communicate")
         has = [
             bool(self._share) and (bool(fired) or parameter.grad is not None)
@@ -623,7 +614,7 @@ class LayerAverager:
     def _look(self) -> None:
         """Somebody looks at a gradient: all of them are to be there."""
         round_ = self._round
-        if round_ is None or round_.was_looked_at or not round_.is_sent:
+        if round_ is None or round_.was_looked_at or not round_.is_sent or round_ is self._stepped:
             return
         round_.was_looked_at = True
         part = self._host.timer.part
@@ -660,8 +651,10 @@ class LayerAverager:
             return
         if self._fresh_weight or not self.rounds_since_step:
             self._exchange_now()
+        self.drain()  # there may be another step before the next pass
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_wait(round_):
+            self._stepped = round_
             round_.settings = [_settings(group) for group in self._optimizer.param_groups]
             self._promised = [None] * len(self._parameters)
             for parameter in self._parameters:
@@ -687,9 +680,8 @@ class LayerAverager:
     def after_step(self) -> None:
         """The optimizer has stepped."""
         self.rounds_since_step = 0
-        if self._round is not None and self._round.settings is None:
-            self._look()
-            self._round = None
+        self._look()
+        self._round = None
         if not self._is_planned and self._rounds >= _WATCHED_ROUNDS:
             self._share_plan()
 
@@ -699,11 +691,11 @@ class LayerAverager:
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
         """
-        round_ = self._round
-        if round_ is not None and round_.settings is not None:
+        if self._stepped is not None:
             part = self._host.timer.part
             for index in range(self._parcels):
-                self._apply(round_, index)
+                self._apply(self._stepped, index)
+            self._stepped = None
             self._host.timer.switch(part)
 
     def _apply(self, round_: _Round, index: int) -> None:
@@ -721,7 +713,6 @@ class LayerAverager:
             parameter, mean = self._parameters[entry], self._mean(round_, entry)
             same = mean.stride() == parameter.stride()
             parameter.grad = mean if same else torch.empty_like(parameter).copy_(mean)
-        assert round_.settings is not None
         groups = self._optimizer.param_groups
         now = [dict(group) for group in groups]
         try:
