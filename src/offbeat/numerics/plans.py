@@ -22,7 +22,7 @@ class Layer:
     """Gradients that are needed at once: those of the parameters that one module is the first to use.
 
     Attributes:
-        kind: what the module is; `dense` is fully connected.
+        kind: what the module is: `dense` is fully connected, or another table such as an embedding.
         size_bytes: of its gradients.
         group: only layers of one group can travel together (one type of number, say).
         slack_s: from the end of its backward pass to the beginning of its next forward pass, in seconds.

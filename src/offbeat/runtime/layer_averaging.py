@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -185,14 +184,14 @@ class LayerAverager:
             layers.setdefault((self._uses.modules[entry], self._parameters[entry].dtype), []).append(entry)
         described = [
             Layer(
-                kind=_kind_of(module),
+                kind=_kind_of([self._parameters[entry] for entry in entries]),
                 size_bytes=sum(self._parameters[entry].nbytes for entry in entries),
                 group=str(dtype),
                 slack_s=min(
                     self._ended_s - self._came_s[entry] + self._uses.began_s[entry] for entry in entries
                 ),
             )
-            for (module, dtype), entries in layers.items()
+            for (_, dtype), entries in layers.items()
         ]
         members = [*layers.values()]
         parcels = plan(described, self._workers, self.line, policy=self._policy, fuse_bytes=self._fuse_bytes)
@@ -747,10 +746,10 @@ def train(module: nn.Module, mode: bool = True) -> nn.Module:
     return type(module).train(module, mode)
 
 
-def _kind_of(module: nn.Module) -> Kind:
-    if isinstance(module, _ConvNd):
-        return "convolution"
-    return "dense" if isinstance(module, nn.Linear) else "other"
+def _kind_of(parameters: Sequence[torch.Tensor]) -> Kind:
+    """A layer's kind by its weights: those of a convolution have a window, fully connected ones are tables."""
+    dimensions = max(parameter.dim() for parameter in parameters)
+    return "convolution" if dimensions > 2 else "dense" if dimensions == 2 else "other"
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

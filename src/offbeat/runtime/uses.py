@@ -33,7 +33,8 @@ class Uses:
     """Watches forward passes for the first use of each parameter.
 
     A parameter need not belong to the module that uses it: heads share the weights of embeddings. What counts
-    is the innermost module under way when it is first used.
+    is the innermost module under way when it is first given to a function of torch, or the module that owns
+    it, if that comes first: functions of other libraries are not seen.
 
     Args:
         model: what is watched.
@@ -92,6 +93,9 @@ class Uses:
             self._watcher.__enter__()  # type: ignore[no-untyped-call]
         if self._watcher is not None:
             self._under_way.append((module, now_s))
+            for parameter in module._parameters.values():
+                if (entry := self._entry_of.get(id(parameter))) is not None:
+                    self._use(entry)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while self._under_way and self._under_way.pop()[0] is not module:

@@ -1,0 +1,272 @@
+"""`offbeat bench hybrid`: what overlapping every layer's all-reduce with both passes is worth, beside DDP.
+
+Namespaces shaped to one rate stand for hosts, with one worker in each. Computing is waited for (`timed`), in
+layer times that were measured alone and are scaled so that a step computes for a given share of what its
+gradients need on the line, a given part of it in the forward pass. PyTorch's DistributedDataParallel over
+gloo, with its default buckets, runs in the same run.
+
+Source: the layer-overlapping hybrid all-reduce paper, section 4. Deviations: it computes, on one batch size a
+row; here the ratio of computing to communication is given, since all that can be won depends on that.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.bench import runs
+from offbeat.bench.namespaces import hosts
+from offbeat.bench.result import Result, machine
+from offbeat.bench.timed import ModelTimes
+from offbeat.bench.workers import answer, run_workers, settings_of
+from offbeat.numerics.timeline import possible_saving
+from offbeat.runtime.environment import read_environment
+from offbeat.runtime.launch import free_port
+from offbeat.runtime.session import join
+from offbeat.strategies import parse_strategy
+
+DDP = "ddp"
+SIDES: Mapping[str, str] = {
+    DDP: "",
+    "sync_ring": "hybrid:policy=ring,overlap=none",
+    "fifo_ring": "hybrid:policy=ring,order=fifo",
+    "paper": "hybrid:policy=conv_butterfly_fc_ring,order=fifo,fuse_bytes=0",
+    "table4": "hybrid:policy=table4,order=fifo,fuse_bytes=0",
+    "cost_model": "hybrid",
+}
+"""Name -> strategy; `ddp` is PyTorch's own."""
+
+TCP_SHARE = 0.956
+"""Of a line's rate, what TCP carries."""
+
+_WARM_UP_STEPS = 4
+_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How long a step computes.
+
+    Attributes:
+        ratio: of the time that the gradients need on the line.
+        forward_share: of it, in the forward pass.
+    """
+
+    ratio: float
+    forward_share: float
+
+    @property
+    def name(self) -> str:
+        """As figures spell it."""
+        return f"c{self.ratio:g}_f{self.forward_share:.2f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        model: a key of `offbeat.models.MODELS`.
+        sides: keys of `SIDES`.
+        cases: each with all sides.
+        steps: that count, a side and case.
+        workers: hosts, one worker on each.
+        rate_bit_per_s: of each host's line, each way.
+    """
+
+    model: str = "alexnet"
+    sides: tuple[str, ...] = tuple(SIDES)
+    cases: tuple[Case, ...] = ()
+    steps: int = 5
+    workers: int = 4
+    rate_bit_per_s: int = 1_000_000_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for side in self.sides:
+            if side not in SIDES:
+                raise ValueError(f"unknown side {side!r}: expected some of {', '.join(SIDES)}")
+        if self.steps < 1 or self.workers < 2 or not self.cases:
+            raise ValueError("expected at least 1 step, 2 workers and 1 case")
+        for case in self.cases:
+            if not (case.ratio > 0 and 0 < case.forward_share < 1):
+                raise ValueError(f"expected a ratio above 0 and a share between 0 and 1, got {case}")
+
+
+def times_for(alone: ModelTimes, case: Case, transfer_s: float) -> ModelTimes:
+    """Return layer times that sum to a case's, in the proportions of those that were measured."""
+    compute_s = case.ratio * transfer_s
+    forward = case.forward_share * compute_s / alone.forward_s
+    backward = (1 - case.forward_share) * compute_s / alone.backward_s
+    return ModelTimes(
+        lead_s=alone.lead_s * forward,
+        layers=tuple(
+            replace(layer, forward_s=layer.forward_s * forward, backward_s=layer.backward_s * backward)
+            for layer in alone.layers
+        ),
+    )
+
+
+def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:
+    """Return how long TCP needs at least for an all-reduce on lines of this rate, in seconds."""
+    return 2 * (workers - 1) / workers * size_bytes * 8 / (rate_bit_per_s * TCP_SHARE)
+
+
+def run(plan: Plan, *, command: str) -> Result:
+    """Measures all cases and sides, in namespaces that it makes and removes; needs root."""
+    alone = runs.measured(plan.model, 2, plan.seed)
+    built = runs.network(plan.model, None, plan.seed)
+    line_s = transfer_s(sum(p.nbytes for p in built.parameters()), plan.workers, plan.rate_bit_per_s)
+    first_s = transfer_s(_first_layer_bytes(built), plan.workers, plan.rate_bit_per_s)
+    rows = []
+    with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s) as made:
+        for case in plan.cases:
+            settings = {
+                "model": plan.model,
+                "times": times_for(alone, case, line_s).to_plain(),
+                "sides": list(plan.sides),
+                "steps": plan.steps,
+                "seed": plan.seed,
+                "address": made[0].address,
+                "interface": made[0].interface,
+                "port": free_port(),
+            }
+            told = run_workers(
+                "offbeat.bench.hybrid",
+                settings,
+                plan.workers,
+                prefix=[host.prefix for host in made],
+                master_addr=made[0].address,
+            )
+            rows += [_row(case, side, line_s, first_s, told[side]) for side in plan.sides]
+        congestion_control = made[0].congestion_control
+    return Result(
+        name="hybrid",
+        command=command,
+        kind="timed",
+        seed=plan.seed,
+        figures=figures(plan.model, rows),
+        rows=rows,
+        machine=machine(
+            congestion_control=congestion_control,
+            line_mbit_per_s=plan.rate_bit_per_s / 1e6,
+            workers=plan.workers,
+        ),
+    )
+
+
+def _first_layer_bytes(model: nn.Module) -> int:
+    first = next(module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
+    return sum(parameter.nbytes for parameter in first.parameters(recurse=False))
+
+
+def _row(case: Case, side: str, line_s: float, first_s: float, steps_s: Sequence[float]) -> dict[str, Any]:
+    compute_s = case.ratio * line_s
+    step_s = median(steps_s)
+    return {
+        "case": case.name,
+        "side": side,
+        "compute_s": compute_s,
+        "forward_share": case.forward_share,
+        "transfer_s": line_s,
+        "step_s": step_s,
+        "step_min_s": min(steps_s),
+        "step_max_s": max(steps_s),
+        "exposed_comm_share": max(0.0, step_s - compute_s) / step_s,
+        "ratio_to_floor": step_s / max(compute_s + first_s, line_s),
+    }
+
+
+def figures(model: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each side's step beside DDP's, the floor's and what can be saved at all."""
+    found: dict[str, float] = {}
+    ddp = {row["case"]: row["step_s"] for row in rows if row["side"] == DDP}
+    best = []
+    for row in rows:
+        case, side = row["case"], row["side"]
+        found[f"exposed_comm_share_{model}_{case}_{side}"] = row["exposed_comm_share"]
+        if side == DDP or case not in ddp:
+            continue
+        ratio = row["step_s"] / ddp[case]
+        found[f"time_ratio_to_ddp_{model}_{case}_{side}"] = ratio
+        possible = possible_saving(
+            compute_s=row["compute_s"], forward_share=row["forward_share"], transfer_s=row["transfer_s"]
+        )
+        if possible:
+            found[f"share_of_possible_saving_{model}_{case}_{side}"] = (1 - ratio) / possible
+        if side == "cost_model":
+            best.append((ratio, row["ratio_to_floor"]))
+    if best:
+        found["time_ratio_to_ddp_best"] = min(ratio for ratio, _ in best)
+        found["time_ratio_to_ddp_worst"] = max(ratio for ratio, _ in best)
+        found[f"ratio_to_floor_{model}_cost_model"] = max(floor for _, floor in best)
+    return found
+
+
+def main() -> None:
+    """One worker: all sides one after the other; rank 0 answers with the seconds of their steps."""
+    settings = settings_of(sys.argv)
+    torch.set_num_threads(1)
+    environment = read_environment()
+    times = msgspec.convert(settings["times"], ModelTimes)
+    told = {}
+    for side in settings["sides"]:
+        model = runs.network(settings["model"], times, settings["seed"])
+        optimizer = runs.optimizer_of(model)
+        if side == DDP:
+            with _gloo(settings, environment.rank, environment.world):
+                wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+                told[side] = _steps(wrapped, optimizer, settings["steps"], settings["seed"])
+                dist.barrier()
+                del wrapped
+        else:
+            with join(model, optimizer, parse_strategy(SIDES[side])):
+                told[side] = _steps(model, optimizer, settings["steps"], settings["seed"])
+        if environment.rank == 0:
+            print(f"{side}: {median(told[side]):.3f} s a step", flush=True)
+    if environment.rank == 0:
+        answer(told)
+
+
+@contextmanager
+def _gloo(settings: Mapping[str, Any], rank: int, world: int) -> Iterator[None]:
+    os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{settings['address']}:{settings['port']}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=_DEADLINE_S),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
+    """Seconds between the beginnings of forward passes, once everything is in its place."""
+    x, y = runs.samples(1, seed)
+    began_s = []
+    for _ in range(_WARM_UP_STEPS + steps + 1):
+        began_s.append(time.perf_counter())
+        runs.step(model, optimizer, x, y)
+    return [after - before for before, after in zip(began_s, began_s[1:], strict=False)][_WARM_UP_STEPS:]
+
+
+if __name__ == "__main__":
+    main()
