@@ -551,7 +551,12 @@ class PS:
             function: must not wait for anything, for it is called in the thread that all requests go through.
         """
         before = list(requests)
-        future = Future("what follows other requests", lambda: f"{len(before)} requests come before it")
+
+        def first_of_them() -> str:
+            first = next((one for one in before if not one.is_done), None)
+            return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
+
+        future = Future("what follows other requests", first_of_them)
         self._node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
