@@ -1,6 +1,13 @@
-"""What holds of all tests."""
+"""What all tests begin with, however they were started.
 
+One thread a process computes: several tests run at a time, and threads of torch that wait for each other
+burn the cores on which the others run. And Ctrl-C ends what the tests start: whoever runs them in the
+background of a shell script hands on that it is ignored.
+"""
+
+import os
 import signal
 
-# Ctrl-C is ignored in a shell's background, by whatever is started there, and some tests send it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are imported
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,6 +21,7 @@ from typing import Any
 
 from cluster import Cluster, Ended, free_port, start
 from offbeat.runtime.rendezvous import open_store
+from runlogs import wait_until
 
 MARK = "OFFBEAT_TEST_JOB"
 DEADLINE_S = 60.0
@@ -142,13 +143,15 @@ def command(pid: int) -> str:
 
 def coordinator(mark: str) -> tuple[int, int]:
     """The process ids of the coordinator that now serves the job with this mark, and of its supervisor."""
-    limit_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < limit_s:
+    pairs: list[tuple[int, int]] = []
+
+    def is_there() -> bool:
         found = [pid for pid in marked(mark) if "offbeat.runtime.coordinator" in command(pid)]
-        for pid in found:
-            if parent(pid) in found:
-                return pid, parent(pid)
-    raise AssertionError("there is no coordinator")
+        pairs.extend((pid, parent(pid)) for pid in found if parent(pid) in found)
+        return bool(pairs)
+
+    wait_until(is_there, "a coordinator")
+    return pairs[0]
 
 
 def parent(pid: int) -> int:

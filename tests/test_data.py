@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import struct
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -18,15 +19,17 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from cluster import run, values
 from offbeat.data import DEFAULT_DIR, SETS, DataError, Splits, load
 from offbeat.data.download import Remote
-from offbeat.data.files import CIFAR_RECORD_BYTES, read_cifar_batch, read_idx
+from offbeat.data.files import CIFAR_RECORD_BYTES, read_cifar_batch, read_digits, read_idx
 from offbeat.data.sets import (
     CIFAR10_MEAN,
     CIFAR10_STD,
@@ -488,6 +491,70 @@ def test_digits() -> None:
     share = torch.bincount(test_labels) / (torch.bincount(labels) + torch.bincount(test_labels))
     assert share.min() > 0.19
     assert share.max() < 0.21
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    """They are read from its file, without its import, which would take longer than to train on them."""
+    from sklearn.datasets import load_digits
+
+    theirs, splits = load_digits(), load("digits")
+    every_fifth = torch.zeros(len(theirs.target), dtype=torch.bool)
+    for digit in range(10):
+        every_fifth[np.flatnonzero(theirs.target == digit)[4::5]] = True
+    for split, chosen in ((splits.train, ~every_fifth), (splits.test, every_fifth)):
+        assert torch.equal(split.tensors[0][:, 0], torch.from_numpy(theirs.images)[chosen].float() / 16)
+        assert torch.equal(split.tensors[1], torch.from_numpy(theirs.target)[chosen])
+
+
+def with_digits(rank: int, say: object) -> tuple[int, bool]:
+    return len(load("digits").train), "sklearn" in sys.modules
+
+
+def test_a_worker_has_the_digits_without_the_import_of_scikit_learn() -> None:
+    assert values(run(with_digits, 1)) == [(1442, False)]
+
+
+def digits(*lines: str) -> bytes:
+    return gzip.compress("\n".join(lines).encode())
+
+
+IMAGE = ",".join(str(pixel % 17) for pixel in range(64))
+
+
+def test_digits_come_back_as_written(path: Path) -> None:
+    path.write_bytes(digits(f"{IMAGE},9", f"{IMAGE},0"))
+    images, labels = read_digits(path)
+    assert images.flatten().tolist() == [pixel % 17 for pixel in range(64)] * 2
+    assert tuple(images.shape) == (2, 1, 8, 8)
+    assert labels.tolist() == [9, 0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        digits(),
+        digits(IMAGE),
+        digits(f"{IMAGE},1", IMAGE),
+        digits(f"{IMAGE},10"),
+        digits(f"{IMAGE},-1"),
+        digits(f"{IMAGE},1.5"),
+        digits(f"{IMAGE},one"),
+        digits(f"{IMAGE},nan"),
+        digits(f"17{IMAGE[1:]},1"),
+        digits(f"{IMAGE},1")[:-9],
+        f"{IMAGE},1".encode(),
+    ],
+    ids=range(13),
+)
+def test_digits_that_are_not_as_they_should_be_are_a_data_error(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match="install scikit-learn again") as caught:
+        read_digits(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_digits_are_the_same_each_time_and_in_no_split_twice() -> None:

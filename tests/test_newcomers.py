@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partialmethod
 
 import pytest
@@ -29,7 +28,7 @@ from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.session import Session
 from offbeat.runtime.state import StateCopier
 from offbeat.strategies import AllReduce, PartialAllReduce
-from runlogs import entries_of, groups_of, wait_for_entry
+from runlogs import entries_of, groups_of, wait_for_entry, wait_until
 from test_data_once import BATCH, SAMPLES, Counter, once_each
 from test_groups import compute
 
@@ -542,11 +541,11 @@ class Launched:
 
     def kill(self, rank, condition):
         """Kills a worker with signal 9 when the condition holds for an entry of the run log."""
-        limit_s = time.monotonic() + DEADLINE_S
-        while not (found := re.findall(rf"^\[{rank}\] process (\d+)$", self._said.read_text(), re.MULTILINE)):
-            assert time.monotonic() < limit_s, f"worker {rank} did not start: {self.lines}"
+        start = re.compile(rf"^\[{rank}\] process (\d+)$", re.MULTILINE)
+        wait_until(lambda: start.search(self._said.read_text()) is not None, f"a start of worker {rank}")
         wait_for_entry(self.log, f"what worker {rank} is killed upon", condition)
-        os.kill(int(found[0]), signal.SIGKILL)
+        (pid,) = start.findall(self._said.read_text())
+        os.kill(int(pid), signal.SIGKILL)
 
     def kill_two(self, first):
         """Kills a worker in the middle of its training, and the one in its place as soon as that has come."""

@@ -148,7 +148,7 @@ def test_a_cluster_whose_servers_do_not_all_come_says_so_in_time(mark, by_hand):
 
 
 def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_out(mark, capfd):
-    with PS.local(servers=3) as ps:
+    with PS.local(servers=3, silent_s=4.0) as ps:
         w = ps.namespace("w", keys=KEYS)
         ones = np.ones(KEYS, np.float32)
         w.push(ones).result()
@@ -163,7 +163,15 @@ def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_ou
         assert w.pull().result().tolist() == [21.0] * KEYS
         assert ps.servers == [0, 2]
     said = capfd.readouterr().err
-    assert "offbeat: server 1 is out of the cluster: server-1 was lost: server-1 has been silent" in said
+    assert (
+        "offbeat: server 1 is out of the cluster: server-1 was lost: server-1 has been silent for 4 s" in said
+    )
+
+
+@pytest.mark.parametrize("silent_s", [2.0, -1.0, float("nan")])
+def test_who_lives_is_never_to_be_lost_between_two_beats(silent_s):
+    with pytest.raises(ValueError, match="expected silent_s to be more than 2 s, got"):
+        PS.local(silent_s=silent_s)
 
 
 def test_a_manager_that_is_killed_costs_no_request_and_takes_in_who_comes(mark):

@@ -439,6 +439,10 @@ def test_a_wait_ends_and_names_the_server():
         pushed = w.push(np.ones(10))
         with pytest.raises(OffbeatError, match=r"a push to w is not done after 0\.2 s: .* with server 0"):
             pushed.result(timeout_s=0.2)
+        with pytest.raises(
+            OffbeatError, match=r"not done after 0\.2 s: a push to w is not: .* with server 0"
+        ):
+            ps.when_done([pushed]).result(timeout_s=0.2)
 
 
 def test_who_is_closed_says_so_and_leaves_no_process():

@@ -41,7 +41,7 @@ def running(tmp_path):
     """Four servers with two replicas of everything, and three clients that push."""
     stop = tmp_path / "stop"
     with (
-        offbeat.PS.local(servers=4, copies=2, run_log=str(tmp_path / "log.jsonl")) as ps,
+        offbeat.PS.local(servers=4, copies=2, run_log=str(tmp_path / "log.jsonl"), silent_s=4.0) as ps,
         start(pusher, 3, ps.cluster, stop) as clients,
     ):
         for rank in range(3):

@@ -202,6 +202,11 @@ def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
     assert in_a_fresh_process(code) == "False"
 
 
+def test_sparse_logistic_regression_needs_no_torch():
+    code = "import sys, offbeat.bench.sparse_lr, offbeat.libsvm\nprint('torch' in sys.modules)"
+    assert in_a_fresh_process(code) == "False"
+
+
 def test_the_root_exports_few_names_and_all_of_them_are_there():
     import offbeat
 

@@ -37,3 +37,7 @@ class WorkerError(OffbeatError):
         super().__init__(message)
         self.worker = worker
         self.step = step
+
+
+class DataError(OffbeatError):
+    """A data set is missing, damaged or could not be fetched; the text says what, where and what to do."""

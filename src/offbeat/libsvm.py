@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.data import DataError
+from offbeat.errors import DataError
 from offbeat.numerics.sparse import SparseRows, joined
 
 _ROWS_AT_ONCE = 1 << 14

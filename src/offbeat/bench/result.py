@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -134,6 +133,8 @@ def machine(**more: str | float | None) -> dict[str, Any]:
         cores this process may use, cpu, memory_gb, accelerator (None without one), kernel, python, torch,
         congestion_control, and `more`.
     """
+    import torch  # here, for workers that have no need of it: its import takes two seconds
+
     described: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": _cpu(),

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from offbeat.data.files import DataError
+from offbeat.errors import DataError
 
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes received so far and the bytes expected."""

@@ -1,4 +1,6 @@
-"""Readers of the idx and CIFAR-10 binary formats; what is not exactly what it should be is a DataError.
+"""Readers of the idx and CIFAR-10 binary formats and of scikit-learn's digits.
+
+What is not exactly what it should be is a DataError.
 
 They read files and return tensors; they never download, normalise or write. Shapes: N samples or records.
 """
@@ -11,19 +13,16 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import DataError
 
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 _CHUNK_BYTES = 1 << 20
 _IDX_UINT8 = 0x08
 _AGAIN = "delete it and fetch it again"
-
-
-class DataError(OffbeatError):
-    """A data set is missing, damaged or could not be fetched; the text says what, where and what to do."""
 
 
 def read_idx(path: Path, *, dims: int) -> Tensor:
@@ -109,6 +108,35 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
     records = torch.frombuffer(content, dtype=torch.uint8).reshape(-1, CIFAR_RECORD_BYTES)
     labels = checked_labels(path, records[:, 0], classes=10)
     return records[:, 1:].reshape(-1, 3, 32, 32), labels
+
+
+def read_digits(path: Path) -> tuple[Tensor, Tensor]:
+    """Read the digits as scikit-learn has them: gzipped lines of 64 pixels and a label, with commas.
+
+    Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits" (1998), the test set; the pixels
+    are from 0 to 16.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Images, uint8 (N, 1, 8, 8), and labels, int64 (N,).
+
+    Raises:
+        DataError: the file is missing, damaged or empty, or something in it is out of range.
+    """
+    try:
+        with gzip.open(path) as stream:
+            lines = np.array([line.split(b",") for line in stream], dtype=np.float64)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({_reason(error)}); install scikit-learn again") from error
+    largest = np.array([16] * 64 + [9])
+    if lines.shape[1:] != largest.shape or not np.isin(lines, range(17)).all() or (lines > largest).any():
+        raise DataError(
+            f"{path}: expected lines of 64 pixels, 0 to 16, and a label, 0 to 9; install scikit-learn again"
+        )
+    records = torch.from_numpy(lines).to(torch.uint8)
+    return records[:, :64].reshape(-1, 1, 8, 8), records[:, 64].to(torch.int64)
 
 
 def checked_labels(path: Path, labels: Tensor, *, classes: int) -> Tensor:

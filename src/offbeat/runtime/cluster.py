@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.node import Cluster
 from offbeat.runtime.server import ServerConfiguration
 from offbeat.runtime.starting import new_secrets, start_coordinator, start_server
+
+SILENT_S: Final = 10.0  # as long as a worker may be silent
+_SILENT_LEAST_S: Final = 2.0  # two of the beats with which whoever lives breaks its silence
 
 
 class LocalServers:
@@ -21,13 +25,21 @@ class LocalServers:
     """
 
     def __init__(
-        self, servers: int, *, copies: int, functions: Sequence[str], run_log: str | None = None
+        self,
+        servers: int,
+        *,
+        copies: int,
+        functions: Sequence[str],
+        run_log: str | None = None,
+        silent_s: float = SILENT_S,
     ) -> None:
         if servers < 1:
             raise ValueError(f"expected at least 1 server, got {servers}")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._functions = tuple(functions)
-        self.cluster = start_cluster(servers, host="127.0.0.1", copies=copies, run_log=run_log)
+        self.cluster = start_cluster(
+            servers, host="127.0.0.1", copies=copies, run_log=run_log, silent_s=silent_s
+        )
         # Its thread lives as long as they shall: the kernel ends them with the thread that started them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="offbeat servers")
         try:
@@ -58,15 +70,25 @@ class LocalServers:
 
 
 def start_cluster(
-    servers: int, *, host: str, copies: int = 2, virtual_nodes: int = 16, run_log: str | None = None
+    servers: int,
+    *,
+    host: str,
+    copies: int = 2,
+    virtual_nodes: int = 16,
+    run_log: str | None = None,
+    silent_s: float = SILENT_S,
 ) -> Cluster:
     """Start the manager of a parameter server that begins with so many servers.
 
-    It lives for as long as there is a server or a client.
+    It lives for as long as there is a server or a client. It takes for lost who has said nothing to it for
+    `silent_s` seconds.
 
     Raises:
+        ValueError: `silent_s` is not more than 2.
         OffbeatError: it did not start.
     """
+    if not silent_s > _SILENT_LEAST_S:
+        raise ValueError(f"expected silent_s to be more than {_SILENT_LEAST_S:g} s, got {silent_s:g} s")
     job, token = new_secrets()
     arguments = {"servers": servers, "copies": copies, "virtual_nodes": virtual_nodes}
     addresses = start_coordinator(
@@ -76,6 +98,7 @@ def start_cluster(
             host=host,
             policies=(PolicySpec(path="offbeat.policies.manager:Manager", arguments=arguments),),
             log_path=run_log,
+            silent_s=silent_s,
         )
     )
     return Cluster(job=job, token=token, manager=addresses)

@@ -41,11 +41,15 @@ class Future:
         """
         if not self.is_done:
             if not self._lock.acquire(timeout=timeout_s):
-                raise OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self._who()}")
+                raise OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
             self._lock.release()
         if self.error is not None:
             raise self.error
         return self._value
+
+    def waits_for(self) -> str:
+        """Return which servers have not answered, as errors say it."""
+        return self._who()
 
     def finish(self, value: Any, error: Exception | None = None) -> None:
         """There is a result, or none will be; in the links' thread."""

@@ -57,7 +57,7 @@ from offbeat.policies.server import MANAGER, Send
 from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
-from offbeat.runtime.cluster import LocalServers
+from offbeat.runtime.cluster import SILENT_S, LocalServers
 from offbeat.runtime.combining import COMBINED_BYTES_MAX, Combiner
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.group import WorkerGroup
@@ -185,7 +185,13 @@ class PS:
 
     @classmethod
     def local(
-        cls, servers: int = 2, *, copies: int = 2, functions: Sequence[str] = (), run_log: str | None = None
+        cls,
+        servers: int = 2,
+        *,
+        copies: int = 2,
+        functions: Sequence[str] = (),
+        run_log: str | None = None,
+        silent_s: float = SILENT_S,
     ) -> PS:
         """Start a parameter server on this machine, which ends with this client; return the client.
 
@@ -194,11 +200,13 @@ class PS:
             copies: how many replicas everything has, as far as there are servers.
             functions: import paths of your own updates.
             run_log: where the manager writes down what happens.
+            silent_s: who has said nothing for so many seconds, more than 2, is lost.
 
         Raises:
+            ValueError: an argument out of range.
             OffbeatError: it does not start.
         """
-        owned = LocalServers(servers, copies=copies, functions=functions, run_log=run_log)
+        owned = LocalServers(servers, copies=copies, functions=functions, run_log=run_log, silent_s=silent_s)
         try:
             ps = cls(owned.cluster, host="127.0.0.1")
         except BaseException:
@@ -543,7 +551,12 @@ class PS:
             function: must not wait for anything, for it is called in the thread that all requests go through.
         """
         before = list(requests)
-        future = Future("what follows other requests", lambda: f"{len(before)} requests come before it")
+
+        def first_of_them() -> str:
+            first = next((one for one in before if not one.is_done), None)
+            return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
+
+        future = Future("what follows other requests", first_of_them)
         self._node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
