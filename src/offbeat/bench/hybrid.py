@@ -11,7 +11,6 @@ row; here the ratio of computing to communication is given, since all that can b
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -71,8 +71,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As figures spell it."""
-        return f"c{self.ratio:g}_f{self.forward_share:.2f}"
+        """As figures spell it, both in percent."""
+        return f"c{100 * self.ratio:.0f}_f{100 * self.forward_share:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Plan:
     def __post_init__(self) -> None:
         for side in self.sides:
             if side not in SIDES:
-                raise ValueError(f"unknown side {side!r}: expected some of {', '.join(SIDES)}")
+                parse_strategy(side)
         if self.steps < 1 or self.workers < 2 or not self.cases:
             raise ValueError("expected at least 1 step, 2 workers and 1 case")
         for case in self.cases:
@@ -174,8 +174,8 @@ def _first_layer_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in first.parameters(recurse=False))
 
 
-def _row(case: Case, side: str, line_s: float, first_s: float, steps_s: Sequence[float]) -> dict[str, Any]:
-    compute_s = case.ratio * line_s
+def _row(case: Case, side: str, line_s: float, first_s: float, told: Mapping[str, Any]) -> dict[str, Any]:
+    compute_s, steps_s = case.ratio * line_s, told["step_s"]
     step_s = median(steps_s)
     return {
         "case": case.name,
@@ -186,6 +186,7 @@ def _row(case: Case, side: str, line_s: float, first_s: float, steps_s: Sequence
         "step_s": step_s,
         "step_min_s": min(steps_s),
         "step_max_s": max(steps_s),
+        "cpu_s": told["cpu_s"],
         "exposed_comm_share": max(0.0, step_s - compute_s) / step_s,
         "ratio_to_floor": step_s / max(compute_s + first_s, line_s),
     }
@@ -230,14 +231,17 @@ def main() -> None:
         if side == DDP:
             with _gloo(settings, environment.rank, environment.world):
                 wrapped = DistributedDataParallel(model, broadcast_buffers=False)
-                told[side] = _steps(wrapped, optimizer, settings["steps"], settings["seed"])
+                told[side] = _steps(wrapped, optimizer, settings["steps"])
                 dist.barrier()
                 del wrapped
         else:
-            with join(model, optimizer, parse_strategy(SIDES[side])):
-                told[side] = _steps(model, optimizer, settings["steps"], settings["seed"])
+            with join(model, optimizer, parse_strategy(SIDES.get(side, side))):
+                told[side] = _steps(model, optimizer, settings["steps"])
         if environment.rank == 0:
-            print(f"{side}: {median(told[side]):.3f} s a step", flush=True)
+            print(
+                f"{side}: {median(told[side]['step_s']):.3f} s a step, {told[side]['cpu_s']:.2f} s of cpu",
+                flush=True,
+            )
     if environment.rank == 0:
         answer(told)
 
@@ -258,14 +262,18 @@ def _gloo(settings: Mapping[str, Any], rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
-    """Seconds between the beginnings of forward passes, once everything is in its place."""
-    x, y = runs.samples(1, seed)
-    began_s = []
-    for _ in range(_WARM_UP_STEPS + steps + 1):
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
+    """Seconds between the beginnings of forward passes, once everything is in its place; processor time."""
+    x, y = runs.batch(1, 0, timed=True)
+    began_s: list[float] = []
+    for step in range(_WARM_UP_STEPS + steps + 1):
+        if step == _WARM_UP_STEPS:
+            cpu_s = time.process_time()
         began_s.append(time.perf_counter())
         runs.step(model, optimizer, x, y)
-    return [after - before for before, after in zip(began_s, began_s[1:], strict=False)][_WARM_UP_STEPS:]
+    cpu_s = (time.process_time() - cpu_s) / (steps + 1)
+    all_s = [after - before for before, after in pairwise(began_s)]
+    return {"step_s": all_s[_WARM_UP_STEPS:], "cpu_s": cpu_s}
 
 
 if __name__ == "__main__":
