@@ -1,8 +1,9 @@
-"""`offbeat bench allreduce`: offbeat's ring over links beside gloo's, on lines of known rate.
+"""`offbeat bench allreduce`: offbeat's all-reduces over links beside gloo's, on lines of known rate.
 
 Four network namespaces on one machine, each shaped to the rate, stand for four hosts; one worker runs in
-each. Blocks of all-reduces, back to back, take turns between the two sides in one run. A third side, plain
-sockets that move as many bytes and sum nothing, shows what the lines and this machine carry at all.
+each. Blocks of all-reduces, back to back, take turns between the sides in one run: the ring over links, the
+other algorithms over links, gloo, and plain sockets that move as many bytes as the ring and sum nothing, which
+show what the lines and this machine carry at all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,6 +27,7 @@ from offbeat.bench.result import Result, machine
 from offbeat.bench.sockets import SocketRing
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.errors import OffbeatError
+from offbeat.numerics.schedules import ALGORITHMS
 from offbeat.runtime.environment import read_environment
 from offbeat.runtime.exchange import LinkExchange
 from offbeat.runtime.launch import free_port
@@ -32,6 +35,7 @@ from offbeat.runtime.links import Endpoint
 
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
 _ROUNDS = {"35KB": 40, "600KB": 20, "5MB": 6, "67MB": 2}
+_OTHERS = tuple(algorithm for algorithm in ALGORITHMS if algorithm != "ring")
 _DEADLINE_S = 120.0
 _Side = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -73,6 +77,8 @@ def run(
         figures[f"ratio_to_gloo_{size}"] = links_s / gloo_s
         figures[f"ratio_to_sockets_{size}"] = links_s / sockets_s
         figures[f"sockets_ratio_to_bound_{size}"] = sockets_s / least_s
+        for algorithm in _OTHERS:
+            figures[f"ratio_to_ring_{size}_{algorithm}"] = median(times_s[size][algorithm]) / links_s
         for side, all_s in times_s[size].items():
             rows.append(
                 {
@@ -112,9 +118,9 @@ def main() -> None:
 
         sums = {nbytes: torch.empty(nbytes // 4) for nbytes in SIZES_BYTES.values()}
 
-        def over_links(tensor: torch.Tensor) -> torch.Tensor:
+        def over_links(tensor: torch.Tensor, algorithm: str = "ring") -> torch.Tensor:
             into = sums[tensor.nbytes]
-            exchange.all_reduce(tensor, into, exchange_id=next(ids)).wait(_DEADLINE_S)
+            exchange.all_reduce(tensor, into, exchange_id=next(ids), algorithm=algorithm).wait(_DEADLINE_S)
             return into
 
         def over_gloo(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +135,7 @@ def main() -> None:
                     ring.move(2 * (world - 1) * tensor.nbytes // world)
 
                 sides: dict[str, _Side] = {"links": over_links, "gloo": over_gloo, "sockets": over_sockets}
+                sides |= {other: partial(over_links, algorithm=other) for other in _OTHERS}
                 times_s[size] = _measure(sides, size, settings)
                 dist.barrier()
         if rank == 0:

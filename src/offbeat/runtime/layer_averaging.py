@@ -747,7 +747,7 @@ def train(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _kind_of(parameters: Sequence[torch.Tensor]) -> Kind:
-    """A layer's kind by its weights: those of a convolution have a window, fully connected ones are tables."""
+    """A layer's kind, by its weights: those of a convolution have a window, others are tables."""
     dimensions = max(parameter.dim() for parameter in parameters)
     return "convolution" if dimensions > 2 else "dense" if dimensions == 2 else "other"
 
