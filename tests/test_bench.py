@@ -21,10 +21,49 @@ def test_allreduce_gives_the_ratios_for_each_size():
     result = allreduce.run(command="test", workers=3, rate_bit_per_s=4_000_000_000, blocks=1)
     sizes = ["35KB", "600KB", "5MB", "67MB"]
     ratios = ("ratio_to_bound", "ratio_to_gloo", "ratio_to_sockets", "sockets_ratio_to_bound")
-    names = [f"{ratio}_{size}" for size in sizes for ratio in ratios]
+    others = [f"ratio_to_ring_{{}}_{name}" for name in ("recursive_doubling", "rabenseifner", "direct")]
+    names = [
+        name
+        for size in sizes
+        for name in [*(f"{ratio}_{size}" for ratio in ratios), *(other.format(size) for other in others)]
+    ]
     assert list(result.figures) == names
     assert result.machine["line_mbit_per_s"] == 4000
     assert all(row["ratio_to_bound"] > 1 for row in result.rows if row["size"] == "67MB")
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
+    path = tmp_path / "result.json"
+    options = ["--workers", "2", "--steps", "1", "--compute", "1", "--compute", "8", "--forward-share", "0.5"]
+    sides = ["--side", "ddp", "--side", "cost_model"]
+    assert main(["bench", "hybrid", "--model", "cnn2", *options, *sides, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    figures = result["figures"]
+    assert {
+        "time_ratio_to_ddp_cnn2_c100_f50_cost_model",
+        "share_of_possible_saving_cnn2_c100_f50_cost_model",
+    } < {*figures}
+    # Where the backward pass alone covers the communication there is nothing to save.
+    assert "share_of_possible_saving_cnn2_c800_f50_cost_model" not in figures
+    assert figures["time_ratio_to_ddp_best"] <= figures["time_ratio_to_ddp_worst"]
+    assert figures["ratio_to_floor_cnn2_cost_model"] > 0.9
+    assert len(result["rows"]) == 4
+    assert all(row["step_s"] > 0 and row["cpu_s"] > 0 for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--side", "best"], "unknown strategy 'best'"),
+        (["--compute", "0"], "a ratio above 0"),
+        (["--forward-share", "1"], "a share between 0 and 1"),
+        (["--model", "nosuch"], "nosuch"),
+    ],
+)
+def test_hybrid_refuses_what_cannot_be_measured(options, text, capsys):
+    assert main(["bench", "hybrid", *options]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_log_counts_the_processor_time_of_recording(tmp_path):

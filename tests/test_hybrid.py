@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import signal
+import threading
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from cluster import run, values
+from jobs import job
+from offbeat.errors import WorkerError
 from offbeat.strategies import AllReduce, Hybrid
 
 STEPS = 6
@@ -474,3 +478,47 @@ def test_options_out_of_range_are_refused_in_one_line():
     ]:
         with pytest.raises(ValueError, match=text):
             Hybrid(**options)
+
+
+def compiled(rank, say):
+    one, stepper = made("plain")
+    with offbeat.join(torch.compile(one), stepper, Hybrid()):
+        pass
+
+
+def test_a_compiled_model_is_refused_in_words():
+    for ended in run(compiled, 2):
+        assert ended.error_type in ("OffbeatError", "WorkerError")
+        assert "the model is compiled" in ended.error
+        assert "or use bsp" in ended.error
+
+
+def hangs_in_forward(rank, say, victim):
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+        for number in range(3):
+            plain_step(session, one, stepper, number)
+        if rank == victim:
+            x, y = batch(rank, 3)
+            F.cross_entropy(one(x), y).backward()
+            say("in time")
+            threading.Event().wait()
+        try:
+            for number in range(3, 10):
+                plain_step(session, one, stepper, number)
+        except WorkerError as error:
+            return error.worker, str(error)
+        raise AssertionError("nobody was lost")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_killed_while_others_wait_for_its_layers_is_named(victim):
+    with job(hangs_in_forward, 3, victim) as running:
+        running.said(victim)
+        running.signal(victim, signal.SIGKILL)
+        ended = running.ends()
+    for one in ended:
+        if one.rank != victim:
+            worker, text = one.value
+            assert worker == victim
+            assert f"worker {victim} was lost" in text

@@ -2,8 +2,8 @@
 
 Four network namespaces on one machine, each shaped to the rate, stand for four hosts; one worker runs in
 each. Blocks of all-reduces, back to back, take turns between the sides in one run: the ring over links, the
-other algorithms over links, gloo, and plain sockets that move as many bytes as the ring and sum nothing, which
-show what the lines and this machine carry at all.
+other algorithms over links, gloo, and plain sockets, which move as many bytes as the ring and sum nothing and
+so show what the lines and this machine carry at all.
 """
 
 from __future__ import annotations

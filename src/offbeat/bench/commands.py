@@ -63,6 +63,50 @@ def allreduce(
 
 
 @bench.command()
+def hybrid(
+    side: Annotated[
+        list[str] | None,
+        typer.Option(help="ddp, sync_ring, fifo_ring, paper, table4, cost_model, or a strategy; repeatable."),
+    ] = None,
+    compute: Annotated[
+        list[float] | None,
+        typer.Option(help="Computing, as a multiple of the time on the line; repeatable."),
+    ] = None,
+    forward_share: Annotated[
+        list[float] | None, typer.Option(help="Of computing, in the forward pass; repeatable.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "alexnet",
+    workers: Workers = 4,
+    rate_mbit: Annotated[int, typer.Option(min=1, help="Each host's line, in Mbit/s.")] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="That count, a side and case.")] = 5,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Every layer's all-reduce behind both passes, beside DDP, on lines of known rate; needs root."""
+    from offbeat.bench.hybrid import SIDES, Case, Plan, run
+
+    _report(
+        json,
+        lambda command: run(
+            Plan(
+                model=model,
+                sides=tuple(side or SIDES),
+                cases=tuple(
+                    Case(ratio=ratio, forward_share=share)
+                    for share in forward_share or [1 / 3, 1 / 2]
+                    for ratio in compute or [0.25, 0.5, 0.75, 1.0, 1.5]
+                ),
+                steps=steps,
+                workers=workers,
+                rate_bit_per_s=rate_mbit * 1_000_000,
+                seed=seed,
+            ),
+            command=command,
+        ),
+    )
+
+
+@bench.command()
 def log(
     workers: Workers = 4,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of steps each way.")] = 20,

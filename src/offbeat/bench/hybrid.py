@@ -238,10 +238,7 @@ def main() -> None:
             with join(model, optimizer, parse_strategy(SIDES.get(side, side))):
                 told[side] = _steps(model, optimizer, settings["steps"])
         if environment.rank == 0:
-            print(
-                f"{side}: {median(told[side]['step_s']):.3f} s a step, {told[side]['cpu_s']:.2f} s of cpu",
-                flush=True,
-            )
+            print(f"{side}: {median(told[side]['step_s']):.3f} s a step", flush=True)
     if environment.rank == 0:
         answer(told)
 

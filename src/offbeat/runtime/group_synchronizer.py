@@ -218,7 +218,8 @@ class GroupSynchronizer:
 
     def flush(self) -> None:
         """See `Synchronizer.flush`."""
-        self.averager.drain()
+        if self._member is None or self._member.failure is None:  # which has been raised
+            self.averager.drain()
 
     def finish(self) -> None:
         """See `Synchronizer.finish`."""

@@ -124,11 +124,12 @@ class LayerAverager:
         self._model, self._optimizer, self._grouping, self._host = model, optimizer, grouping, host
         self._workers, self._deadline_s = workers, deadline_s
         self._policy, self._fuse_bytes, self._order, self._overlap = policy, fuse_bytes, order, overlap
-        self._steps_alone = steps_alone(optimizer)
+        self._steps_alone = _steps_alone(optimizer)
         seat = grouping.seat(wait=True)
         assert seat is not None  # the group has everybody
         self._exchange, self._position = seat.exchange, seat.position
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        _check(model)
         self._entry_of = {id(parameter): entry for entry, parameter in enumerate(self._parameters)}
         self._buffers = BufferList(model)
         self._uses = Uses(model, self._parameters, time.perf_counter)
@@ -746,6 +747,23 @@ def train(module: nn.Module, mode: bool = True) -> nn.Module:
     return type(module).train(module, mode)
 
 
+def _check(model: nn.Module) -> None:
+    """Refuses a model whose layers cannot be waited for one by one."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            what = f"the part {name!r} of the model" if name else "the model"
+            raise OffbeatError(
+                f"{what} is compiled, and its layers cannot be waited for one by one: "
+                "join the module that was compiled, or use bsp"
+            )
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise OffbeatError(
+            f"the model lies on {device}, where layers cannot be averaged one by one yet: "
+            "use bsp, or train on the CPU"
+        )
+
+
 def _kind_of(parameters: Sequence[torch.Tensor]) -> Kind:
     """A layer's kind, by its weights: those of a convolution have a window, others are tables."""
     dimensions = max(parameter.dim() for parameter in parameters)
@@ -761,7 +779,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def steps_alone(optimizer: Optimizer) -> bool:
+def _steps_alone(optimizer: Optimizer) -> bool:
     """Whether an optimizer steps each parameter by its own gradient alone, as those of torch do."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and hasattr(kind.step, "__wrapped__")

@@ -1,0 +1,86 @@
+"""Which gradients travel together and how: every policy, and what holds of all plans."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.numerics.costs import Line
+from offbeat.numerics.plans import POLICIES, Layer, latency_bytes, plan
+
+LINE = Line(alpha_s=200e-6, beta_s=8e-9)  # 1 Gbit/s
+
+ALEXNET = [
+    *(Layer(kind="convolution", size_bytes=size, slack_s=slack) for size, slack in
+      [(140_000, 0.0), (1_229_000, 0.05), (3_540_000, 0.1), (2_656_000, 0.15), (1_771_000, 0.2)]),
+    *(Layer(kind="dense", size_bytes=size, slack_s=slack) for size, slack in
+      [(151_000_000, 1.0), (67_000_000, 1.5), (16_000_000, 2.0)]),
+]  # fmt: skip
+
+layers = st.lists(
+    st.builds(
+        Layer,
+        kind=st.sampled_from(["convolution", "dense", "other"]),
+        size_bytes=st.integers(1, 10**7),
+        group=st.sampled_from(["float32", "float16"]),
+        slack_s=st.floats(0, 3),
+    ),
+    max_size=20,
+)
+
+
+def algorithms(policy, **options):
+    return [one.algorithm for one in plan(ALEXNET, 4, LINE, policy=policy, fuse_bytes=0, **options)]
+
+
+def test_the_papers_text_and_its_table_are_each_others_reverse():
+    text, table = algorithms("conv_butterfly_fc_ring"), algorithms("table4")
+    assert text == ["recursive_doubling"] * 5 + ["ring"] * 3
+    assert table == ["ring"] * 5 + ["recursive_doubling"] * 3
+    assert algorithms("ring") == ["ring"] * 8
+
+
+def test_the_cost_model_hurries_where_there_is_no_slack_and_spares_the_line_elsewhere():
+    # 140 kB: rings of 6 messages take 2.9 ms, halving and doubling with 4 takes 2.5.
+    assert algorithms("cost_model") == ["rabenseifner", *["ring"] * 7]
+
+
+def test_small_messages_without_slack_go_by_the_fewest_messages_after_each_other():
+    tiny = [Layer(kind="other", size_bytes=1000)]
+    assert plan(tiny, 4, LINE)[0].algorithm == "direct"
+    assert plan(tiny, 4, LINE, policy="ring")[0].algorithm == "ring"
+
+
+def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes():
+    # direct: 2 rounds of 200 us, and 1.5 times the vector at 8 ns a byte
+    assert latency_bytes(4, LINE) == int(2 * 200e-6 / (1.5 * 8e-9))
+    small = [Layer(kind="convolution", size_bytes=10_000) for _ in range(7)]
+    assert [one.layers for one in plan(small, 4, LINE)] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=0)] == [(i,) for i in range(7)]
+    assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=10**6)] == [tuple(range(7))]
+    assert latency_bytes(1, LINE) == 0
+
+
+@given(
+    layers,
+    st.integers(1, 17),
+    st.sampled_from(POLICIES),
+    st.none() | st.integers(0, 10**7),
+)
+def test_every_layer_travels_once_in_order_with_its_like(described, workers, policy, fuse_bytes):
+    found = plan(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
+    assert sorted(layer for one in found for layer in one.layers) == list(range(len(described)))
+    limit = latency_bytes(workers, LINE) if fuse_bytes is None else fuse_bytes
+    for one in found:
+        members = [described[layer] for layer in one.layers]
+        assert list(one.layers) == sorted(one.layers)
+        assert len({(layer.group, layer.kind == "dense") for layer in members}) == 1
+        assert len(members) == 1 or sum(layer.size_bytes for layer in members) <= limit
+    assert [one.layers[0] for one in found] == sorted(one.layers[0] for one in found)
+    assert found == plan(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="a policy of cost_model, conv_butterfly_fc_ring, table4, ring, got"):
+        plan([], 4, LINE, policy="best")
+    with pytest.raises(ValueError, match="fuse_bytes of at least 0, got -1"):
+        plan([], 4, LINE, fuse_bytes=-1)
