@@ -85,6 +85,9 @@ def train(
     data_dir: DataDir = None,
     download: Download = False,
     json: Json = None,
+    trace: Annotated[
+        int | None, typer.Option(min=0, help="Trace this step and the next, for 'offbeat trace'.")
+    ] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(help="Folder for the run log; by default runs/TIME-STRATEGY."),
@@ -113,7 +116,9 @@ def train(
         threads=threads_per_worker,
         data_dir=_data_dir(data_dir, download),
     )
-    training = job.Job(settings=settings, workers=workers, slow=tuple(slow or ()), servers=servers)
+    training = job.Job(
+        settings=settings, workers=workers, slow=tuple(slow or ()), servers=servers, trace=trace
+    )
     if json is not None:
         check_writable(json)
     splits = _load(settings, download)
@@ -357,6 +362,33 @@ def serve(
     serve_until_told(
         server, lambda: print(f"server {server.server} of {cluster}", file=sys.stderr, flush=True)
     )
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write here; by default RUN/trace.json.")
+    ] = None,
+) -> None:
+    """Make one file of what the workers did when, in the steps that were traced, for ui.perfetto.dev.
+
+    Shows, worker by worker, the parts of the loop's time, when which layer was needed and had its gradients,
+    what travelled from when to when, and how much was sent. 'offbeat train --trace STEP' makes a trace, and in
+    any script OFFBEAT_TRACE=FOLDER:STEP does, where FOLDER is RUN/trace.
+    """
+    import msgspec
+
+    from offbeat import tracefile
+
+    found = tracefile.read_traces(run / tracefile.FOLDER)
+    path = out or run / "trace.json"
+    try:
+        path.write_bytes(msgspec.json.encode(tracefile.chrome(found)))
+    except OSError as error:
+        raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
+    steps = f"steps {found[0].first_step} and {found[0].first_step + 1}"
+    print(f"{path}: {steps} of {len(found)} workers; open it in https://ui.perfetto.dev")
 
 
 @app.command()

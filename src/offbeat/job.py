@@ -26,6 +26,7 @@ from offbeat.runtime import environment
 from offbeat.runtime.feed import EqualShards
 from offbeat.runtime.launch import launch, summary
 from offbeat.timesheet import TimeSheet
+from offbeat.tracefile import FOLDER as TRACE_FOLDER
 from offbeat.training import Settings, loss_of
 
 LOG_NAME: Final = "log.jsonl"
@@ -47,6 +48,7 @@ class Job:
         workers: local processes, at least 1.
         slow: rules as `--slow` spells them, all in force.
         servers: of the parameter server, where the strategy has one, at least 1.
+        trace: the first step that workers trace, for `offbeat.tracefile`; None for no trace.
 
     Raises:
         ValueError: a bad count, or a rule that is not understood or about a worker that there is not.
@@ -56,6 +58,7 @@ class Job:
     workers: int
     slow: tuple[str, ...] = ()
     servers: int = 1
+    trace: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -165,6 +168,7 @@ def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lamb
         environment.RUN_LOG: str(run_dir / LOG_NAME),
         environment.SEED: str(job.settings.seed),
         environment.SERVERS: str(job.servers),
+        environment.TRACE: "" if job.trace is None else f"{run_dir / TRACE_FOLDER}:{job.trace}",
     }
     with (run_dir / OUTPUT_NAME).open("w", buffering=1) as output:
         with launch(command, job.workers, env=env, on_output=_line_writer(output)) as workers:

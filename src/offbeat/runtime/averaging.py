@@ -26,6 +26,7 @@ from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
 from offbeat.runtime.hooks import Hook, do_nothing
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.timing import PartTimer
+from offbeat.runtime.tracing import Tracer
 
 _WORD_S = 5.0
 _LANES = 3
@@ -37,6 +38,10 @@ class Host(Protocol):
     @property
     def timer(self) -> PartTimer:
         """Splits the worker's wall time into parts."""
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Takes note of what happens when, if somebody wants to know."""
 
     def check(self) -> None:
         """Raises if the job has failed."""

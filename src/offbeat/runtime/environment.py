@@ -14,6 +14,7 @@ SEED = "OFFBEAT_SEED"
 NEWCOMER = "OFFBEAT_NEWCOMER"
 START_S = "OFFBEAT_START_S"
 SERVERS = "OFFBEAT_SERVERS"
+TRACE = "OFFBEAT_TRACE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Environment:
         slow: slowness to inject, as `--slow` spells it.
         run_log: where the run log goes, None for no log.
         seed: the seed of the data order.
+        trace: into which folder to write what this worker does when, and in which step that begins; None for
+            nothing.
         start_s: how long the job's start may take, in seconds: the last worker may come so long after the
             first.
     """
@@ -50,6 +53,7 @@ class Environment:
     slow: tuple[str, ...] = ()
     run_log: str | None = None
     seed: int = 0
+    trace: tuple[str, int] | None = None
     start_s: float = 30.0
 
 
@@ -100,6 +104,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
         run_log=environ.get(RUN_LOG) or None,
         seed=_whole(environ, SEED, 0),
+        trace=_trace(environ),
         start_s=_seconds(environ, START_S, Environment.start_s),
     )
 
@@ -135,6 +140,16 @@ def _is_newcomer(environ: Mapping[str, str]) -> bool:
     if text not in ("", "0", "1"):
         raise OffbeatError(f"{NEWCOMER} must be 1, or not be set, got {text!r}")
     return text == "1"
+
+
+def _trace(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    text = environ.get(TRACE)
+    if not text:
+        return None
+    folder, colon, step = text.rpartition(":")
+    if not (folder and colon and step.isdecimal()):
+        raise OffbeatError(f"{TRACE} must be FOLDER:STEP, the first of the steps to trace, got {text!r}")
+    return folder, int(step)
 
 
 def _servers(environ: Mapping[str, str]) -> int:

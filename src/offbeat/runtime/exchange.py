@@ -29,7 +29,13 @@ _REASON_S = 2.0  # a link's end or torch's own error may be seen before the coor
 
 
 class Pending(Protocol):
-    """One exchange under way."""
+    """One exchange under way.
+
+    Attributes:
+        ended_s: when it was over, by the performance counter; None before, or where nobody saw it.
+    """
+
+    ended_s: float | None
 
     def wait(self, deadline_s: float) -> None:
         """Blocks until the result is in the tensor and its memory may be written again.
@@ -212,6 +218,7 @@ class _LinkPending:
 
     def __init__(self, on_end: Callable[[_LinkPending], None]) -> None:
         self._on_end = on_end
+        self.ended_s: float | None = None
         self._done = threading.Event()
         self._error: WorkerError | None = None
 
@@ -225,6 +232,7 @@ class _LinkPending:
             raise self._error
 
     def finish(self) -> None:
+        self.ended_s = time.perf_counter()
         self._on_end(self)
         self._done.set()
 
@@ -556,6 +564,8 @@ class TorchExchange:
 
 class _TorchPending:
     """A work handle; on a GPU the current stream waits for it and the host does not."""
+
+    ended_s: float | None = None
 
     def __init__(self, exchange: TorchExchange, work: Any, error: WorkerError | None) -> None:
         self._exchange = exchange

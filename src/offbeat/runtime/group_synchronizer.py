@@ -26,6 +26,7 @@ from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.state import StateCopier
 from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.timing import PartTimer
+from offbeat.runtime.tracing import Tracer
 
 Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
 """(with whom, for whom) -> what averages the gradients; with None, in a world of one."""
@@ -69,6 +70,11 @@ class GroupSynchronizer:
     def timer(self) -> PartTimer:
         """See `averaging.Host`."""
         return self._loop.timer
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """See `averaging.Host`."""
+        return self._loop.tracer
 
     def check(self) -> None:
         """See `averaging.Host`."""

@@ -59,6 +59,7 @@ class _Round:
         exchange_id: by which all members know it.
         banks: by slot, where the means will be.
         pending: by slot, the exchange; None before it has begun.
+        launched_s: by slot, when that was.
         is_there: by slot, whether its means are there.
         weight: the sum of all shares, None before it is known.
         used: by parameter, whether anybody has a gradient.
@@ -70,6 +71,7 @@ class _Round:
         self.exchange_id = exchange_id
         self.banks = [slot.bank for slot in slots]
         self.pending: list[Pending | None] = [None] * len(slots)
+        self.launched_s = [0.0] * len(slots)
         self.is_there = [False] * len(slots)
         self.weight: float | None = None
         self.used: list[bool] = []
@@ -323,6 +325,11 @@ class LayerAverager:
 
     def _before_module(self, indices: Sequence[int], *_: Any) -> None:
         """A module's forward pass begins: what it needs of the last step is done now."""
+        if self._host.tracer is not None:
+            now_s = time.perf_counter()
+            for index in indices:
+                name = self._name(self._slots[index].entries[0])
+                self._host.tracer.add("the forward pass comes to", name, now_s, now_s)
         if self._stepped is not None:
             part = self._host.timer.part
             for index in indices:
@@ -398,7 +405,9 @@ class LayerAverager:
             )
         if self._quiet:
             return
-        self._came_s[entry] = time.perf_counter()
+        now_s = self._came_s[entry] = time.perf_counter()
+        if self._host.tracer is not None:
+            self._host.tracer.add("the backward pass has", self._name(entry), now_s, now_s)
         self._host.timer.switch("communicate")
         self._pack_early(entry)
         self._host.timer.switch("compute")
@@ -532,6 +541,7 @@ class LayerAverager:
 
     def _launch(self, round_: _Round, index: int) -> None:
         slot = self._slots[index]
+        round_.launched_s[index] = time.perf_counter()
         round_.pending[index] = self._exchange.all_reduce(
             slot.own.flat,
             slot.bank.flat,
@@ -588,10 +598,21 @@ class LayerAverager:
         assert pending is not None
         assert round_.weight is not None
         self._wait(pending)
+        self._trace(round_, index, pending)
         if round_.weight not in (0.0, 1.0):
             with torch.no_grad():
                 round_.banks[index].flat.div_(round_.weight)
         round_.is_there[index] = True
+
+    def _trace(self, round_: _Round, index: int, pending: Pending) -> None:
+        """Takes note of how long a slot was on its way."""
+        if self._host.tracer is not None and pending.ended_s is not None:
+            what = "what goes along"
+            if index < self._parcels:
+                slot = self._slots[index]
+                size = f"{slot.own.flat.nbytes / 1e6:.2f} MB"
+                what = f"{self._name(slot.entries[0])}, {size} by {self._algorithms[index]}"
+            self._host.tracer.add(what, what, round_.launched_s[index], pending.ended_s)
 
     @torch.no_grad()
     def _await_along(self, round_: _Round, index: int) -> None:
@@ -601,6 +622,7 @@ class LayerAverager:
         pending = round_.pending[index]
         assert pending is not None
         self._wait(pending)
+        self._trace(round_, index, pending)
         round_.is_there[index] = True
         count, buffers = len(self._parameters), self._buffers.tensors()
         for entry, view in zip(self._slots[index].entries, round_.banks[index].views, strict=True):

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -30,10 +31,12 @@ from offbeat.runtime.rendezvous import Meeting, meet
 from offbeat.runtime.state import Place
 from offbeat.runtime.synchronizer import Loop, Synchronizer
 from offbeat.runtime.timing import PartTimer
+from offbeat.runtime.tracing import Tracer
 
 _STATE_VERSION = 1
 _ERROR_CHARACTERS_MAX = 2000
 _SILENT_S = 10.0
+_COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -124,6 +127,7 @@ class Session:
         servers: how many the parameter server begins with, where the strategy has one.
         timer: splits the wall time into parts.
         samples: taken from `batches` since the last optimizer step.
+        tracer: takes note of what happens when, in the steps that OFFBEAT_TRACE names.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class Session:
         self.epoch = 0
         self._steps_taken = 0  # by this worker's own count, also where no group counts on it
         self.timer = PartTimer(time.perf_counter)
+        self.tracer: Tracer | None = None
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._seed, self._start_s = environment.seed, environment.start_s
         self._is_dealing = False
@@ -210,6 +215,27 @@ class Session:
             self._optimizer.register_step_post_hook(self._after_step),
         ]
         self.timer.lap()
+        if environment.trace is not None:
+            folder, first_step = environment.trace
+            self.tracer = Tracer(folder, self.worker, first_step)
+            self.timer.on_part = partial(self.tracer.add, "loop")
+            self._trace()
+
+    def _trace(self) -> None:
+        """A step begins."""
+        if self.tracer is None:
+            return
+        was_on = self.tracer.is_on
+        self.tracer.step(self.step)
+        if self.tracer.is_on and not was_on and self._member is not None:
+            self._member.endpoint.call(self._count_bytes)
+
+    def _count_bytes(self) -> None:
+        assert self.tracer is not None
+        assert self._member is not None
+        self.tracer.count(self._member.endpoint.bytes_sent)
+        if self.tracer.is_on:
+            self._member.endpoint.later(_COUNT_EVERY_S, self._count_bytes)
 
     def _configure(self, job: str, token: str, host: str, *, log: str | None) -> Configuration:
         about = {
@@ -320,6 +346,8 @@ class Session:
             handle.remove()
         self._handles = []
         _joined.discard(self._optimizer)
+        if self.tracer is not None:
+            self.tracer.close()
         try:
             self._synchronizer.detach()
         finally:
@@ -585,6 +613,7 @@ class Session:
             )
         self.samples = 0
         self._losses.clear()
+        self._trace()
 
     # Saving and restoring ------------------------------------------------------------------------------
 

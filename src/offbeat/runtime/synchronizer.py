@@ -15,6 +15,7 @@ from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.state import Place
 from offbeat.runtime.timing import PartTimer
+from offbeat.runtime.tracing import Tracer
 
 
 class Loop(Protocol):
@@ -29,6 +30,7 @@ class Loop(Protocol):
         servers: how many the parameter server begins with.
         timer: splits the worker's wall time into parts.
         samples: taken from the session since the last optimizer step.
+        tracer: takes note of what happens when, in some steps; None in all others' place.
     """
 
     worker: int
@@ -39,6 +41,7 @@ class Loop(Protocol):
     servers: int
     timer: PartTimer
     samples: int
+    tracer: Tracer | None
 
     @property
     def step(self) -> int:

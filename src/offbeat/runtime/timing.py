@@ -28,9 +28,13 @@ class PartTimer:
 
     Args:
         clock: returns seconds that never go back.
+
+    Attributes:
+        on_part: hears of every part that has ended, with its beginning and its end; None for nobody.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.on_part: Callable[[Part, float, float], None] | None = None
         self._clock = clock
         self._part: Part = "other"
         self._since_s = self._lap_began_s = clock()
@@ -46,6 +50,8 @@ class PartTimer:
         """Ends the running part, begins `part` and returns the time of the change, in seconds."""
         now_s = self._clock()
         self._totals_s[self._part] += now_s - self._since_s
+        if self.on_part is not None:
+            self.on_part(self._part, self._since_s, now_s)
         self._part, self._since_s = part, now_s
         return now_s
 
