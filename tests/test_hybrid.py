@@ -439,7 +439,7 @@ def turned(rank, say):
 
 def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error_that_names_it():
     for ended in run(turned, 2):
-        assert ended.error_type == "OffbeatError"
+        assert ended.error_type in ("OffbeatError", "WorkerError")  # of the other, who was first
         assert "last." in ended.error
         assert "use overlap=backward" in ended.error
 

@@ -374,8 +374,8 @@ def trace(
     """Make one file of what the workers did when, in the steps that were traced, for ui.perfetto.dev.
 
     Shows, worker by worker, the parts of the loop's time, when which layer was needed and had its gradients,
-    what travelled from when to when, and how much was sent. 'offbeat train --trace STEP' makes a trace, and in
-    any script OFFBEAT_TRACE=FOLDER:STEP does, where FOLDER is RUN/trace.
+    what travelled from when to when, and how much was sent. 'offbeat train --trace STEP' makes a trace; in
+    other scripts OFFBEAT_TRACE=FOLDER:STEP does, where FOLDER is RUN/trace.
     """
     import msgspec
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from offbeat.errors import OffbeatError
 
 TIMEOUT_S: Final = 60.0
+_LOOK_S: Final = 0.25
 
 
 class Future:
@@ -46,6 +48,19 @@ class Future:
         if self.error is not None:
             raise self.error
         return self._value
+
+    def result_while(self, check: Callable[[], None], timeout_s: float) -> Any:
+        """Wait as `result` does, as long as `check`, which is asked in between, raises nothing."""
+        limit_s = time.monotonic() + timeout_s
+        while not self.is_done:
+            left_s = limit_s - time.monotonic()
+            if left_s <= 0:
+                raise OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
+            if self._lock.acquire(timeout=min(_LOOK_S, left_s)):
+                self._lock.release()
+            else:
+                check()
+        return self.result()
 
     def waits_for(self) -> str:
         """Return which servers have not answered, as errors say it."""

@@ -371,17 +371,14 @@ class ServedModel:
         Raises:
             WorkerError: it failed or took too long; names the servers.
         """
-        limit_s = time.monotonic() + self._deadline_s
-        while True:
-            try:
-                return future.result(_LOOK_S)
-            except OffbeatError as error:
-                check()
-                who = f"worker {self._ps.number}, or its process,"
-                if future.is_done:
-                    raise WorkerError(f"{who} waited for {what}: {error}") from error
-                if time.monotonic() > limit_s:
-                    raise WorkerError(f"{who} waited {self._deadline_s:g} s for {what}: {error}") from error
+        try:
+            return future.result_while(check, self._deadline_s)
+        except WorkerError:
+            raise
+        except OffbeatError as error:
+            check()
+            who = f"worker {self._ps.number}, or its process,"
+            raise WorkerError(f"{who} waited for {what}: {error}") from error
 
 
 def _whole(pieces: Sequence[Piece], keys: int) -> list[Piece]:
