@@ -93,6 +93,22 @@ class Twice(nn.Module):
         return self.head(self.inner(x) * self.inner(x.flip(1)))
 
 
+class Normed(nn.Module):
+    """Buffers come before all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(128, affine=False)
+        self.register_buffer("scale", torch.ones(()))
+        self.first = nn.Linear(128, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.norm(x.flatten(1)) / self.scale
+        self.scale += x.detach().abs().mean()
+        return self.head(torch.tanh(self.first(x)))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant):
         super().__init__()
@@ -125,6 +141,7 @@ MODELS = {
     "checkpointed": lambda: Checkpointed(reentrant=False),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
     "unhooked": Unhooked,
+    "normed": Normed,
 }
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -281,7 +298,98 @@ def last_gradient_in_place_step(session, model, optimizer, step):
     optimizer.step()
 
 
+def twice_stepped_step(session, model, optimizer, step):
+    x, y = batch(session.worker, step)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def seldom_zeroed_step(session, model, optimizer, step):
+    """What is not set to zero stays, also where the step was put off."""
+    x, y = batch(session.worker, step)
+    if step % 3 == 0:
+        optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def by_hand_every_other_step(session, model, optimizer, step):
+    if step % 2 == 0:
+        plain_step(session, model, optimizer, step)
+        return
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01 * (1 + session.worker))
+    optimizer.step()
+
+
+def noisy_step(session, model, optimizer, step):
+    """Gradients begin with something, which the forward pass must not lose."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    x, y = batch(session.worker, step)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def penalised_step(session, model, optimizer, step):
+    x, y = batch(session.worker, step)
+    x.requires_grad_()
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    optimizer.step()
+
+
+def saliency_on_one_step(session, model, optimizer, step):
+    """One worker looks at a gradient of its own now and then, which is nobody else's affair."""
+    if session.worker == 0 and step % 2:
+        x = batch(9, 9)[0].requires_grad_()
+        model.norm.eval()  # so that its buffers stay
+        torch.autograd.grad(model(x).sum(), x)
+        model.norm.train()
+    plain_step(session, model, optimizer, step)
+
+
+def evaluating_step(session, model, optimizer, step):
+    plain_step(session, model, optimizer, step)
+    with torch.inference_mode():
+        model.eval()
+        model(batch(0, 0)[0])
+    model.train()
+
+
+def hooked_step(session, model, optimizer, step):
+    """A hook on the optimizer finds the means."""
+
+    def clip(optimizer, args, kwargs):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    handle = optimizer.register_step_pre_hook(clip)
+    plain_step(session, model, optimizer, step)
+    handle.remove()
+
+
+def reloading_step(session, model, optimizer, step):
+    plain_step(session, model, optimizer, step)
+    if step == 3:
+        torch.manual_seed(5)
+        model.load_state_dict(Plain().state_dict())
+
+
 LOOPS = {
+    "stepped twice": (twice_stepped_step, None),
+    "seldom zeroed": (seldom_zeroed_step, None),
+    "by hand every other time": (by_hand_every_other_step, None),
+    "noisy": (noisy_step, None),
+    "penalised": (penalised_step, STEPS - 2),
+    "saliency on one": (saliency_on_one_step, None),
+    "evaluating": (evaluating_step, None),
+    "hooked": (hooked_step, 0),
+    "reloading": (reloading_step, None),
     "plain": (plain_step, STEPS - 2),
     "clipped": (clipped_step, 0),
     "scaled": (scaled_step, 0),
@@ -291,7 +399,7 @@ LOOPS = {
     "by hand": (by_hand_step, 0),
     "doubled": (doubled_step, 0),
     "dropped": (dropped_step, None),
-    "in place": (last_gradient_in_place_step, STEPS - 2),
+    "in place": (last_gradient_in_place_step, None),
 }
 
 
@@ -398,6 +506,106 @@ def copied(rank, say):
 
 def test_copies_of_the_model_are_models_of_their_own():
     values(run(copied, 2))
+
+
+def two_optimizers(rank, say):
+    """Only one of them is in the session; the other finds the means all the same."""
+    torch.set_num_threads(1)
+    found = []
+    for strategy in (AllReduce(), Hybrid(policy="ring", fuse_bytes=0)):
+        one, _ = made("plain")
+        joined = torch.optim.SGD([*one.conv.parameters(), *one.norm.parameters()], lr=0.1)
+        other = torch.optim.SGD([*one.hidden.parameters(), *one.head.parameters()], lr=0.1)
+        with offbeat.join(one, joined, strategy) as session:
+            for number in range(STEPS):
+                x, y = batch(rank, number)
+                joined.zero_grad()
+                other.zero_grad()
+                F.cross_entropy(one(x), y).backward()
+                joined.step()
+                other.step()
+            session.refresh()
+        found.append([parameter.detach().clone() for parameter in one.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_parameters_of_an_optimizer_outside_are_trained_as_well():
+    values(run(two_optimizers, 2))
+
+
+def plateau(rank, say):
+    """Each worker's scheduler goes by a loss of its own; the first worker's learning rate is everybody's."""
+    one, stepper = made("plain")
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(stepper, patience=0)
+    with offbeat.join(one, stepper, Hybrid()) as session:
+        for number in range(STEPS):
+            plain_step(session, one, stepper, number)
+            schedule.step(1.0 if rank else 1.0 / (number + 1))
+    return bits(one)
+
+
+def test_learning_rates_are_the_first_workers():
+    first, second = values(run(plateau, 2))
+    assert first == second
+
+
+def looked_at_late(rank, say):
+    """A gradient that was kept is the same whenever it is looked at, and after the session."""
+    torch.set_num_threads(1)
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+        for number in range(4):
+            plain_step(session, one, stepper, number)
+        assert is_behind(session)
+        kept = [parameter.grad for parameter in one.parameters()]
+        before = one.head.weight.detach().clone()
+        norms = [float(gradient.norm()) for gradient in kept]
+        assert not torch.equal(before, one.head.weight), "who looks at it may write: the step is taken first"
+        plain_step(session, one, stepper, 4)
+        plain_step(session, one, stepper, 5)
+        assert [float(gradient.norm()) for gradient in kept] == norms
+        assert torch.equal(copy.deepcopy(kept[0]), kept[0])
+        x, y = batch(rank, 6)
+        F.cross_entropy(one(x), y).backward()
+    last = [parameter.grad for parameter in one.parameters()]
+    assert all(type(gradient) is torch.Tensor for gradient in last)
+    return norms + [float(gradient.norm()) for gradient in last]
+
+
+def test_a_promise_that_is_kept_is_the_gradient_of_its_own_step():
+    first, second = values(run(looked_at_late, 2))
+    assert first == second
+
+
+def clamped(rank, say):
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+        for number in range(STEPS):
+            plain_step(session, one, stepper, number)
+            if number < 4:
+                session.refresh()
+            with torch.no_grad():
+                one.head.weight.clamp_(-0.5, 0.5)
+
+
+def test_who_changes_parameters_before_the_step_has_reached_them_is_told():
+    for ended in run(clamped, 2):
+        assert ended.error_type in ("OffbeatError", "WorkerError")
+        assert "head.weight was changed between optimizer.step() and its next use" in ended.error
+
+
+def constant_memory(rank, say):
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
+        averager = session._synchronizer.averager
+        for number in range(20):
+            penalised_step(session, one, stepper, number)
+        assert len(averager._exchange._prepared) == len(averager._slots)
+
+
+def test_what_is_prepared_for_the_next_round_does_not_grow_with_the_steps():
+    values(run(constant_memory, 2))
 
 
 class MySGD(torch.optim.SGD):

@@ -58,6 +58,8 @@ def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes()
     assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=0)] == [(i,) for i in range(7)]
     assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=10**6)] == [tuple(range(7))]
     assert latency_bytes(1, LINE) == 0
+    no_bytes = Line(alpha_s=1e-4, beta_s=0.0)  # where bytes cost nothing that could be seen
+    assert [one.layers for one in plan(small, 4, no_bytes)] == [tuple(range(7))]
 
 
 @given(

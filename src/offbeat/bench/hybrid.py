@@ -5,6 +5,10 @@ layer times that were measured alone and are scaled so that a step computes for 
 gradients need on the line, a given part of it in the forward pass. PyTorch's DistributedDataParallel over
 gloo, with its default buckets, runs in the same run.
 
+`share_of_possible_saving` is what was saved over DDP, divided by what an ideal DDP leaves to be saved
+(`offbeat.numerics.timeline.possible_saving`): fC/(fC+S) where communication takes at least as long as
+computing, less where it does not.
+
 Source: the layer-overlapping hybrid all-reduce paper, section 4. Deviations: it computes, on one batch size a
 row; here the ratio of computing to communication is given, since all that can be won depends on that.
 """

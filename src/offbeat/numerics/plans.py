@@ -5,6 +5,7 @@ Pure: the same layers, workers, line and policy give the same plan, so that one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -102,8 +103,10 @@ def plan(
 
 def latency_bytes(workers: int, line: Line) -> int:
     """Return how large a vector is whose all-reduce waits as long for latency as for its bytes."""
-    if workers == 1 or not line.beta_s:
+    if workers == 1:
         return 0
+    if not line.beta_s:
+        return sys.maxsize
     fewest = min((cost(name, workers) for name in ALGORITHMS), key=lambda one: (one.volume, one.rounds))
     return int(fewest.rounds * line.alpha_s / (fewest.volume * line.beta_s))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.tracing import Tracer
 
 _WORD_S = 5.0
-_LANES = 3
+LANES = 3  # numbers of single precision that hold one of double precision
 
 
 class Host(Protocol):
@@ -59,8 +59,10 @@ class Host(Protocol):
     def hyperparameters(self) -> list[float]:
         """Numbers of which all members are to use the first one's, as many on all of them."""
 
-    def take_hyperparameters(self, values: list[float]) -> None:
-        """Hears the first member's."""
+    def take_hyperparameters(
+        self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Hears the first member's; uses them in these groups, by default in the optimizer's."""
 
 
 class Averager(Protocol):
@@ -95,11 +97,14 @@ class Averager(Protocol):
     def drain(self) -> None:
         """Takes what has been put off of the last step."""
 
+    def flush(self) -> None:
+        """The loop is over: leaves nothing that is still to come."""
 
-def _spread(value: float) -> list[float]:
-    """Numbers of single precision whose sum, in double precision, is the value to its last bit."""
+
+def spread(value: float) -> list[float]:
+    """Returns numbers of single precision whose sum, in double precision, is the value to its last bit."""
     lanes = []
-    for _ in range(_LANES):
+    for _ in range(LANES):
         lanes.append(float(torch.tensor(value, dtype=torch.float32)))
         value -= lanes[-1]
     return lanes
@@ -217,7 +222,7 @@ class GradientAverager:
         return 2 + 3 * self._places
 
     def _planned_slots(self) -> list[Slot]:
-        shared = _LANES * len(self._host.hyperparameters())
+        shared = LANES * len(self._host.hyperparameters())
         epilogue = torch.Size([self._header + len(self._parameters) + shared])
         tensors = self._parameters + self._buffers.tensors()
         shapes = [t.shape for t in tensors] + [epilogue]
@@ -418,6 +423,9 @@ class GradientAverager:
     def drain(self) -> None:
         """See `Averager.drain`: nothing is put off."""
 
+    def flush(self) -> None:
+        """See `Averager.flush`: nothing is."""
+
     def drop(self) -> None:
         """Throws this worker's gradients away."""
         if self._late is not None:
@@ -523,7 +531,7 @@ class GradientAverager:
             is_there = entry in self._ready_entries or parameter.grad is not None
             values[first + entry] = float(is_there or any(one.has[entry] for one in guests))
         if self._seat.position == 0:
-            lanes = [lane for value in self._host.hyperparameters() for lane in _spread(value)]
+            lanes = [lane for value in self._host.hyperparameters() for lane in spread(value)]
             values[first + len(self._parameters) :] = lanes
         epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
 
@@ -588,7 +596,7 @@ class GradientAverager:
         lanes = used[len(self._parameters) :]
         if self._seat.position:
             self._host.take_hyperparameters(
-                [sum(lanes[lane : lane + _LANES]) for lane in range(0, len(lanes), _LANES)]
+                [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
             )
         buffers = self._buffers.tensors()
         for slot in self._slots:

@@ -224,8 +224,7 @@ class GroupSynchronizer:
 
     def flush(self) -> None:
         """See `Synchronizer.flush`."""
-        if self._member is None or self._member.failure is None:  # which has been raised
-            self.averager.drain()
+        self.averager.flush()
 
     def finish(self) -> None:
         """See `Synchronizer.finish`."""
@@ -275,6 +274,7 @@ class GroupSynchronizer:
 
     def resume(self, step: int) -> None:
         """See `Synchronizer.resume`."""
+        self.averager.drain()
         if self.grouping is not None:
             self.grouping.follower.step = step
 
@@ -320,10 +320,13 @@ class GroupSynchronizer:
         groups = self._optimizer.param_groups
         return [float(groups[index][name]) for index, name in self._shared_numbers]
 
-    def take_hyperparameters(self, values: list[float]) -> None:
+    def take_hyperparameters(
+        self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
         """Uses the first member's learning rates and the like; see `averaging.Host`."""
+        groups = self._optimizer.param_groups if groups is None else groups
         for (index, name), value in zip(self._shared_numbers, values, strict=True):
-            group: dict[str, Any] = self._optimizer.param_groups[index]
+            group: dict[str, Any] = groups[index]
             if group[name] != value:
                 group[name] = value
 

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.buckets import bucket_of, plan_buckets
 from offbeat.numerics.costs import Line, cost, fit_line
 from offbeat.numerics.plans import Kind, Layer, Policy, plan
-from offbeat.runtime.averaging import Host
+from offbeat.runtime.averaging import LANES, Host, spread
 from offbeat.runtime.exchange import Pending
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.hooks import Hook, do_nothing
@@ -56,26 +56,30 @@ class _Round:
     """One backward pass's gradients on their way.
 
     Attributes:
-        exchange_id: by which all members know it.
+        exchange_id: by which all members know it; None before anything is sent.
         banks: by slot, where the means will be.
         pending: by slot, the exchange; None before it has begun.
         launched_s: by slot, when that was.
         is_there: by slot, whether its means are there.
         weight: the sum of all shares, None before it is known.
         used: by parameter, whether anybody has a gradient.
+        promised: by parameter, what stands for its mean; None where it has none.
         settings: by group of the optimizer, its hyperparameters when it stepped.
+        versions: by parameter, how often it had been changed when the optimizer stepped.
         is_applied: by slot, whether that step has been taken with it.
     """
 
-    def __init__(self, exchange_id: int, slots: Sequence[Slot]) -> None:
-        self.exchange_id = exchange_id
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.exchange_id: int | None = None
         self.banks = [slot.bank for slot in slots]
         self.pending: list[Pending | None] = [None] * len(slots)
         self.launched_s = [0.0] * len(slots)
         self.is_there = [False] * len(slots)
         self.weight: float | None = None
         self.used: list[bool] = []
+        self.promised: list[Promise | None] = []
         self.settings: list[dict[str, Any]] = []
+        self.versions: list[int] = []
         self.is_applied = [False] * len(slots)
         self.is_sent = False  # all of it is on its way
         self.was_looked_at = False
@@ -145,7 +149,10 @@ class LayerAverager:
         self._round: _Round | None = None  # under way, or the last one
         self._stepped: _Round | None = None  # with which a step is taken layer by layer, until all have
         count = len(self._parameters)
-        self._promised: list[torch.Tensor | None] = [None] * count
+        self._promised: list[Promise | None] = [None] * count
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._held = [id(parameter) in held for parameter in self._parameters]
+        self._has_failed = False  # and said so
         # Of the pass under way, and of the one before:
         self._fired, self._fires = [0] * count, [0] * count  # how often each gradient has come
         self._came_s, self._ended_s = [0.0] * count, 0.0
@@ -224,13 +231,14 @@ class LayerAverager:
     def _adopt(self, made: _Plan) -> None:
         """Lays the memory out for a plan: its parcels in the order of need, then what goes along.
 
-        That is the buffers by type, with an epilogue: by how much what was summed has to be divided, and
-        which parameters anybody has a gradient of.
+        That is the buffers by type, with an epilogue: by how much what was summed has to be divided, which
+        parameters anybody has a gradient of, and the first member's hyperparameters.
         """
         tensors = [*self._parameters, *self._buffers.tensors()]
         is_precise = any(parameter.dtype == torch.float64 for parameter in self._parameters)
         dtypes = [one.dtype for one in tensors] + [torch.float64 if is_precise else torch.float32]
-        shapes = [one.shape for one in tensors] + [torch.Size([1 + len(self._parameters)])]
+        epilogue = 1 + len(self._parameters) + LANES * len(self._host.hyperparameters())
+        shapes = [one.shape for one in tensors] + [torch.Size([epilogue])]
         count = len(self._parameters)
         sizes = [shape.numel() for shape in shapes]
         along = [
@@ -268,8 +276,11 @@ class LayerAverager:
             )
             self._handles.append(parameter.register_hook(comes))
             self._handles.append(parameter.register_post_accumulate_grad_hook(came))
-        for stateful in self._model, self._optimizer:
-            self._handles.append(stateful.register_state_dict_pre_hook(Hook(self._drain_first)))
+        drain = Hook(self._drain_first)
+        stateful: list[Any] = [*self._model.modules(), self._optimizer]
+        for one in stateful:
+            self._handles.append(one.register_state_dict_pre_hook(drain))
+            self._handles.append(one.register_load_state_dict_pre_hook(drain))
         self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
         self._handles.append(self._model.register_forward_hook(Hook(self._after_forward)))
         self._uses.attach()
@@ -284,17 +295,22 @@ class LayerAverager:
         self._uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
+        for parameter, promised in zip(self._parameters, self._promised, strict=True):
+            if promised is not None and parameter.grad is promised:  # the job has failed
+                parameter.grad = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _hook_modules(self) -> None:
-        """Lets each module wait for the parameters that it owns and for those that it is the first to use."""
+        """Lets each module wait for what it owns and for the parameters that it is the first to use."""
         needs: dict[nn.Module, set[int]] = {}
         for module in self._model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in self._entry_of:
                     needs.setdefault(module, set()).add(self._place_of[self._entry_of[id(parameter)]][0])
+            if any(buffer is not None for buffer in module._buffers.values()):
+                needs.setdefault(module, set()).add(self._parcels)
         for entry, module in enumerate(self._uses.modules):
             needs.setdefault(module, set()).add(self._place_of[entry][0])
         for module, indices in needs.items():
@@ -317,8 +333,8 @@ class LayerAverager:
         self._batch_weight = batches
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        self._host.check()
-        if model.training and torch.is_grad_enabled():
+        self._check()
+        if torch.is_grad_enabled():
             self._host.timer.switch("compute")
         else:
             self.drain()
@@ -327,7 +343,7 @@ class LayerAverager:
         """A module's forward pass begins: what it needs of the last step is done now."""
         if self._host.tracer is not None:
             now_s = time.perf_counter()
-            for index in indices:
+            for index in [one for one in indices if one < self._parcels]:
                 name = self._name(self._slots[index].entries[0])
                 self._host.tracer.add("the forward pass comes to", name, now_s, now_s)
         if self._stepped is not None:
@@ -364,11 +380,12 @@ class LayerAverager:
 
     def _begin_round(self, weight: float) -> None:
         """Begins the next round; the one before is there, if no step was put off with it."""
-        self._look()
+        if self._round is not None and self._round is not self._stepped:
+            self._look(self._round)
         self._fired = [0] * len(self._parameters)
         self._missing = [len(slot.entries) for slot in self._slots[: self._parcels]]
         self._share = weight / self._workers
-        self._round = _Round(self._grouping.next_exchange_id(), self._slots)
+        self._round = _Round(self._slots)
 
     def _forget_failed_pass(self) -> None:
         """A backward pass that raised never ends."""
@@ -390,7 +407,7 @@ class LayerAverager:
     def _gradient_came(self, entry: int, parameter: torch.Tensor) -> None:
         if self._host.timer.part != "compute":
             self._host.timer.switch("compute")
-        self._host.check()
+        self._check()
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise OffbeatError(
                 "a parameter has a sparse gradient, which cannot be averaged: "
@@ -485,7 +502,7 @@ class LayerAverager:
         for entry in range(len(self._parameters)):
             self._keep_promise(entry)
         self._send_round()
-        self._look()
+        self._look(self._round)
 
     def _send_round(self) -> None:
         """The backward pass is over: sends what it has not sent, and promises the means."""
@@ -532,7 +549,9 @@ class LayerAverager:
             slot = self._slots[index]
             for entry, view in zip(slot.entries, slot.own.views, strict=True):
                 if entry == count + len(buffers):
-                    view.copy_(torch.tensor([self._share, *has], dtype=view.dtype))
+                    lanes = [lane for value in self._host.hyperparameters() for lane in spread(value)]
+                    shared = [0.0] * len(lanes) if self._position else lanes
+                    view.copy_(torch.tensor([self._share, *has, *shared], dtype=view.dtype))
                 elif self._position:
                     view.zero_()
                 else:
@@ -541,6 +560,8 @@ class LayerAverager:
 
     def _launch(self, round_: _Round, index: int) -> None:
         slot = self._slots[index]
+        if round_.exchange_id is None:
+            round_.exchange_id = self._grouping.next_exchange_id()
         round_.launched_s[index] = time.perf_counter()
         round_.pending[index] = self._exchange.all_reduce(
             slot.own.flat,
@@ -565,7 +586,9 @@ class LayerAverager:
             if has[entry]:
                 mean = self._mean(round_, entry)
                 memory = mean if mean.stride() == parameter.stride() else torch.empty_like(parameter)
-                self._promised[entry] = parameter.grad = Promise.of(memory.detach(), self._look)
+                keep = partial(self._look, round_)
+                self._promised[entry] = parameter.grad = Promise.of(memory.detach(), keep)
+        round_.promised = self._promised[:]
 
     def _turn_banks(self) -> None:
         """Leaves this round's memory to its means, and lets the others begin the next round."""
@@ -583,7 +606,18 @@ class LayerAverager:
 
     def _wait(self, pending: Pending) -> None:
         # The coordinator has the same deadline and knows who is late, so it has the first word.
-        pending.wait(self._deadline_s + _WORD_S)
+        try:
+            pending.wait(self._deadline_s + _WORD_S)
+        except WorkerError:
+            self._has_failed = True
+            raise
+
+    def _check(self) -> None:
+        try:
+            self._host.check()
+        except WorkerError:
+            self._has_failed = True
+            raise
 
     def _await(self, round_: _Round, index: int) -> None:
         """Waits until the means of a slot are there."""
@@ -600,7 +634,7 @@ class LayerAverager:
         self._wait(pending)
         self._trace(round_, index, pending)
         if round_.weight not in (0.0, 1.0):
-            with torch.no_grad():
+            with _plainly():
                 round_.banks[index].flat.div_(round_.weight)
         round_.is_there[index] = True
 
@@ -614,7 +648,6 @@ class LayerAverager:
                 what = f"{self._name(slot.entries[0])}, {size} by {self._algorithms[index]}"
             self._host.tracer.add(what, what, round_.launched_s[index], pending.ended_s)
 
-    @torch.no_grad()
     def _await_along(self, round_: _Round, index: int) -> None:
         """Waits for buffers and epilogue, and makes the first member's buffers the buffers."""
         if round_.is_there[index]:
@@ -627,26 +660,36 @@ class LayerAverager:
         count, buffers = len(self._parameters), self._buffers.tensors()
         for entry, view in zip(self._slots[index].entries, round_.banks[index].views, strict=True):
             if entry == count + len(buffers):
-                weight, *used = view.tolist()
-                round_.weight, round_.used = weight, [bool(one) for one in used]
+                weight, *rest = view.tolist()
+                round_.weight, round_.used = weight, [bool(one) for one in rest[:count]]
+                if self._position:
+                    lanes = rest[count:]
+                    values = [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
+                    self._host.take_hyperparameters(values, round_.settings or None)
             elif self._position:
                 # Like the layers that write them, this does not count as a change to autograd.
-                buffers[entry - count].data.copy_(view)
+                with _plainly():
+                    buffers[entry - count].data.copy_(view)
 
-    def _look(self) -> None:
-        """Somebody looks at a gradient: all of them are to be there."""
-        round_ = self._round
-        if round_ is None or round_.was_looked_at or not round_.is_sent or round_ is self._stepped:
+    def _look(self, round_: _Round | None) -> None:
+        """Somebody looks at a gradient of a round: all of them are to be there.
+
+        Where a step with them was put off it is taken first, for who looks may write.
+        """
+        if round_ is None or round_.was_looked_at or not round_.is_sent:
             return
-        round_.was_looked_at = True
+        if round_ is self._stepped:
+            self.drain()
         part = self._host.timer.part
         for index in range(self._parcels):
             self._await(round_, index)
         self._host.timer.switch(part)
-        for entry, promised in enumerate(self._promised):
+        round_.was_looked_at = True
+        for entry, promised in enumerate(round_.promised):
             mean = self._mean(round_, entry)
             if promised is not None and promised.data_ptr() != mean.data_ptr():
-                promised.copy_(mean)
+                with _plainly(), torch._C.DisableTorchFunctionSubclass():
+                    promised.copy_(mean)
 
     def _mean(self, round_: _Round, entry: int) -> torch.Tensor:
         index, place = self._place_of[entry]
@@ -657,9 +700,7 @@ class LayerAverager:
         promised, self._promised[entry] = self._promised[entry], None
         parameter = self._parameters[entry]
         if promised is not None and parameter.grad is promised:
-            self._look()
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad = promised.as_subclass(torch.Tensor)
+            parameter.grad = promised.kept()
 
     # The step ------------------------------------------------------------------------------------------
 
@@ -669,40 +710,53 @@ class LayerAverager:
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
         """
+        if self._pass is not None and self._pass_end() is None:
+            self._forget_failed_pass()
         if has_closure:
             return
+        self.drain()  # there may be another step before the next pass
         if self._fresh_weight or not self.rounds_since_step:
             self._exchange_now()
-        self.drain()  # there may be another step before the next pass
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_wait(round_):
             self._stepped = round_
             round_.settings = [_settings(group) for group in self._optimizer.param_groups]
-            self._promised = [None] * len(self._parameters)
-            for parameter in self._parameters:
-                parameter.grad = None
+            round_.versions = [parameter._version for parameter in self._parameters]
+            for parameter, is_held in zip(self._parameters, self._held, strict=True):
+                if is_held:
+                    parameter.grad = None
         else:
             for entry in range(len(self._parameters)):
                 self._keep_promise(entry)
 
     def _can_wait(self, round_: _Round) -> bool:
         """Whether the step may be taken layer by layer: nobody has looked at a gradient or replaced one."""
+        own_hooks = 1  # the session's
         return (
             self._is_planned
             and self._overlap == "forward"
             and not round_.was_looked_at
             and self._steps_alone
             and self.rounds_since_step == 1
+            and len(self._optimizer._optimizer_step_pre_hooks) == own_hooks
+            and len(self._optimizer._optimizer_step_post_hooks) == own_hooks
             and all(
                 parameter.grad is promised
-                for parameter, promised in zip(self._parameters, self._promised, strict=True)
+                for parameter, promised in zip(self._parameters, round_.promised, strict=True)
             )
         )
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
         self.rounds_since_step = 0
-        self._look()
+        if self._round is not None and self._round is self._stepped:
+            for parameter, promised, is_held in zip(
+                self._parameters, self._promised, self._held, strict=True
+            ):
+                if is_held:
+                    parameter.grad = promised
+        else:
+            self._look(self._round)
         self._round = None
         if not self._is_planned and self._rounds >= _WATCHED_ROUNDS:
             self._share_plan()
@@ -720,35 +774,61 @@ class LayerAverager:
             self._stepped = None
             self._host.timer.switch(part)
 
+    def flush(self) -> None:
+        """The loop is over: takes the last step, and makes promises gradients.
+
+        Raises:
+            WorkerError: a member was lost, and this worker has not heard so yet.
+        """
+        if not self._has_failed:
+            self.drain()
+            for entry in range(len(self._parameters)):
+                self._keep_promise(entry)
+
     def _apply(self, round_: _Round, index: int) -> None:
         """Takes the step with the parameters of one parcel."""
         if round_.is_applied[index]:
             return
         self._await(round_, index)
         round_.is_applied[index] = True
-        self._host.timer.switch("apply")
-        entries = [entry for entry in self._slots[index].entries if round_.used[entry]]
-        if not round_.weight:
+        if index >= self._parcels or not round_.weight:
             return
-        chosen = {id(self._parameters[entry]) for entry in entries}
+        self._host.timer.switch("apply")
+        entries = [entry for entry in self._slots[index].entries if round_.used[entry] and self._held[entry]]
+        before = [self._parameters[entry].grad for entry in entries]
         for entry in entries:
             parameter, mean = self._parameters[entry], self._mean(round_, entry)
+            if parameter._version != round_.versions[entry]:
+                raise OffbeatError(
+                    f"{self._name(entry)} was changed between optimizer.step() and its next use, when the "
+                    "step had not reached it yet: call session.refresh() before you change parameters"
+                )
             same = mean.stride() == parameter.stride()
             parameter.grad = mean if same else torch.empty_like(parameter).copy_(mean)
+        self._step({id(self._parameters[entry]) for entry in entries}, round_.settings)
+        for entry, gradient in zip(entries, before, strict=True):
+            self._parameters[entry].grad = gradient
+
+    def _step(self, chosen: set[int], settings: Sequence[dict[str, Any]]) -> None:
+        """Lets the optimizer step some parameters with the settings of another time."""
         groups = self._optimizer.param_groups
+        if len(groups) != len(settings):
+            raise OffbeatError(
+                f"the optimizer had {len(settings)} groups of parameters at its last step and has "
+                f"{len(groups)} now: leave the session and join again"
+            )
         now = [dict(group) for group in groups]
         try:
-            for group, settings in zip(groups, round_.settings, strict=True):
-                group.update(settings)
+            for group, before in zip(groups, settings, strict=True):
+                group.update(before)
                 group["params"] = [one for one in group["params"] if id(one) in chosen]
             kind: Any = type(self._optimizer)
-            kind.step.__wrapped__(self._optimizer)  # without the hooks, which have been called
+            with _plainly():
+                kind.step.__wrapped__(self._optimizer)  # without the hooks, which have been called
         finally:
-            for group, before in zip(groups, now, strict=True):
+            for group, after in zip(groups, now, strict=True):
                 group.clear()
-                group.update(before)
-        for entry in entries:
-            self._parameters[entry].grad = None
+                group.update(after)
 
     def _name(self, entry: int) -> str:
         parameter = self._parameters[entry]
@@ -772,7 +852,7 @@ def train(module: nn.Module, mode: bool = True) -> nn.Module:
 def _check(model: nn.Module) -> None:
     """Refuses a model whose layers cannot be waited for one by one."""
     for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule":
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             what = f"the part {name!r} of the model" if name else "the model"
             raise OffbeatError(
                 f"{what} is compiled, and its layers cannot be waited for one by one: "
@@ -792,6 +872,13 @@ def _kind_of(parameters: Sequence[torch.Tensor]) -> Kind:
     return "convolution" if dimensions > 2 else "dense" if dimensions == 2 else "other"
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Whatever the program does at the moment, numbers are changed as they are between its steps."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group as they are now."""
     return {
@@ -804,4 +891,4 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _steps_alone(optimizer: Optimizer) -> bool:
     """Whether an optimizer steps each parameter by its own gradient alone, as those of torch do."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and hasattr(kind.step, "__wrapped__")
+    return f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind.step, "__wrapped__")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_map_only
 
 
 class Promise(torch.Tensor):
@@ -34,9 +34,12 @@ class Promise(torch.Tensor):
         cls, function: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Wait, and then do what is to be done with plain tensors."""
-        kwargs = kwargs or {}
-        for leaf in tree_iter((args, kwargs)):
-            if isinstance(leaf, cls):
-                leaf._keep()
         with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(cls, cls.kept, (args, kwargs or {}))
             return function(*args, **kwargs)
+
+    def kept(self) -> torch.Tensor:
+        """Wait, and return the gradient as a plain tensor."""
+        self._keep()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)

@@ -622,8 +622,8 @@ class Session:
 
         Call it before evaluating or saving the model in the midst of training on a parameter server, where a
         worker's own copy lacks the others' latest steps. It waits for those who are behind, and what it
-        fetches goes up to the clock of this worker's next step. Without a parameter server, and after
-        training, the model is that already. `state_dict` calls it.
+        fetches goes up to the clock of this worker's next step. Under `Hybrid` it takes what is put off of
+        the last step. Else, and after training, the model is that already. `state_dict` calls it.
 
         Raises:
             OffbeatError: this worker is left out of the group, so that its parameters are old ones.

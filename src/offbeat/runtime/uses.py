@@ -87,7 +87,7 @@ class Uses:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         now_s = self._clock()
-        if self._watcher is None and module.training and torch.is_grad_enabled():
+        if self._watcher is None and torch.is_grad_enabled():
             self._begin_s = now_s if self._begin_s is None else self._begin_s
             self._watcher = _Watcher(self._entry_of, self._use)
             self._watcher.__enter__()  # type: ignore[no-untyped-call]
