@@ -5,7 +5,6 @@ Pure: the same layers, workers, line and policy give the same plan, so that one 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -16,6 +15,7 @@ from offbeat.numerics.schedules import ALGORITHMS
 Kind: TypeAlias = Literal["convolution", "dense", "other"]
 Policy: TypeAlias = Literal["cost_model", "conv_butterfly_fc_ring", "table4", "ring"]
 _MUCH_FASTER = 0.95
+_ANY_BYTES = 1 << 62
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -106,7 +106,7 @@ def latency_bytes(workers: int, line: Line) -> int:
     if workers == 1:
         return 0
     if not line.beta_s:
-        return sys.maxsize
+        return _ANY_BYTES
     fewest = min((cost(name, workers) for name in ALGORITHMS), key=lambda one: (one.volume, one.rounds))
     return int(fewest.rounds * line.alpha_s / (fewest.volume * line.beta_s))
 
