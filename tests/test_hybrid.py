@@ -599,12 +599,15 @@ def constant_memory(rank, say):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
         averager = session._synchronizer.averager
-        for number in range(20):
-            penalised_step(session, one, stepper, number)
+        banks = []
+        for number in range(12):
+            (penalised_step if number % 2 else plain_step)(session, one, stepper, number)
+            banks.append({id(bank) for slot in averager._slots for bank in (slot.bank, slot._other)})
         assert len(averager._exchange._prepared) == len(averager._slots)
+        assert banks[-1] == banks[3], "a bank that nobody holds is used again"
 
 
-def test_what_is_prepared_for_the_next_round_does_not_grow_with_the_steps():
+def test_memory_stays_the_same_from_step_to_step():
     values(run(constant_memory, 2))
 
 

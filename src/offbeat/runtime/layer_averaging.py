@@ -63,7 +63,7 @@ class _Round:
         is_there: by slot, whether its means are there.
         weight: the sum of all shares, None before it is known.
         used: by parameter, whether anybody has a gradient.
-        promised: by parameter, what stands for its mean; None where it has none.
+        copies: by parameter, memory like its own for a mean that lies in another order.
         settings: by group of the optimizer, its hyperparameters when it stepped.
         versions: by parameter, how often it had been changed when the optimizer stepped.
         is_applied: by slot, whether that step has been taken with it.
@@ -77,7 +77,7 @@ class _Round:
         self.is_there = [False] * len(slots)
         self.weight: float | None = None
         self.used: list[bool] = []
-        self.promised: list[Promise | None] = []
+        self.copies: dict[int, torch.Tensor] = {}
         self.settings: list[dict[str, Any]] = []
         self.versions: list[int] = []
         self.is_applied = [False] * len(slots)
@@ -585,10 +585,10 @@ class LayerAverager:
             self._promised[entry] = parameter.grad = None
             if has[entry]:
                 mean = self._mean(round_, entry)
-                memory = mean if mean.stride() == parameter.stride() else torch.empty_like(parameter)
+                if mean.stride() != parameter.stride():
+                    mean = round_.copies[entry] = torch.empty_like(parameter, requires_grad=False)
                 keep = partial(self._look, round_)
-                self._promised[entry] = parameter.grad = Promise.of(memory.detach(), keep)
-        round_.promised = self._promised[:]
+                self._promised[entry] = parameter.grad = Promise.of(mean, keep)
 
     def _turn_banks(self) -> None:
         """Leaves this round's memory to its means, and lets the others begin the next round."""
@@ -685,11 +685,9 @@ class LayerAverager:
             self._await(round_, index)
         self._host.timer.switch(part)
         round_.was_looked_at = True
-        for entry, promised in enumerate(round_.promised):
-            mean = self._mean(round_, entry)
-            if promised is not None and promised.data_ptr() != mean.data_ptr():
-                with _plainly(), torch._C.DisableTorchFunctionSubclass():
-                    promised.copy_(mean)
+        with _plainly():
+            for entry, copy in round_.copies.items():
+                copy.copy_(self._mean(round_, entry))
 
     def _mean(self, round_: _Round, entry: int) -> torch.Tensor:
         index, place = self._place_of[entry]
@@ -742,7 +740,7 @@ class LayerAverager:
             and len(self._optimizer._optimizer_step_post_hooks) == own_hooks
             and all(
                 parameter.grad is promised
-                for parameter, promised in zip(self._parameters, round_.promised, strict=True)
+                for parameter, promised in zip(self._parameters, self._promised, strict=True)
             )
         )
 
