@@ -18,6 +18,8 @@ bench = typer.Typer(no_args_is_help=True, help="Run a benchmark by name.")
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")]
 Workers = Annotated[int, typer.Option(min=2, help="How many workers.")]
+Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")]
+RateMbit = Annotated[int, typer.Option(min=1, help="Each host's line, in Mbit/s.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 Epochs = Annotated[int, typer.Option(min=1, help="Epochs of each run.")]
 StepMs = Annotated[
@@ -45,7 +47,7 @@ def overhead(
 @bench.command()
 def allreduce(
     workers: Workers = 4,
-    rate_mbit: Annotated[int, typer.Option(min=1, help="Each host's line, in Mbit/s.")] = 1000,
+    rate_mbit: RateMbit = 1000,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of all-reduces a side and size.")] = 15,
     seed: Seed = 0,
     json: Json = None,
@@ -75,9 +77,9 @@ def hybrid(
     forward_share: Annotated[
         list[float] | None, typer.Option(help="Of computing, in the forward pass; repeatable.")
     ] = None,
-    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "alexnet",
+    model: Model = "alexnet",
     workers: Workers = 4,
-    rate_mbit: Annotated[int, typer.Option(min=1, help="Each host's line, in Mbit/s.")] = 1000,
+    rate_mbit: RateMbit = 1000,
     steps: Annotated[int, typer.Option(min=1, help="That count, a side and case.")] = 5,
     seed: Seed = 0,
     json: Json = None,
@@ -153,7 +155,7 @@ def straggler(
     compute: Annotated[
         str, typer.Option(help="'timed' waits for times measured layer by layer, 'real' computes.")
     ] = "timed",
-    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "resnet18",
+    model: Model = "resnet18",
     workers: Workers = 4,
     stragglers: Annotated[
         int | None, typer.Option(min=0, help="Up to how many are slow; by default all.")
@@ -194,7 +196,7 @@ def straggler(
 @bench.command()
 def detect(
     strategy: Annotated[str, typer.Option(help="Whose detector is measured.")] = "partial",
-    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "resnet18",
+    model: Model = "resnet18",
     workers: Workers = 4,
     epochs: Epochs = 10,
     steps: Annotated[int, typer.Option(min=2, help="Steps an epoch of batches of 32; half for 64.")] = 80,
@@ -261,7 +263,7 @@ def accuracy(
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")
     ] = None,
-    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "mlp",
+    model: Model = "mlp",
     workers: Workers = 4,
     factor: Annotated[float, typer.Option(help="How many times as long the slow worker takes.")] = 5.0,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of lockstep.")] = 3,
@@ -392,7 +394,7 @@ def staleness(
             min=1, help="Worker threads of a process, by default 1 and 2; all settings with the first."
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")] = "cnn2",
+    model: Model = "cnn2",
     data: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "cifar10",
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")

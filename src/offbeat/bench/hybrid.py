@@ -15,24 +15,21 @@ row; here the ratio of computing to communication is given, since all that can b
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.bench import runs
+from offbeat.bench.gloo import GlooSide, bound_s
 from offbeat.bench.namespaces import hosts
 from offbeat.bench.result import Result, machine
 from offbeat.bench.timed import ModelTimes
@@ -127,7 +124,7 @@ def times_for(alone: ModelTimes, case: Case, transfer_s: float) -> ModelTimes:
 
 def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:
     """Return how long TCP needs at least for an all-reduce on lines of this rate, in seconds."""
-    return 2 * (workers - 1) / workers * size_bytes * 8 / (rate_bit_per_s * TCP_SHARE)
+    return bound_s(size_bytes, workers, rate_bit_per_s * TCP_SHARE)
 
 
 def run(plan: Plan, *, command: str) -> Result:
@@ -227,13 +224,20 @@ def main() -> None:
     settings = settings_of(sys.argv)
     torch.set_num_threads(1)
     environment = read_environment()
-    times = msgspec.convert(settings["times"], ModelTimes)
+    times = ModelTimes.from_plain(settings["times"])
     told = {}
     for side in settings["sides"]:
         model = runs.network(settings["model"], times, settings["seed"])
         optimizer = runs.optimizer_of(model)
         if side == DDP:
-            with _gloo(settings, environment.rank, environment.world):
+            with GlooSide(
+                environment.rank,
+                environment.world,
+                settings["address"],
+                settings["port"],
+                interface=settings["interface"],
+                limit_s=_DEADLINE_S,
+            ):
                 wrapped = DistributedDataParallel(model, broadcast_buffers=False)
                 told[side] = _steps(wrapped, optimizer, settings["steps"])
                 dist.barrier()
@@ -245,22 +249,6 @@ def main() -> None:
             print(f"{side}: {median(told[side]['step_s']):.3f} s a step", flush=True)
     if environment.rank == 0:
         answer(told)
-
-
-@contextmanager
-def _gloo(settings: Mapping[str, Any], rank: int, world: int) -> Iterator[None]:
-    os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{settings['address']}:{settings['port']}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=_DEADLINE_S),
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:

@@ -17,18 +17,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import OffbeatError
 from offbeat.numerics.buckets import plan_buckets
+from offbeat.runtime.backward import BackwardPass, check_dense, watch
 from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
 from offbeat.runtime.hooks import Hook, do_nothing
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.tracing import Tracer
 
-_WORD_S = 5.0
+WORD_S = 5.0  # the coordinator has the same deadline and knows who is late, so it has the first word
 LANES = 3  # numbers of single precision that hold one of double precision
 
 
@@ -101,13 +100,19 @@ class Averager(Protocol):
         """The loop is over: leaves nothing that is still to come."""
 
 
-def spread(value: float) -> list[float]:
-    """Returns numbers of single precision whose sum, in double precision, is the value to its last bit."""
+def spread(values: Sequence[float]) -> list[float]:
+    """Returns numbers of single precision, `LANES` a value, that hold the values to their last bits."""
     lanes = []
-    for _ in range(LANES):
-        lanes.append(float(torch.tensor(value, dtype=torch.float32)))
-        value -= lanes[-1]
+    for value in values:
+        for _ in range(LANES):
+            lanes.append(float(torch.tensor(value, dtype=torch.float32)))
+            value -= lanes[-1]
     return lanes
+
+
+def gathered(lanes: Sequence[float]) -> list[float]:
+    """Returns the values that were spread: their lanes' sums, in double precision."""
+    return [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
 
 
 class GradientAverager:
@@ -167,8 +172,7 @@ class GradientAverager:
         self._ready_entries: set[int] = set()
         self._launched = 0
         self._stale = False
-        self._backward_id: int | None = None
-        self._backward_end: Callable[[], object] = do_nothing  # a weak reference: gone with the pass
+        self._backward = BackwardPass(self._backward_ended)
         self._accumulated = False  # the backward pass under way has reached a parameter
         self._quiet = False
         self._fresh_weight = 0.0
@@ -275,31 +279,18 @@ class GradientAverager:
             self._host.timer.switch("compute")
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Hooks the output, so that the end is awaited of the outermost backward pass.
-
-        A reentrant checkpoint runs backward passes inside the backward pass; one of those may be the first
-        to reach a parameter.
-        """
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._backward_begins)
+        watch(output, self._backward_begins)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._forget_failed_pass()
-        if self._backward_id != torch._C._current_graph_task_id():
-            self._await_end_of_backward()
-
-    def _await_end_of_backward(self) -> None:
-        self._backward_id = torch._C._current_graph_task_id()
-        callback = partial(self._backward_ended, self._backward_id)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._backward_end = weakref.ref(callback)
+        if not self._backward.is_innermost:
+            self._backward.begin()
 
     def _forget_failed_pass(self) -> None:
         """A backward pass that raised never ends: what it sent already is sent again."""
-        if self._backward_id is None or self._backward_end() is not None:
+        if not self._backward.has_failed:
             return
-        self._backward_id = None
+        self._backward.forget()
         self._accumulated = False
         self._ready_entries.clear()
         self._share = None
@@ -320,14 +311,10 @@ class GradientAverager:
         if self._host.timer.part != "compute":
             self._host.timer.switch("compute")
         self._host.check()
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise OffbeatError(
-                "a parameter has a sparse gradient, which cannot be averaged: "
-                "build its layer with sparse=False"
-            )
+        check_dense(parameter.grad)
         self._forget_failed_pass()
-        if self._backward_id is None:
-            self._await_end_of_backward()
+        if not self._backward.is_under_way:
+            self._backward.begin()
         self._accumulated = True
         if self._kept is not None:
             parameter.grad = self._kept[entry]
@@ -356,10 +343,7 @@ class GradientAverager:
         while self._launched < self._launch_limit and not self._slots[self._launched].missing:
             self._launch_next()
 
-    def _backward_ended(self, backward_id: int) -> None:
-        if backward_id != self._backward_id:
-            return
-        self._backward_id = None
+    def _backward_ended(self) -> None:
         if not self._accumulated:  # torch.autograd.grad, which leaves `param.grad` alone
             return
         self._accumulated = False
@@ -511,8 +495,7 @@ class GradientAverager:
         self._name_contribution()
         self._launch_next()
         self._exchange_id = None
-        # The coordinator has the same deadline and knows who is late, so it has the first word.
-        limit_s = time.monotonic() + self._deadline_s + _WORD_S
+        limit_s = time.monotonic() + self._deadline_s + WORD_S
         for slot in self._slots:
             assert slot.pending is not None
             slot.pending.wait(max(0.0, limit_s - time.monotonic()))
@@ -531,7 +514,7 @@ class GradientAverager:
             is_there = entry in self._ready_entries or parameter.grad is not None
             values[first + entry] = float(is_there or any(one.has[entry] for one in guests))
         if self._seat.position == 0:
-            lanes = [lane for value in self._host.hyperparameters() for lane in spread(value)]
+            lanes = spread(self._host.hyperparameters())
             values[first + len(self._parameters) :] = lanes
         epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
 
@@ -595,9 +578,7 @@ class GradientAverager:
         used = epilogue[self._header :]
         lanes = used[len(self._parameters) :]
         if self._seat.position:
-            self._host.take_hyperparameters(
-                [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
-            )
+            self._host.take_hyperparameters(gathered(lanes))
         buffers = self._buffers.tensors()
         for slot in self._slots:
             if mean_weight not in (0.0, 1.0) and slot.gradient_elements:

@@ -43,7 +43,7 @@ class Future:
         """
         if not self.is_done:
             if not self._lock.acquire(timeout=timeout_s):
-                raise OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
+                raise self._overdue(timeout_s)
             self._lock.release()
         if self.error is not None:
             raise self.error
@@ -55,12 +55,15 @@ class Future:
         while not self.is_done:
             left_s = limit_s - time.monotonic()
             if left_s <= 0:
-                raise OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
+                raise self._overdue(timeout_s)
             if self._lock.acquire(timeout=min(_LOOK_S, left_s)):
                 self._lock.release()
             else:
                 check()
         return self.result()
+
+    def _overdue(self, timeout_s: float) -> OffbeatError:
+        return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
 
     def waits_for(self) -> str:
         """Return which servers have not answered, as errors say it."""

@@ -20,17 +20,17 @@ import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.buckets import bucket_of, plan_buckets
 from offbeat.numerics.costs import Line, cost, fit_line
 from offbeat.numerics.plans import Kind, Layer, Policy, plan
-from offbeat.runtime.averaging import LANES, Host, spread
+from offbeat.runtime.averaging import LANES, WORD_S, Host, gathered, spread
+from offbeat.runtime.backward import BackwardPass, check_dense, watch
 from offbeat.runtime.exchange import Pending
 from offbeat.runtime.grouping import Grouping
-from offbeat.runtime.hooks import Hook, do_nothing
+from offbeat.runtime.hooks import Hook
 from offbeat.runtime.promises import Promise
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.uses import Uses
@@ -38,7 +38,6 @@ from offbeat.runtime.uses import Uses
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 Order: TypeAlias = Literal["priority", "fifo"]
 
-_WORD_S = 5.0
 _WATCHED_ROUNDS = 2  # the first one warms up
 _PROBE_BYTES = tuple(1 << power for power in range(12, 20))
 _PROBES = 3
@@ -109,7 +108,6 @@ class LayerAverager:
         deadline_s: how long an exchange may take at most, in seconds.
 
     Attributes:
-        rounds_since_step: rounds since the last optimizer step.
         line: what a message costs, as measured at the start.
     """
 
@@ -135,7 +133,7 @@ class LayerAverager:
         assert seat is not None  # the group has everybody
         self._exchange, self._position = seat.exchange, seat.position
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        _check(model)
+        _check_layers(model)
         self._entry_of = {id(parameter): entry for entry, parameter in enumerate(self._parameters)}
         self._buffers = BufferList(model)
         self._uses = Uses(model, self._parameters, time.perf_counter)
@@ -145,7 +143,7 @@ class LayerAverager:
         self._share = 0.0  # by what gradients of the round under way are multiplied
         self._quiet = False
         self._rounds = 0
-        self.rounds_since_step = 0
+        self._rounds_since_step = 0
         self._round: _Round | None = None  # under way, or the last one
         self._stepped: _Round | None = None  # with which a step is taken layer by layer, until all have
         count = len(self._parameters)
@@ -156,8 +154,7 @@ class LayerAverager:
         # Of the pass under way, and of the one before:
         self._fired, self._fires = [0] * count, [0] * count  # how often each gradient has come
         self._came_s, self._ended_s = [0.0] * count, 0.0
-        self._pass: int | None = None
-        self._pass_end: Callable[[], object] = do_nothing  # a weak reference: gone with the pass
+        self._pass = BackwardPass(self._end_pass)
         self._has_accumulated = False
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
         self.line = self._measured_line()
@@ -270,11 +267,8 @@ class LayerAverager:
     def attach(self) -> None:
         """Puts the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
-            comes, came = (
-                Hook(partial(self._gradient_comes, entry)),
-                Hook(partial(self._gradient_came, entry)),
-            )
-            self._handles.append(parameter.register_hook(comes))
+            self._handles.append(parameter.register_hook(Hook(partial(self._gradient_comes, entry))))
+            came = Hook(partial(self._gradient_came, entry))
             self._handles.append(parameter.register_post_accumulate_grad_hook(came))
         drain = Hook(self._drain_first)
         stateful: list[Any] = [*self._model.modules(), self._optimizer]
@@ -353,28 +347,17 @@ class LayerAverager:
             self._host.timer.switch(part)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Hooks the output, so that the end is awaited of the outermost backward pass.
-
-        A reentrant checkpoint runs backward passes inside the backward pass; one of those may be the first
-        to reach a parameter.
-        """
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._backward_begins)
+        watch(output, self._backward_begins)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
         """A backward pass has begun, if it has not before; those inside it belong to it."""
-        if self._pass is not None:
-            if self._pass_end() is not None:
-                return
-            self._forget_failed_pass()
-        self._pass = torch._C._current_graph_task_id()
-        callback = partial(self._end_pass, self._pass)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._pass_end = weakref.ref(callback)
+        self._forget_failed_pass()
+        if self._pass.is_under_way:
+            return
+        self._pass.begin()
         if not self._quiet:
             self._begin_round(self._fresh_weight + self._batch_weight)
 
@@ -389,7 +372,9 @@ class LayerAverager:
 
     def _forget_failed_pass(self) -> None:
         """A backward pass that raised never ends."""
-        self._pass = None
+        if not self._pass.has_failed:
+            return
+        self._pass.forget()
         self._has_accumulated = False
         if self._round is not None and not self._round.is_sent:
             if any(self._round.pending):
@@ -408,11 +393,7 @@ class LayerAverager:
         if self._host.timer.part != "compute":
             self._host.timer.switch("compute")
         self._check()
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise OffbeatError(
-                "a parameter has a sparse gradient, which cannot be averaged: "
-                "build its layer with sparse=False"
-            )
+        check_dense(parameter.grad)
         self._begin_pass()
         self._has_accumulated = True
         if self._stepped is not None and not self._stepped.is_applied[self._place_of[entry][0]]:
@@ -462,10 +443,7 @@ class LayerAverager:
         else:
             torch.mul(gradient, self._share, out=view)
 
-    def _end_pass(self, pass_: int) -> None:
-        if pass_ != self._pass:
-            return
-        self._pass = None
+    def _end_pass(self) -> None:
         if not self._has_accumulated:  # torch.autograd.grad, which leaves `param.grad` alone
             return
         self._has_accumulated = False
@@ -491,7 +469,7 @@ class LayerAverager:
     @property
     def is_clear(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
-        return not self._fresh_weight and not self.rounds_since_step
+        return not self._fresh_weight and not self._rounds_since_step
 
     def _exchange_now(self) -> None:
         """Averages what was accumulated or set by hand; every member has to call it."""
@@ -525,7 +503,7 @@ class LayerAverager:
         round_.is_sent = True
         self._grouping.finish_round([])
         self._rounds += 1
-        self.rounds_since_step += 1
+        self._rounds_since_step += 1
         if not self._is_planned:
             self._fires = [max(1, fired) for fired in self._fired]
             if self._rounds < _WATCHED_ROUNDS:
@@ -549,7 +527,7 @@ class LayerAverager:
             slot = self._slots[index]
             for entry, view in zip(slot.entries, slot.own.views, strict=True):
                 if entry == count + len(buffers):
-                    lanes = [lane for value in self._host.hyperparameters() for lane in spread(value)]
+                    lanes = spread(self._host.hyperparameters())
                     shared = [0.0] * len(lanes) if self._position else lanes
                     view.copy_(torch.tensor([self._share, *has, *shared], dtype=view.dtype))
                 elif self._position:
@@ -584,11 +562,8 @@ class LayerAverager:
         for entry, parameter in enumerate(self._parameters):
             self._promised[entry] = parameter.grad = None
             if has[entry]:
-                mean = self._mean(round_, entry)
-                if mean.stride() != parameter.stride():
-                    mean = round_.copies[entry] = torch.empty_like(parameter, requires_grad=False)
                 keep = partial(self._look, round_)
-                self._promised[entry] = parameter.grad = Promise.of(mean, keep)
+                self._promised[entry] = parameter.grad = Promise.of(self._mean(round_, entry), keep)
 
     def _turn_banks(self) -> None:
         """Leaves this round's memory to its means, and lets the others begin the next round."""
@@ -605,9 +580,8 @@ class LayerAverager:
     # The means -----------------------------------------------------------------------------------------
 
     def _wait(self, pending: Pending) -> None:
-        # The coordinator has the same deadline and knows who is late, so it has the first word.
         try:
-            pending.wait(self._deadline_s + _WORD_S)
+            pending.wait(self._deadline_s + WORD_S)
         except WorkerError:
             self._has_failed = True
             raise
@@ -633,9 +607,13 @@ class LayerAverager:
         assert round_.weight is not None
         self._wait(pending)
         self._trace(round_, index, pending)
-        if round_.weight not in (0.0, 1.0):
-            with _plainly():
-                round_.banks[index].flat.div_(round_.weight)
+        bank, entries = round_.banks[index], self._slots[index].entries
+        with _plainly():
+            if round_.weight not in (0.0, 1.0):
+                bank.flat.div_(round_.weight)
+            for entry, view in zip(entries, bank.views, strict=True):
+                if entry in round_.copies:
+                    round_.copies[entry].copy_(view)
         round_.is_there[index] = True
 
     def _trace(self, round_: _Round, index: int, pending: Pending) -> None:
@@ -663,9 +641,7 @@ class LayerAverager:
                 weight, *rest = view.tolist()
                 round_.weight, round_.used = weight, [bool(one) for one in rest[:count]]
                 if self._position:
-                    lanes = rest[count:]
-                    values = [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
-                    self._host.take_hyperparameters(values, round_.settings or None)
+                    self._host.take_hyperparameters(gathered(rest[count:]), round_.settings or None)
             elif self._position:
                 # Like the layers that write them, this does not count as a change to autograd.
                 with _plainly():
@@ -685,13 +661,16 @@ class LayerAverager:
             self._await(round_, index)
         self._host.timer.switch(part)
         round_.was_looked_at = True
-        with _plainly():
-            for entry, copy in round_.copies.items():
-                copy.copy_(self._mean(round_, entry))
 
     def _mean(self, round_: _Round, entry: int) -> torch.Tensor:
+        """Where a parameter's mean will be, laid out as the parameter is."""
         index, place = self._place_of[entry]
-        return round_.banks[index].views[place]
+        view, parameter = round_.banks[index].views[place], self._parameters[entry]
+        if view.stride() == parameter.stride():
+            return view
+        if entry not in round_.copies:
+            round_.copies[entry] = torch.empty_like(parameter, requires_grad=False)
+        return round_.copies[entry]
 
     def _keep_promise(self, entry: int) -> None:
         """Makes a gradient that was promised a plain one."""
@@ -708,12 +687,11 @@ class LayerAverager:
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
         """
-        if self._pass is not None and self._pass_end() is None:
-            self._forget_failed_pass()
+        self._forget_failed_pass()
         if has_closure:
             return
         self.drain()  # there may be another step before the next pass
-        if self._fresh_weight or not self.rounds_since_step:
+        if self._fresh_weight or not self._rounds_since_step:
             self._exchange_now()
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_wait(round_):
@@ -735,7 +713,7 @@ class LayerAverager:
             and self._overlap == "forward"
             and not round_.was_looked_at
             and self._steps_alone
-            and self.rounds_since_step == 1
+            and self._rounds_since_step == 1
             and len(self._optimizer._optimizer_step_pre_hooks) == own_hooks
             and len(self._optimizer._optimizer_step_post_hooks) == own_hooks
             and all(
@@ -746,7 +724,7 @@ class LayerAverager:
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
-        self.rounds_since_step = 0
+        self._rounds_since_step = 0
         if self._round is not None and self._round is self._stepped:
             for parameter, promised, is_held in zip(
                 self._parameters, self._promised, self._held, strict=True
@@ -795,14 +773,13 @@ class LayerAverager:
         entries = [entry for entry in self._slots[index].entries if round_.used[entry] and self._held[entry]]
         before = [self._parameters[entry].grad for entry in entries]
         for entry in entries:
-            parameter, mean = self._parameters[entry], self._mean(round_, entry)
+            parameter = self._parameters[entry]
             if parameter._version != round_.versions[entry]:
                 raise OffbeatError(
                     f"{self._name(entry)} was changed between optimizer.step() and its next use, when the "
                     "step had not reached it yet: call session.refresh() before you change parameters"
                 )
-            same = mean.stride() == parameter.stride()
-            parameter.grad = mean if same else torch.empty_like(parameter).copy_(mean)
+            parameter.grad = self._mean(round_, entry)
         self._step({id(self._parameters[entry]) for entry in entries}, round_.settings)
         for entry, gradient in zip(entries, before, strict=True):
             self._parameters[entry].grad = gradient
@@ -847,7 +824,7 @@ def train(module: nn.Module, mode: bool = True) -> nn.Module:
     return type(module).train(module, mode)
 
 
-def _check(model: nn.Module) -> None:
+def _check_layers(model: nn.Module) -> None:
     """Refuses a model whose layers cannot be waited for one by one."""
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:

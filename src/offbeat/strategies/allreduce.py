@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.runtime.coordinator import PolicySpec
-from offbeat.strategies.parts import Averaging, assembly
+from offbeat.strategies.parts import Averaging, check_deadline, lockstep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +34,8 @@ class AllReduce(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.deadline_s < math.inf:
-            raise ValueError(f"deadline_s must be finite and more than 0 s, got {self.deadline_s}")
+        check_deadline(self.deadline_s)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
-        return (
-            assembly(world, start_s, self.shards),
-            PolicySpec(
-                path="offbeat.policies.lockstep:Lockstep",
-                arguments={"world": world, "deadline_s": self.deadline_s},
-            ),
-        )
+        return lockstep(world, start_s, self.deadline_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
@@ -16,7 +15,7 @@ from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.layer_averaging import LayerAverager, Order, Overlap
 from offbeat.runtime.synchronizer import Loop
-from offbeat.strategies.parts import assembly
+from offbeat.strategies.parts import check_deadline, lockstep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +68,11 @@ class Hybrid:
                 raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {chosen!r}")
         if self.fuse_bytes is not None and self.fuse_bytes < 0:
             raise ValueError(f"fuse_bytes must be at least 0 bytes, got {self.fuse_bytes}")
-        if not 0 < self.deadline_s < math.inf:
-            raise ValueError(f"deadline_s must be finite and more than 0 s, got {self.deadline_s}")
+        check_deadline(self.deadline_s)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
-        return (
-            assembly(world, start_s, "equal"),
-            PolicySpec(
-                path="offbeat.policies.lockstep:Lockstep",
-                arguments={"world": world, "deadline_s": self.deadline_s},
-            ),
-        )
+        return lockstep(world, start_s, self.deadline_s)
 
     def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
         """See `Strategy.synchronizer`."""

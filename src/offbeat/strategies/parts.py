@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from torch import nn
@@ -20,6 +21,27 @@ def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) ->
         path="offbeat.policies.assembly:Assembly",
         arguments={"world": world, "deadline_s": start_s, "is_open": shards == "dynamic"},
     )
+
+
+def lockstep(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec, ...]:
+    """Everybody in one group from the beginning to the end; who is lost ends the job."""
+    return (
+        assembly(world, start_s, "equal"),
+        PolicySpec(
+            path="offbeat.policies.lockstep:Lockstep",
+            arguments={"world": world, "deadline_s": deadline_s},
+        ),
+    )
+
+
+def check_deadline(deadline_s: float) -> None:
+    """Refuses a deadline that never comes.
+
+    Raises:
+        ValueError: it is not finite, or not more than 0 s.
+    """
+    if not 0 < deadline_s < math.inf:
+        raise ValueError(f"deadline_s must be finite and more than 0 s, got {deadline_s}")
 
 
 class Averaging:

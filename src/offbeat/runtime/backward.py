@@ -1,0 +1,80 @@
+"""When backward passes begin and end, and what they must not bring."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.hooks import do_nothing
+
+
+class BackwardPass:
+    """The outermost backward pass under way.
+
+    A reentrant checkpoint runs backward passes inside the backward pass; one of those may be the first to
+    reach a parameter. So the end is awaited from the first gradient of a model's output on (`watch`).
+
+    Args:
+        ended: called when the pass has ended; not if it raised.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._id: int | None = None
+        self._end: Callable[[], object] = do_nothing  # a weak reference: gone with the pass
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass has begun and has not ended; it may have failed."""
+        return self._id is not None
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether the pass that autograd is in now is this one."""
+        return self._id == torch._C._current_graph_task_id()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the pass under way has raised, and so never ends."""
+        return self._id is not None and self._end() is None
+
+    def begin(self) -> None:
+        """Awaits the end of the pass that autograd is in now."""
+        self._id = torch._C._current_graph_task_id()
+        callback = partial(self._finish, self._id)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._end = weakref.ref(callback)
+
+    def forget(self) -> None:
+        """Awaits no end."""
+        self._id = None
+
+    def _finish(self, id_: int) -> None:
+        if id_ == self._id:
+            self._id = None
+            self._ended()
+
+
+def watch(output: Any, begins: Callable[[torch.Tensor], None]) -> None:
+    """Lets the first gradient of each tensor in a model's output be heard of."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(begins)
+
+
+def check_dense(gradient: torch.Tensor | None) -> None:
+    """Refuses a gradient that cannot be averaged.
+
+    Raises:
+        OffbeatError: it is sparse.
+    """
+    if gradient is not None and gradient.is_sparse:
+        raise OffbeatError(
+            "a parameter has a sparse gradient, which cannot be averaged: build its layer with sparse=False"
+        )
