@@ -312,7 +312,7 @@ def test_a_stopped_worker_is_named_once_it_is_silent_and_ends_too_when_it_goes_o
 
 
 def misbehaves(rank, say, culprit, how):
-    loop = Loop(rank, say, steps=10)
+    loop = Loop(rank, say)  # without an end: what the coordinator says may come some steps later
 
     def misdeed(session, model):
         if rank == culprit and session.step == 4:
