@@ -17,10 +17,12 @@ from cluster import run, start, values
 from offbeat.errors import WorkerError
 from offbeat.numerics.buckets import Bucket
 from offbeat.numerics.schedules import ALGORITHMS
+from offbeat.runtime.contribution import Part
 from offbeat.runtime.exchange import LinkExchange, TensorMemory, TorchExchange
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.shared import HAS_SHARED
 from offbeat.runtime.slots import Slot
+from runlogs import wait_until
 
 DEADLINE_S = 20.0
 ALL_REDUCES = [*ALGORITHMS, "hierarchical:2", "hierarchical:3"]
@@ -138,6 +140,69 @@ def test_more_members_find_the_same_sum_to_the_last_bit(size):
                 for flat in sums:
                     assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
                 assert torch.allclose(sums[0], sum(flats), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", ["own", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_parts_that_lie_elsewhere_are_summed_from_there_to_the_same_bits_on_all(groups, size, dtype, memory):
+    chosen = groups[size]
+    for algorithm in ALL_REDUCES:
+        for length in [5, 10_003, 2_000_003]:
+            if length > 10_003 and algorithm not in ("ring", "recursive_doubling"):
+                continue
+            third = length // 3
+            generator = torch.Generator().manual_seed(length)
+            flats, parts, expected = [], [], torch.zeros(length, dtype=torch.float64)
+            for member in chosen.members:
+                whole = torch.randn(length, generator=generator).to(dtype)
+                flat = whole / size
+                flat[third : 2 * third] = torch.nan  # what lies elsewhere
+                flats.append(zeros(member._endpoint, length, dtype) if memory == "shared" else flat)
+                flats[-1].copy_(flat)
+                parts.append([Part(third, whole[third : 2 * third], 1 / size)] if third else [])
+                expected += whole.double() / size
+            kept = [[part.values.clone() for part in some] for some in parts]
+            sums = [zeros(member._endpoint, length, dtype) for member in chosen.members]
+            exchange_id = chosen.new_id()
+            wait(
+                [
+                    member.all_reduce(flat, into, exchange_id=exchange_id, algorithm=algorithm, parts=some)
+                    for member, flat, into, some in zip(chosen.members, flats, sums, parts, strict=True)
+                ]
+            )
+            for into in sums:
+                assert torch.equal(into.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
+            tolerance = 1e-6 if dtype == torch.float32 else 0.04
+            assert torch.allclose(sums[0].double(), expected, rtol=0, atol=tolerance), algorithm
+            for some, before in zip(parts, kept, strict=True):
+                assert all(torch.equal(part.values, one) for part, one in zip(some, before, strict=True))
+
+
+def test_a_sum_that_is_abandoned_is_not_settled_any_further():
+    """Its memory is the caller's again, while much of it has not been sent."""
+    with group(2) as two:
+        two.sum([torch.ones(10), torch.ones(10)])
+        length = 1 << 25
+        flat, into = torch.zeros(length), torch.empty(length)
+        began, go_on = threading.Event(), threading.Event()
+        two.endpoints[0].call(lambda: (began.set(), go_on.wait(DEADLINE_S)))
+        assert began.wait(DEADLINE_S)
+        part = Part(0, torch.ones(length), 1.0)
+        pending = two.members[0].all_reduce(flat, into, exchange_id=two.new_id(), parts=[part])
+        abandoning = threading.Thread(target=two.members[0].abandon, args=[WorkerError("over")])
+        abandoning.start()
+        wait_until(lambda: two.members[0]._error, "an error")  # then `forget` waits behind what was begun
+        go_on.set()
+        abandoning.join(DEADLINE_S)
+        with pytest.raises(WorkerError, match="over"):
+            pending.wait(DEADLINE_S)
+        settled = int(flat.sum())
+        assert settled < length // 2
+        later = threading.Event()
+        two.endpoints[0].call(later.set)
+        assert later.wait(DEADLINE_S)
+        assert int(flat.sum()) == settled
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -69,6 +69,17 @@ def test_whatever_the_kernel_takes_at_a_time_every_message_goes_out_once_and_who
     assert order == sorted(order)
 
 
+@pytest.mark.parametrize(
+    ("total", "frame"), [(1 << 20, 64 << 10), (3 << 20, 192 << 10), (1 << 30, 512 << 10)]
+)
+def test_a_frame_is_no_more_than_a_sixteenth_of_its_message_or_64_kib(total: int, frame: int) -> None:
+    outbox = Outbox(64 << 10)
+    data = memoryview(bytes(1 << 20))
+    outbox.add(Outgoing(Kind.DATA, (1, 0, 0), data, tag=1, total=total))
+    sent, _ = send(outbox, 1 << 20)
+    assert len(sent) == HEADER_BYTES + frame
+
+
 def test_a_begun_frame_is_finished_and_what_is_urgent_comes_right_after_it() -> None:
     outbox = Outbox(FRAME_BYTES)
     outbox.add(Outgoing(Kind.DATA, (1, 0, 0), memoryview(bytes(5000)), tag=1, total=5000))

@@ -2,9 +2,14 @@
 
 Namespaces shaped to one rate stand for hosts, with one worker in each. Computing is waited for (`timed`), in
 layer times that were measured alone and are scaled so that a step computes for a given share of what its
-gradients need on the line, a given part of it in the forward pass. PyTorch's DistributedDataParallel over
-gloo, with its default buckets, runs in the same run.
+gradients need on the line, a given part of it in the forward pass. The optimizer's step is made, and counts
+as computing, as long as it takes alone. Layer times are those of a batch that one core takes about as long
+for: how they are distributed depends on it (with 2 samples AlexNet's first fully connected layer takes a
+third of the step, and its gradients, which are most of all, come too late to be hidden; with 32 a tenth).
+PyTorch's DistributedDataParallel over gloo, with its default buckets, runs in the same run.
 
+`ratio_to_floor` compares with all computing and the first layer's gradients, or all gradients, whichever is
+more; `least_s` is a closer bound, from all layers (`offbeat.numerics.timeline.least_step_s`).
 `share_of_possible_saving` is what was saved over DDP, divided by what an ideal DDP leaves to be saved
 (`offbeat.numerics.timeline.possible_saving`): fC/(fC+S) where communication takes at least as long as
 computing, less where it does not.
@@ -34,7 +39,7 @@ from offbeat.bench.namespaces import hosts
 from offbeat.bench.result import Result, machine
 from offbeat.bench.timed import ModelTimes
 from offbeat.bench.workers import answer, run_workers, settings_of
-from offbeat.numerics.timeline import possible_saving
+from offbeat.numerics.timeline import Layer, Message, least_step_s, possible_saving
 from offbeat.runtime.environment import read_environment
 from offbeat.runtime.launch import free_port
 from offbeat.runtime.session import join
@@ -87,6 +92,7 @@ class Plan:
         steps: that count, a side and case.
         workers: hosts, one worker on each.
         rate_bit_per_s: of each host's line, each way.
+        batch_size: for which layer times are measured.
     """
 
     model: str = "alexnet"
@@ -95,6 +101,7 @@ class Plan:
     steps: int = 5
     workers: int = 4
     rate_bit_per_s: int = 1_000_000_000
+    batch_size: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -108,10 +115,26 @@ class Plan:
                 raise ValueError(f"expected a ratio above 0 and a share between 0 and 1, got {case}")
 
 
-def times_for(alone: ModelTimes, case: Case, transfer_s: float) -> ModelTimes:
-    """Return layer times that sum to a case's, in the proportions of those that were measured."""
+def times_for(alone: ModelTimes, case: Case, transfer_s: float, optimizer_s: float) -> ModelTimes:
+    """Return layer times that sum to a case's, in the proportions of those that were measured.
+
+    Args:
+        alone: those.
+        case: how long a step computes.
+        transfer_s: what its gradients need on the line.
+        optimizer_s: what the optimizer takes of it, out of the forward pass's part.
+
+    Raises:
+        ValueError: the optimizer takes all of that part.
+    """
     compute_s = case.ratio * transfer_s
-    forward = case.forward_share * compute_s / alone.forward_s
+    forward_s = case.forward_share * compute_s - optimizer_s
+    if forward_s <= 0:
+        raise ValueError(
+            f"expected a forward pass longer than the optimizer's {optimizer_s:.2f} s, "
+            f"got {case.forward_share * compute_s:.2f} s for both"
+        )
+    forward = forward_s / alone.forward_s
     backward = (1 - case.forward_share) * compute_s / alone.backward_s
     return ModelTimes(
         lead_s=alone.lead_s * forward,
@@ -122,6 +145,29 @@ def times_for(alone: ModelTimes, case: Case, transfer_s: float) -> ModelTimes:
     )
 
 
+def least_s(
+    times: ModelTimes, sizes: Mapping[str, int], workers: int, rate_bit_per_s: int, optimizer_s: float
+) -> float:
+    """Return the least time of a step in which no gradient waits longer than it must.
+
+    Args:
+        times: of all layers.
+        sizes: bytes of each layer's gradients, by its name.
+        workers: who average them.
+        rate_bit_per_s: of each one's line.
+        optimizer_s: of a step; each layer takes its part.
+    """
+    whole = sum(sizes.values())
+    layers = [Layer(name="lead", forward_s=times.lead_s, backward_s=0.0)]
+    messages = []
+    for number, layer in enumerate(times.layers, start=1):
+        size = sizes[layer.name]
+        messages.append(Message(layer=number, steps_s=(transfer_s(size, workers, rate_bit_per_s),)))
+        forward_s = layer.forward_s + optimizer_s * size / whole
+        layers.append(Layer(name=layer.name, forward_s=forward_s, backward_s=layer.backward_s))
+    return least_step_s(layers, messages)
+
+
 def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:
     """Return how long TCP needs at least for an all-reduce on lines of this rate, in seconds."""
     return bound_s(size_bytes, workers, rate_bit_per_s * TCP_SHARE)
@@ -129,16 +175,22 @@ def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:
 
 def run(plan: Plan, *, command: str) -> Result:
     """Measures all cases and sides, in namespaces that it makes and removes; needs root."""
-    alone = runs.measured(plan.model, 2, plan.seed)
+    alone = runs.measured(plan.model, plan.batch_size, plan.seed)
+    optimizer_s = runs.optimizer_s(plan.model, plan.seed)
     built = runs.network(plan.model, None, plan.seed)
-    line_s = transfer_s(sum(p.nbytes for p in built.parameters()), plan.workers, plan.rate_bit_per_s)
-    first_s = transfer_s(_first_layer_bytes(built), plan.workers, plan.rate_bit_per_s)
+    sizes = {
+        layer.name: sum(p.nbytes for p in built.get_submodule(layer.name).parameters(recurse=False))
+        for layer in alone.layers
+    }
+    whole_s = transfer_s(sum(sizes.values()), plan.workers, plan.rate_bit_per_s)
+    first_s = transfer_s(sizes[alone.layers[0].name], plan.workers, plan.rate_bit_per_s)
+    times_of = {case: times_for(alone, case, whole_s, optimizer_s) for case in plan.cases}
     rows = []
     with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s) as made:
         for case in plan.cases:
             settings = {
                 "model": plan.model,
-                "times": times_for(alone, case, line_s).to_plain(),
+                "times": times_of[case].to_plain(),
                 "sides": list(plan.sides),
                 "steps": plan.steps,
                 "seed": plan.seed,
@@ -153,7 +205,10 @@ def run(plan: Plan, *, command: str) -> Result:
                 prefix=[host.prefix for host in made],
                 master_addr=made[0].address,
             )
-            rows += [_row(case, side, line_s, first_s, told[side]) for side in plan.sides]
+            least = least_s(times_of[case], sizes, plan.workers, plan.rate_bit_per_s, optimizer_s)
+            for side in plan.sides:
+                row = _row(case, side, whole_s, first_s, told[side])
+                rows.append({**row, "least_s": least, "ratio_to_least": row["step_s"] / least})
         congestion_control = made[0].congestion_control
     return Result(
         name="hybrid",
@@ -166,30 +221,27 @@ def run(plan: Plan, *, command: str) -> Result:
             congestion_control=congestion_control,
             line_mbit_per_s=plan.rate_bit_per_s / 1e6,
             workers=plan.workers,
+            batch_size_of_times=plan.batch_size,
+            optimizer_s=optimizer_s,
         ),
     )
 
 
-def _first_layer_bytes(model: nn.Module) -> int:
-    first = next(module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
-    return sum(parameter.nbytes for parameter in first.parameters(recurse=False))
-
-
-def _row(case: Case, side: str, line_s: float, first_s: float, told: Mapping[str, Any]) -> dict[str, Any]:
-    compute_s, steps_s = case.ratio * line_s, told["step_s"]
+def _row(case: Case, side: str, whole_s: float, first_s: float, told: Mapping[str, Any]) -> dict[str, Any]:
+    compute_s, steps_s = case.ratio * whole_s, told["step_s"]
     step_s = median(steps_s)
     return {
         "case": case.name,
         "side": side,
         "compute_s": compute_s,
         "forward_share": case.forward_share,
-        "transfer_s": line_s,
+        "transfer_s": whole_s,
         "step_s": step_s,
         "step_min_s": min(steps_s),
         "step_max_s": max(steps_s),
         "cpu_s": told["cpu_s"],
         "exposed_comm_share": max(0.0, step_s - compute_s) / step_s,
-        "ratio_to_floor": step_s / max(compute_s + first_s, line_s),
+        "ratio_to_floor": step_s / max(compute_s + first_s, whole_s),
     }
 
 
@@ -238,7 +290,7 @@ def main() -> None:
                 interface=settings["interface"],
                 limit_s=_DEADLINE_S,
             ):
-                wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+                wrapped = DistributedDataParallel(model)
                 told[side] = _steps(wrapped, optimizer, settings["steps"])
                 dist.barrier()
                 del wrapped

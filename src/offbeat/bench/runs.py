@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import msgspec
@@ -121,6 +122,25 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, weight_decay=5e-5, fused=True
     )
+
+
+def optimizer_s(model: str, seed: int, steps: int = 5) -> float:
+    """Measure how long the optimizer takes alone on one thread, in seconds: the median of some steps."""
+    built = network(model, None, seed)
+    for parameter in built.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = optimizer_of(built)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    took_s = []
+    try:
+        for _ in range(1 + steps):  # the first one makes the optimizer's state
+            began_s = time.perf_counter()
+            optimizer.step()
+            took_s.append(time.perf_counter() - began_s)
+    finally:
+        torch.set_num_threads(threads)
+    return median(took_s[1:])
 
 
 def batch(batch_size: int, seed: int, timed: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,10 +20,12 @@ import torch.distributed as dist
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.numerics.schedules import Schedule, chain_broadcast, schedule, segments, span
+from offbeat.runtime.contribution import Contribution, Part
 from offbeat.runtime.links import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
+_SETTLED_BYTES = 1 << 21  # at once, about a millisecond's work for the links' thread
 _POLL_S = 0.001
 _REASON_S = 2.0  # a link's end or torch's own error may be seen before the coordinator says whose it is
 
@@ -57,10 +59,12 @@ class Exchange(Protocol):
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
+        parts: Sequence[Part] = (),
     ) -> Pending:
         """Sums the 1-D tensor `flat` over the members, into another one like it.
 
-        `flat` is only read, so that the same values can be summed again should this not succeed.
+        `flat` is only read, so that the same values can be summed again should this not succeed; but where
+        `parts` of it lie elsewhere, it is written as far as has to be sent.
 
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
@@ -144,12 +148,13 @@ class LinkExchange:
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
+        parts: Sequence[Part] = (),
     ) -> Pending:
         """See `Exchange.all_reduce`."""
         run = self._prepared.pop(_tag(exchange_id, index), None)
         if run is None:
             run = self._run(into, algorithm, exchange_id, index)
-        return self._begin(run, flat, priority)
+        return self._begin(run, Contribution(flat, parts), priority)
 
     def prepare(
         self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
@@ -161,13 +166,15 @@ class LinkExchange:
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
         """See `Exchange.broadcast`: pieces hop along a chain that begins at the root."""
-        return self._begin(self._run(flat, root, exchange_id, index), flat, 0)
+        return self._begin(self._run(flat, root, exchange_id, index), Contribution(flat), 0)
 
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`."""
         with self._lock:
             self._error = self._error or error
             pending, self._pending = self._pending, set()
+        for one in pending:
+            one.is_abandoned = True
         with suppress(LinkError):  # the links may have ended already
             self._endpoint.forget(0, self._first_unused_tag)
         for one in pending:
@@ -197,7 +204,7 @@ class LinkExchange:
         plan = self._plan(what, into.numel())
         return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
 
-    def _begin(self, run: _ScheduleRun, flat: torch.Tensor, priority: int) -> Pending:
+    def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> Pending:
         pending = _LinkPending(self._ended)
         with self._lock:
             if self._error is None:
@@ -205,7 +212,7 @@ class LinkExchange:
         if self._error is not None:
             pending.fail(self._error)
         else:
-            self._endpoint.call(partial(run.begin, flat, priority, pending))
+            self._endpoint.call(partial(run.begin, own, priority, pending))
         return pending
 
     def _ended(self, pending: _LinkPending) -> None:
@@ -214,10 +221,15 @@ class LinkExchange:
 
 
 class _LinkPending:
-    """Done once all was received and all that has to be sent was handed to the kernel."""
+    """Done once all was received and all that has to be sent was handed to the kernel.
+
+    Attributes:
+        is_abandoned: it is about to fail, and nothing more may be sent or written for it.
+    """
 
     def __init__(self, on_end: Callable[[_LinkPending], None]) -> None:
         self._on_end = on_end
+        self.is_abandoned = False
         self.ended_s: float | None = None
         self._done = threading.Event()
         self._error: WorkerError | None = None
@@ -276,6 +288,8 @@ class _Plan:
     what this worker still has to send.
 
     Attributes:
+        first: what is sent of this worker's own part.
+        adds_what_it_sends: of its own part, too.
         beside: elements of memory beside the result.
         places: by step, whether what it receives goes beside the result, and where the vector's first element
             would lie in that memory.
@@ -293,6 +307,8 @@ class _Plan:
         self.after: list[list[_Forward]] = [[] for _ in self.steps]
         self.addends: list[list[_Addend]] = [[] for _ in self.steps]
         self.added_to: list[list[_Addend]] = [[] for _ in self.steps]
+        self.adds_what_it_sends = False
+        own_sent: set[int] = set()
         writer: dict[int, int] = {}
         for number, step in enumerate(self.steps):
             for segment in _run_of(step.send_segment, step.send_count):
@@ -300,12 +316,15 @@ class _Plan:
                 if start < stop:
                     source = self.after[writer[segment]] if segment in writer else self.first
                     source.append(_Forward(number, start, stop, start - sent[number][0]))
+                if segment not in writer:
+                    own_sent.add(segment)
             received = _run_of(step.recv_segment, step.recv_count)
             if step.op == "add":
                 for segment in received:
                     start, stop = bounds[segment]
                     if start < stop:
                         self._add(_Addend(number, writer.get(segment), start, stop))
+                        self.adds_what_it_sends |= segment in own_sent and segment not in writer
             writer |= dict.fromkeys(received, number)
         self.beside = 0
         self.places = [(False, 0) for _ in self.steps]
@@ -357,7 +376,7 @@ class _ScheduleRun:
         self._early: list[tuple[int, int, int]] = []  # what came before this worker's own part
         self._came_of: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
         self._is_there_of: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
-        self._flat: torch.Tensor | None = None
+        self._own: Contribution | None = None
         self._priority = 0
         self._pending: _LinkPending
 
@@ -371,26 +390,41 @@ class _ScheduleRun:
                 on_data, on_shared = partial(self._came, number), partial(self._shown, number)
                 self._endpoint.expect(peer, tag, self._bytes(number, start, stop), on_data, on_shared)
 
-    def begin(self, flat: torch.Tensor, priority: int, pending: _LinkPending) -> None:
-        """Adds and sends this worker's own part, `flat`; `pending` hears when all is over."""
+    def begin(self, own: Contribution, priority: int, pending: _LinkPending) -> None:
+        """Adds and sends this worker's own part; `pending` hears when all is over."""
         self._priority, self._pending = priority, pending
-        own = _bytes_of(flat)
-        size = self._itemsize
+        if self._plan.adds_what_it_sends or not self._plan.steps:
+            own.settle()
         if not self._plan.steps:
-            self._into.copy_(flat)
-        for forward in self._plan.first:
-            self._send(forward, own[forward.start * size : forward.stop * size], forward.start)
+            self._into.copy_(own.flat)
+        self._send_own(own, [*reversed(self._plan.first)])
         if not self._is_prepared:
             self.prepare()
-        self._flat = flat
+        self._own = own
         for number, first, last in self._early:
             self._take(number, first, last)
         self._see_whether_done()
 
+    def _send_own(self, own: Contribution, forwards: list[_Forward]) -> None:
+        """Sends this worker's own part, from the last of these on; others have a turn while it is settled."""
+        size = self._itemsize
+        whole = _bytes_of(own.flat)
+        step = max(1, _SETTLED_BYTES // size)
+        while forwards and not self._pending.is_abandoned:
+            forward = forwards.pop()
+            stop = forward.stop if own.is_settled else min(forward.stop, forward.start + step)
+            own.settle(forward.start, stop)
+            self._send(forward, whole[forward.start * size : stop * size], forward.start)
+            if stop < forward.stop:
+                forwards.append(replace(forward, start=stop, offset=forward.offset + stop - forward.start))
+            if forwards and not own.is_settled:
+                self._endpoint.call(self._send_own, own, forwards)
+                return
+
     def _came(self, number: int, offset: int, length: int) -> None:
         """Some of what a step receives is in its place."""
         first, last = self._elements(number, offset, length)
-        if self._flat is None:
+        if self._own is None:
             self._early.append((number, first, last))
         else:
             self._take(number, first, last)
@@ -400,8 +434,8 @@ class _ScheduleRun:
         first, last = self._elements(number, offset, len(source))
         theirs = torch.frombuffer(source, dtype=self._into.dtype)
         addends = self._plan.addends[number]
-        if self._flat is not None and addends and all(addend.before is None for addend in addends):
-            torch.add(theirs, self._flat[first:last], out=self._values(number, first, last))
+        if self._own is not None and addends and all(addend.before is None for addend in addends):
+            self._own.add(theirs, first, last, out=self._values(number, first, last))
             self._arrived(number, first, last)
         else:
             self._values(number, first, last).copy_(theirs)
@@ -425,7 +459,7 @@ class _ScheduleRun:
 
     def _take(self, number: int, first: int, last: int) -> None:
         """Adds to some of what a step has received as much as is there to be added; the rest waits for it."""
-        assert self._flat is not None
+        assert self._own is not None
         self._came_of[number].append((first, last))
         addends = self._plan.addends[number]
         if not addends:
@@ -435,7 +469,8 @@ class _ScheduleRun:
             if start >= stop:
                 continue
             if addend.before is None:
-                self._values(number, start, stop).add_(self._flat[start:stop])
+                values = self._values(number, start, stop)
+                self._own.add(values, start, stop, out=values)
                 self._arrived(number, start, stop)
                 continue
             for low, high in _overlaps(self._is_there_of[addend.before], start, stop):
@@ -515,8 +550,10 @@ class TorchExchange:
         index: int = 0,
         algorithm: str = "ring",
         priority: int = 0,
+        parts: Sequence[Part] = (),
     ) -> Pending:
         """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
+        Contribution(flat, parts).settle()
         into.copy_(flat)
         return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
 

@@ -28,6 +28,7 @@ from offbeat.numerics.costs import Line, cost, fit_line
 from offbeat.numerics.plans import Kind, Layer, Policy, plan
 from offbeat.runtime.averaging import LANES, WORD_S, Host, gathered, spread
 from offbeat.runtime.backward import BackwardPass, check_dense, watch
+from offbeat.runtime.contribution import Contribution, Part
 from offbeat.runtime.exchange import Pending
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.hooks import Hook
@@ -41,6 +42,7 @@ Order: TypeAlias = Literal["priority", "fifo"]
 _WATCHED_ROUNDS = 2  # the first one warms up
 _PROBE_BYTES = tuple(1 << power for power in range(12, 20))
 _PROBES = 3
+_KEPT_BYTES = 1 << 17  # a gradient from this size on is sent from where it lies
 _ALONG = "direct"
 _ALONG_BYTES = 25 << 20
 
@@ -57,6 +59,7 @@ class _Round:
     Attributes:
         exchange_id: by which all members know it; None before anything is sent.
         banks: by slot, where the means will be.
+        kept: by slot and entry, gradients that are not packed but stay where they are.
         pending: by slot, the exchange; None before it has begun.
         launched_s: by slot, when that was.
         is_there: by slot, whether its means are there.
@@ -71,6 +74,7 @@ class _Round:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.exchange_id: int | None = None
         self.banks = [slot.bank for slot in slots]
+        self.kept: list[dict[int, Part]] = [{} for _ in slots]
         self.pending: list[Pending | None] = [None] * len(slots)
         self.launched_s = [0.0] * len(slots)
         self.is_there = [False] * len(slots)
@@ -420,13 +424,35 @@ class LayerAverager:
                 "in this backward pass than in the first steps; use overlap=none"
             )
         with torch.no_grad():
-            self._pack(entry, add=self._fired[entry] > 0)
+            if not self._keep(entry):
+                self._pack(entry, add=self._fired[entry] > 0)
         self._parameters[entry].grad = None  # its memory serves the next layer's gradient
         self._fired[entry] += 1
         if self._fired[entry] == self._fires[entry]:
             self._missing[index] -= 1
             if not self._missing[index] and self._is_planned and self._overlap != "none":
                 self._launch(self._round, index)
+
+    def _keep(self, entry: int) -> bool:
+        """Leaves a large gradient that comes once where it lies, if it can be sent from there."""
+        assert self._round is not None
+        gradient, (index, place) = self._parameters[entry].grad, self._place_of[entry]
+        assert gradient is not None
+        kept = self._round.kept[index]
+        if entry in kept:  # it comes once more than in the first steps
+            own = self._slots[index].own.flat
+            Contribution(own, [kept.pop(entry)]).settle()
+        is_kept = (
+            self._fires[entry] == 1
+            and not self._fired[entry]
+            and gradient.nbytes >= _KEPT_BYTES
+            and gradient.is_contiguous()
+            and self._share != 0.0
+        )
+        if is_kept:
+            start = self._slots[index].offsets[place]
+            kept[entry] = Part(start, gradient.detach().view(-1), self._share)
+        return is_kept
 
     def _pack(self, entry: int, *, add: bool = False) -> None:
         """Writes or adds a gradient's share of the mean.
@@ -548,7 +574,9 @@ class LayerAverager:
             index=index,
             algorithm=self._algorithms[index],
             priority=self._priorities[index],
+            parts=[*round_.kept[index].values()],
         )
+        round_.kept[index].clear()
 
     def _promise(self, round_: _Round, has: list[bool]) -> None:
         """Makes the means the gradients before they are there.

@@ -32,6 +32,10 @@ from offbeat.runtime.shared import MAX_UNREAD_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
+# Of a message that is long beside it, a frame may be larger, since it keeps an urgent one waiting for no more
+# than this part of the time that the message itself takes.
+FRAMES_MIN = 16
+LONG_FRAME_BYTES = 512 * 1024
 SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
 
 _DATA, _SHARED, _REGION = int(Kind.DATA), int(Kind.SHARED), int(Kind.REGION)
@@ -81,7 +85,7 @@ class Outbox:
     messages that are wholly out. Those whose bytes are lent are done when the peer has read them.
 
     Attributes:
-        frame_bytes: payload of one frame at most; a multiple of 64 KiB.
+        frame_bytes: payload of one frame at most, but for long messages; a multiple of 64 KiB.
         known: numbers of the regions that the peer was told of.
         descriptor: what has to be sent along with what was gathered.
     """
@@ -221,7 +225,8 @@ class Outbox:
             PLACE.pack_into(header, HEADER_BYTES, region.number, place + sent, length)
             return length
         if kind == _DATA:
-            length = min(length, self.frame_bytes)
+            share = min(item.total // FRAMES_MIN, LONG_FRAME_BYTES) // FRAME_STEP_BYTES * FRAME_STEP_BYTES
+            length = min(length, max(self.frame_bytes, share))
         offset = item.offset + sent if kind == _DATA else 0
         HEADER.pack_into(header, 0, MAGIC, VERSION, kind, length, item.tag, offset, item.total)
         return length

@@ -78,7 +78,7 @@ class Slot:
     """
 
     def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: Zeros) -> None:
-        self.entries = bucket.entries
+        self.entries, self.offsets = bucket.entries, bucket.offsets
         self.parameters = sum(entry < parameters for entry in bucket.entries)
         self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
         self.missing = self.parameters
