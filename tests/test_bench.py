@@ -52,6 +52,19 @@ def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
     assert all(row["step_s"] > 0 and row["cpu_s"] > 0 for row in result["rows"])
 
 
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+@pytest.mark.parametrize(("kind", "batch"), [("timed", "--timed-batch"), ("real", "--real-batch")])
+def test_hybrid_takes_batches_as_they_are(tmp_path, kind, batch):
+    path = tmp_path / "result.json"
+    options = ["--model", "cnn2", "--workers", "2", "--steps", "1", "--side", "ddp", "--side", "cost_model"]
+    assert main(["bench", "hybrid", *options, batch, "2", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["kind"] == kind
+    assert [row["case"] for row in result["rows"]] == [f"{kind}2"] * 2
+    assert result["figures"]["time_ratio_to_ddp_best"] > 0
+    assert ("ratio_to_floor_cnn2_cost_model" in result["figures"]) == (kind == "timed")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -59,10 +72,52 @@ def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
         (["--compute", "0"], "a ratio above 0"),
         (["--forward-share", "1"], "a share between 0 and 1"),
         (["--model", "nosuch"], "nosuch"),
+        (["--timed-batch", "0"], "at least 1 sample"),
+        (["--real-batch", "2", "--compute", "1"], "in a run of their own"),
     ],
 )
 def test_hybrid_refuses_what_cannot_be_measured(options, text, capsys):
     assert main(["bench", "hybrid", *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_hybrid_sweep_tells_who_wins_where(tmp_path):
+    path = tmp_path / "result.json"
+    options = ["--model", "cnn2", "--rate-mbit", "100", "--rate-mbit", "10000"]
+    workers = ["--workers", "2", "--workers", "64"]
+    assert main(["bench", "hybrid-sweep", *options, *workers, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["kind"] == "simulated"
+    assert sum(row["side"] == "hierarchical" for row in result["rows"]) == 2  # with 64 workers
+    assert min(row["ratio_to_best"] for row in result["rows"]) == 1
+    assert result["figures"]["cost_model_to_best_ratio_max"] < 1.2
+    slow = [row for row in result["rows"] if row["rate_mbit"] == 100 and row["workers"] == 2]
+    took_s = {row["side"]: row["step_s"] for row in slow}
+    assert took_s["cost_model"] < took_s["fifo_ring"] <= took_s["sync_ring"]
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_a_measured_sweep_has_the_predictions_beside(tmp_path):
+    path = tmp_path / "result.json"
+    options = ["--model", "cnn2", "--timed", "--rate-mbit", "1000", "--workers", "2", "--steps", "1"]
+    sides = ["--side", "ddp", "--side", "cost_model"]
+    assert main(["bench", "hybrid-sweep", *options, *sides, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["kind"] == "timed"
+    assert all(row["predicted_s"] > 0 and row["step_s"] > 0 for row in result["rows"])
+    assert result["figures"]["measured_to_predicted_ratio_p50"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--side", "best"], "expected sides of ddp"),
+        (["--compute", "-1"], "a ratio above 0"),
+        (["--rate-mbit", "0"], "rate"),
+    ],
+)
+def test_the_hybrid_sweep_refuses_what_it_cannot_compare(options, text, capsys):
+    assert main(["bench", "hybrid-sweep", *options]) == 2
     assert text in capsys.readouterr().err
 
 

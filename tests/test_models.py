@@ -20,6 +20,8 @@ def parameters(model: nn.Module) -> int:
         ("cnn2", (1, 28, 28), 1_663_370),  # McMahan et al. 2017, section 3
         ("alexnet", (3, 32, 32), 62_378_344),
         ("resnet18", (3, 32, 32), 11_173_962),
+        ("resnet50", (3, 32, 32), 25_557_032),
+        ("bert_small", (3, 32, 32), 28_499_968 + 5130),
     ],
 )
 def test_parameter_counts_are_the_published_ones(
@@ -41,6 +43,8 @@ def test_parameter_counts_are_the_published_ones(
         ("alexnet", (3, 227, 227), 1000, 1000),
         ("resnet18", (3, 32, 32), 100, 100),
         ("resnet18", (1, 8, 8), 10, 10),
+        ("resnet50", (1, 8, 8), 10, 1000),
+        ("bert_small", (7,), 10, 10),
     ],
 )
 def test_samples_go_in_and_logits_come_out(
@@ -61,7 +65,7 @@ def test_alexnet_resizes_bilinearly() -> None:
     assert torch.equal(model(small), model(large))
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18"])
+@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18", "bert_small"])
 def test_the_seed_decides_the_weights(name: str) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return build(name, sample_shape=(3, 8, 8), classes=10, seed=seed).state_dict()
@@ -71,7 +75,7 @@ def test_the_seed_decides_the_weights(name: str) -> None:
     assert not all(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18"])
+@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18", "bert_small"])
 def test_neither_leaves_nor_takes_anything_from_the_global_generator(name: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -91,7 +95,12 @@ def test_builds_on_the_cpu_whatever_the_default_device() -> None:
 @pytest.mark.parametrize(
     ("name", "sample_shape", "classes", "text"),
     [
-        ("vgg", (3, 32, 32), 10, "unknown model 'vgg'; expected one of mlp, cnn2, alexnet, resnet18"),
+        (
+            "vgg",
+            (3, 32, 32),
+            10,
+            "unknown model 'vgg'; expected one of mlp, cnn2, alexnet, resnet18, resnet50",
+        ),
         ("mlp", (), 10, r"sample_shape must hold positive sizes, got \(\)"),
         ("mlp", (1, 0, 8), 10, "positive sizes"),
         ("cnn2", (64,), 10, r"cnn2 takes images, sample_shape \(channels, height, width\); got \(64,\)"),
@@ -109,11 +118,11 @@ def test_bad_arguments_are_refused_in_words(
 
 
 def test_every_model_is_described() -> None:
-    assert list(MODELS) == ["mlp", "cnn2", "alexnet", "resnet18"]
+    assert list(MODELS) == ["mlp", "cnn2", "alexnet", "resnet18", "resnet50", "bert_small"]
     assert all(text and "\n" not in text for text in MODELS.values())
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18"])
+@pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet18", "bert_small"])
 def test_a_model_learns_a_batch_by_heart(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(20, 1, 8, 8, generator=generator)

@@ -44,6 +44,14 @@ def test_the_cost_model_hurries_where_there_is_no_slack_and_spares_the_line_else
     assert algorithms("cost_model") == ["rabenseifner", *["ring"] * 7]
 
 
+def test_a_ring_that_would_outlast_the_slack_is_not_taken_though_another_algorithm_would_not():
+    # 20 kB among 256: a ring waits 510 times, 102 ms, halving and doubling 16 times.
+    head = [Layer(kind="dense", size_bytes=20_000, slack_s=0.014)]
+    assert plan(head, 256, LINE)[0].algorithm == "direct"
+    patient = [Layer(kind="dense", size_bytes=20_000, slack_s=1.0)]
+    assert plan(patient, 256, LINE)[0].algorithm == "ring"
+
+
 def test_small_messages_without_slack_go_by_the_fewest_messages_after_each_other():
     tiny = [Layer(kind="other", size_bytes=1000)]
     assert plan(tiny, 4, LINE)[0].algorithm == "direct"

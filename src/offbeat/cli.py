@@ -45,7 +45,7 @@ _SLOW = (
     "WORKER:FACTOR: that worker takes FACTOR times as long. 'random' instead of a number draws one every "
     "epoch; @0.0-0.5 after it means a part of every epoch, @burst=20/100 the first 20 of every 100 steps."
 )
-Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")]
+Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet, resnet18, resnet50 or bert_small.")]
 Data = Annotated[str, typer.Option(help="digits (nothing to download), mnist or cifar10.")]
 Workers = Annotated[int, typer.Option(help="How many worker processes to start on this machine.")]
 Epochs = Annotated[int, typer.Option(help="How often to go through the data.")]

@@ -19,6 +19,8 @@ MODELS: Mapping[str, str] = MappingProxyType(
         "cnn2": "two 5x5 convolutions and two fully connected layers; any image of 4x4 pixels or more",
         "alexnet": "the 227-pixel, 1000-class AlexNet in one tower; resizes its images itself",
         "resnet18": "ResNet-18 with the CIFAR stem (3x3 convolution, no max-pool)",
+        "resnet50": "the 224-pixel, 1000-class ResNet-50; resizes its images itself",
+        "bert_small": "BERT's encoder with 4 layers of 512 units; reads the values of any sample as tokens",
     }
 )
 """What `build` can build: name -> one line of description."""
@@ -205,20 +207,169 @@ class ResNet18(nn.Module):
         return logits
 
 
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution with batch norm beside a shortcut, as in `ResidualBlock`.
+
+    Source: He, Zhang, Ren and Sun 2016, figure 5 (right). Deviation, usual since torchvision: the 3x3
+    convolution has the stride, not the first one.
+    """
+
+    def __init__(self, *, channels_in: int, width: int, stride: int) -> None:
+        """Draw the weights.
+
+        Args:
+            channels_in: channels of the input.
+            width: of the 3x3 convolution; the output has 4 times as many channels.
+            stride: of that convolution and of the shortcut.
+        """
+        super().__init__()
+        channels = 4 * width
+        self.conv1 = nn.Conv2d(channels_in, width, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, channels, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps (B, channels_in, H, W) to maps (B, 4 width, H / stride, W / stride), rounded up."""
+        x = F.relu(self.norm1(self.conv1(images)))
+        x = F.relu(self.norm2(self.conv2(x)))
+        return F.relu(self.norm3(self.conv3(x)) + self.shortcut(images))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50 for 224 x 224 images and 1000 classes: 25,557,032 parameters with the defaults.
+
+    Images of another size are resized inside (bilinear).
+
+    Source: He, Zhang, Ren and Sun 2016, "Deep Residual Learning for Image Recognition", table 1 (50-layer).
+    """
+
+    def __init__(self, *, channels: int = 3, classes: int = 1000) -> None:
+        """Draw the weights.
+
+        Args:
+            channels: C.
+            classes: K.
+        """
+        super().__init__()
+        self.stem = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        self.norm = nn.BatchNorm2d(64)
+        blocks, channels_in = [], 64
+        for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+            for i in range(count):
+                blocks.append(
+                    Bottleneck(channels_in=channels_in, width=width, stride=stride if i == 0 else 1)
+                )
+                channels_in = 4 * width
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels_in, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) of any size to logits (B, K)."""
+        if images.shape[-2:] != (224, 224):
+            images = F.interpolate(images, size=(224, 224), mode="bilinear", align_corners=False)
+        x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, 2, padding=1)
+        logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
+        return logits
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and a perceptron, each followed by its residual connection and layer norm.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1, with BERT's GELU. Nothing is
+    dropped out.
+    """
+
+    def __init__(self, *, width: int, heads: int) -> None:
+        """Draw the weights.
+
+        Args:
+            width: of a token, a multiple of `heads`; the perceptron's hidden layer has 4 times as many units.
+            heads: of the attention.
+        """
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, 4 * width)
+        self.out = nn.Linear(4 * width, width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, T, width) to tokens of the same shape."""
+        b, t, width = tokens.shape
+        q, k, v = self.qkv(tokens).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, width)
+        x = self.norm1(tokens + self.mix(attended))
+        normed: Tensor = self.norm2(x + self.out(F.gelu(self.hidden(x))))
+        return normed
+
+
+class BertSmall(nn.Module):
+    """BERT's encoder with 4 layers of 512 units, read by its first token: 28,499,968 parameters and the head.
+
+    What it is given are values of any kind, of which the first 128 of a sample are read as tokens: their
+    fractions of the vocabulary. So any data set can keep it busy; there is nothing to learn in that.
+
+    Source: Devlin et al. 2019, "BERT", section 3; the size called BERT-Small by Turc et al. 2019,
+    "Well-Read Students Learn Better" (there 28.8 million, with the pooler). Deviations: no segments, no
+    pooler, PyTorch's default initialisation, no dropout.
+    """
+
+    VOCABULARY = 30_522
+    TOKENS = 128
+
+    def __init__(self, *, classes: int) -> None:
+        """Draw the weights.
+
+        Args:
+            classes: K.
+        """
+        super().__init__()
+        self.words = nn.Embedding(self.VOCABULARY, 512)
+        self.places = nn.Embedding(512, 512)
+        self.norm = nn.LayerNorm(512)
+        self.layers = nn.Sequential(*(EncoderLayer(width=512, heads=8) for _ in range(4)))
+        self.head = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Samples (B, ...) to logits (B, K)."""
+        values = x.flatten(1)[:, : self.TOKENS].double()
+        tokens = ((values - values.floor()) * self.VOCABULARY).long().clamp(max=self.VOCABULARY - 1)
+        places = torch.arange(tokens.shape[1], device=x.device)
+        embedded = self.norm(self.words(tokens) + self.places(places))
+        logits: Tensor = self.head(self.layers(embedded)[:, 0])
+        return logits
+
+
 def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
     """Build a model on the CPU: the same arguments give the same weights, and no global generator moves.
 
-    `alexnet` keeps its 1000-way last layer, and with it its 62,378,344 parameters for 3 channels, however few
-    classes the data has: labels 0..classes-1 use the first outputs, and training drives the others down.
+    `alexnet` and `resnet50` keep their 1000-way last layer, and with it their 62,378,344 and 25,557,032
+    parameters for 3 channels, however few classes the data has: labels 0..classes-1 use the first outputs,
+    and training drives the others down.
 
     Args:
         name: a key of `MODELS`.
-        sample_shape: the shape of one sample without the batch dimension; (C, H, W) for all but `mlp`.
-        classes: K, the number of classes of the data; at most 1000 for `alexnet`.
+        sample_shape: the shape of one sample without the batch dimension; (C, H, W) for all but `mlp` and
+            `bert_small`.
+        classes: K, the number of classes of the data; at most 1000 for `alexnet` and `resnet50`.
         seed: of the weights.
 
     Returns:
-        A module in training mode that maps (B, *sample_shape) to logits (B, K), for `alexnet` (B, 1000).
+        A module in training mode that maps (B, *sample_shape) to logits (B, K), for `alexnet` and
+        `resnet50` (B, 1000).
 
     Raises:
         ValueError: unknown name, or a sample shape or number of classes that the model cannot take.
@@ -227,14 +378,14 @@ def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) 
         raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}")
     if not sample_shape or min(sample_shape) < 1:
         raise ValueError(f"sample_shape must hold positive sizes, got {sample_shape}")
-    if name != "mlp" and len(sample_shape) != 3:
+    if name not in ("mlp", "bert_small") and len(sample_shape) != 3:
         raise ValueError(f"{name} takes images, sample_shape (channels, height, width); got {sample_shape}")
     if name == "cnn2" and min(sample_shape[1:]) < 4:
         raise ValueError(f"cnn2 takes images of at least 4 x 4 pixels, got sample_shape {sample_shape}")
     if classes < 1:
         raise ValueError(f"classes must be at least 1 for {name}, got {classes}")
-    if name == "alexnet" and classes > 1000:
-        raise ValueError(f"classes must be in 1..1000 for alexnet, got {classes}")
+    if name in ("alexnet", "resnet50") and classes > 1000:
+        raise ValueError(f"classes must be in 1..1000 for {name}, got {classes}")
     # Only the CPU generator is forked and seeded: torch.manual_seed would reseed the GPUs as well.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
@@ -252,5 +403,9 @@ def _draw(name: str, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
             return AlexNet(channels=sample_shape[0])
         case "resnet18":
             return ResNet18(channels=sample_shape[0], classes=classes)
+        case "resnet50":
+            return ResNet50(channels=sample_shape[0])
+        case "bert_small":
+            return BertSmall(classes=classes)
         case _:
             raise AssertionError(name)  # `build` checked it against MODELS

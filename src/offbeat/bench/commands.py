@@ -18,7 +18,7 @@ bench = typer.Typer(no_args_is_help=True, help="Run a benchmark by name.")
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")]
 Workers = Annotated[int, typer.Option(min=2, help="How many workers.")]
-Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet or resnet18.")]
+Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet, resnet18, resnet50 or bert_small.")]
 RateMbit = Annotated[int, typer.Option(min=1, help="Each host's line, in Mbit/s.")]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 Epochs = Annotated[int, typer.Option(min=1, help="Epochs of each run.")]
@@ -77,6 +77,16 @@ def hybrid(
     forward_share: Annotated[
         list[float] | None, typer.Option(help="Of computing, in the forward pass; repeatable.")
     ] = None,
+    timed_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Instead: a batch of this size, waited for as long as it takes one core; repeatable."
+        ),
+    ] = None,
+    real_batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Instead: a batch of this size, really computed; repeatable."),
+    ] = None,
     model: Model = "alexnet",
     workers: Workers = 4,
     rate_mbit: RateMbit = 1000,
@@ -85,8 +95,10 @@ def hybrid(
     json: Json = None,
 ) -> None:
     """Every layer's all-reduce behind both passes, beside DDP, on lines of known rate; needs root."""
-    from offbeat.bench.hybrid import SIDES, Case, Plan, run
+    from offbeat.bench.expected import SIDES, Case
+    from offbeat.bench.hybrid import Plan, run
 
+    is_scaled = compute or forward_share or not (timed_batch or real_batch)
     _report(
         json,
         lambda command: run(
@@ -97,10 +109,55 @@ def hybrid(
                     Case(ratio=ratio, forward_share=share)
                     for share in forward_share or [1 / 3, 1 / 2]
                     for ratio in compute or [0.25, 0.5, 0.75, 1.0, 1.5]
+                    if is_scaled
                 ),
+                timed_batches=tuple(timed_batch or ()),
+                real_batches=tuple(real_batch or ()),
                 steps=steps,
                 workers=workers,
                 rate_bit_per_s=rate_mbit * 1_000_000,
+                seed=seed,
+            ),
+            command=command,
+        ),
+    )
+
+
+@bench.command("hybrid-sweep")
+def hybrid_sweep(
+    timed: Annotated[
+        bool, typer.Option("--timed", help="Measure steps instead of predicting them; needs root.")
+    ] = False,
+    rate_mbit: Annotated[
+        list[int] | None, typer.Option(min=1, help="Each host's line, in Mbit/s; repeatable.")
+    ] = None,
+    workers: Annotated[list[int] | None, typer.Option(min=2, help="How many workers; repeatable.")] = None,
+    side: Annotated[
+        list[str] | None,
+        typer.Option(help="ddp, sync_ring, fifo_ring, paper, table4 or cost_model; repeatable."),
+    ] = None,
+    compute: Annotated[float, typer.Option(help="Computing, as a multiple of the time on the line.")] = 1.0,
+    forward_share: Annotated[float, typer.Option(help="Of computing, in the forward pass.")] = 1 / 3,
+    model: Model = "alexnet",
+    steps: Annotated[int, typer.Option(min=1, help="Timed: that count, a side and point.")] = 5,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Which way of averaging layers wins, by the rate of the lines and how many workers there are."""
+    from offbeat.bench.expected import SIDES, Case
+    from offbeat.bench.hybrid_sweep import Plan, run
+
+    _report(
+        json,
+        lambda command: run(
+            Plan(
+                model=model,
+                kind="timed" if timed else "simulated",
+                rates_mbit=tuple(rate_mbit or (100, 1000, 10_000)),
+                workers=tuple(workers or (2, 4, 8)),
+                sides=tuple(side or SIDES),
+                case=Case(ratio=compute, forward_share=forward_share),
+                steps=steps,
                 seed=seed,
             ),
             command=command,

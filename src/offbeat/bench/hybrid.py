@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -34,51 +34,31 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.bench import runs
-from offbeat.bench.gloo import GlooSide, bound_s
+from offbeat.bench.expected import (
+    COST_MODEL,
+    DDP,
+    SIDES,
+    Case,
+    least_s,
+    predicted_s,
+    times_for,
+    transfer_s,
+    works_of,
+)
+from offbeat.bench.gloo import GlooSide
 from offbeat.bench.namespaces import hosts
 from offbeat.bench.result import Result, machine
 from offbeat.bench.timed import ModelTimes
 from offbeat.bench.workers import answer, run_workers, settings_of
-from offbeat.numerics.timeline import Layer, Message, least_step_s, possible_saving
+from offbeat.numerics.forecast import Work
+from offbeat.numerics.timeline import possible_saving
 from offbeat.runtime.environment import read_environment
 from offbeat.runtime.launch import free_port
 from offbeat.runtime.session import join
-from offbeat.strategies import parse_strategy
-
-DDP = "ddp"
-SIDES: Mapping[str, str] = {
-    DDP: "",
-    "sync_ring": "hybrid:policy=ring,overlap=none",
-    "fifo_ring": "hybrid:policy=ring,order=fifo",
-    "paper": "hybrid:policy=conv_butterfly_fc_ring,order=fifo,fuse_bytes=0",
-    "table4": "hybrid:policy=table4,order=fifo,fuse_bytes=0",
-    "cost_model": "hybrid",
-}
-"""Name -> strategy; `ddp` is PyTorch's own."""
-
-TCP_SHARE = 0.956
-"""Of a line's rate, what TCP carries."""
+from offbeat.strategies import Hybrid, parse_strategy
 
 _WARM_UP_STEPS = 4
 _DEADLINE_S = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """How long a step computes.
-
-    Attributes:
-        ratio: of the time that the gradients need on the line.
-        forward_share: of it, in the forward pass.
-    """
-
-    ratio: float
-    forward_share: float
-
-    @property
-    def name(self) -> str:
-        """As figures spell it, both in percent."""
-        return f"c{100 * self.ratio:.0f}_f{100 * self.forward_share:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +67,21 @@ class Plan:
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
-        sides: keys of `SIDES`.
+        sides: keys of `SIDES`, or strategies.
         cases: each with all sides.
+        timed_batches: sizes of batches that are waited for as long as one core has taken.
+        real_batches: sizes of batches that are computed, by all workers on this machine's cores.
         steps: that count, a side and case.
         workers: hosts, one worker on each.
         rate_bit_per_s: of each host's line, each way.
-        batch_size: for which layer times are measured.
+        batch_size: for which the cases' layer times are measured.
     """
 
     model: str = "alexnet"
     sides: tuple[str, ...] = tuple(SIDES)
     cases: tuple[Case, ...] = ()
+    timed_batches: tuple[int, ...] = ()
+    real_batches: tuple[int, ...] = ()
     steps: int = 5
     workers: int = 4
     rate_bit_per_s: int = 1_000_000_000
@@ -108,89 +92,27 @@ class Plan:
         for side in self.sides:
             if side not in SIDES:
                 parse_strategy(side)
-        if self.steps < 1 or self.workers < 2 or not self.cases:
+        if self.steps < 1 or self.workers < 2 or not (self.cases or self.timed_batches or self.real_batches):
             raise ValueError("expected at least 1 step, 2 workers and 1 case")
-        for case in self.cases:
-            if not (case.ratio > 0 and 0 < case.forward_share < 1):
-                raise ValueError(f"expected a ratio above 0 and a share between 0 and 1, got {case}")
-
-
-def times_for(alone: ModelTimes, case: Case, transfer_s: float, optimizer_s: float) -> ModelTimes:
-    """Return layer times that sum to a case's, in the proportions of those that were measured.
-
-    Args:
-        alone: those.
-        case: how long a step computes.
-        transfer_s: what its gradients need on the line.
-        optimizer_s: what the optimizer takes of it, out of the forward pass's part.
-
-    Raises:
-        ValueError: the optimizer takes all of that part.
-    """
-    compute_s = case.ratio * transfer_s
-    forward_s = case.forward_share * compute_s - optimizer_s
-    if forward_s <= 0:
-        raise ValueError(
-            f"expected a forward pass longer than the optimizer's {optimizer_s:.2f} s, "
-            f"got {case.forward_share * compute_s:.2f} s for both"
-        )
-    forward = forward_s / alone.forward_s
-    backward = (1 - case.forward_share) * compute_s / alone.backward_s
-    return ModelTimes(
-        lead_s=alone.lead_s * forward,
-        layers=tuple(
-            replace(layer, forward_s=layer.forward_s * forward, backward_s=layer.backward_s * backward)
-            for layer in alone.layers
-        ),
-    )
-
-
-def least_s(
-    times: ModelTimes, sizes: Mapping[str, int], workers: int, rate_bit_per_s: int, optimizer_s: float
-) -> float:
-    """Return the least time of a step in which no gradient waits longer than it must.
-
-    Args:
-        times: of all layers.
-        sizes: bytes of each layer's gradients, by its name.
-        workers: who average them.
-        rate_bit_per_s: of each one's line.
-        optimizer_s: of a step; each layer takes its part.
-    """
-    whole = sum(sizes.values())
-    layers = [Layer(name="lead", forward_s=times.lead_s, backward_s=0.0)]
-    messages = []
-    for number, layer in enumerate(times.layers, start=1):
-        size = sizes[layer.name]
-        messages.append(Message(layer=number, steps_s=(transfer_s(size, workers, rate_bit_per_s),)))
-        forward_s = layer.forward_s + optimizer_s * size / whole
-        layers.append(Layer(name=layer.name, forward_s=forward_s, backward_s=layer.backward_s))
-    return least_step_s(layers, messages)
-
-
-def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:
-    """Return how long TCP needs at least for an all-reduce on lines of this rate, in seconds."""
-    return bound_s(size_bytes, workers, rate_bit_per_s * TCP_SHARE)
+        if min([self.batch_size, *self.timed_batches, *self.real_batches]) < 1:
+            raise ValueError("expected batches of at least 1 sample")
+        if self.real_batches and (self.cases or self.timed_batches):
+            raise ValueError(
+                "expected batches that are really computed in a run of their own, got others too"
+            )
 
 
 def run(plan: Plan, *, command: str) -> Result:
     """Measures all cases and sides, in namespaces that it makes and removes; needs root."""
-    alone = runs.measured(plan.model, plan.batch_size, plan.seed)
     optimizer_s = runs.optimizer_s(plan.model, plan.seed)
-    built = runs.network(plan.model, None, plan.seed)
-    sizes = {
-        layer.name: sum(p.nbytes for p in built.get_submodule(layer.name).parameters(recurse=False))
-        for layer in alone.layers
-    }
-    whole_s = transfer_s(sum(sizes.values()), plan.workers, plan.rate_bit_per_s)
-    first_s = transfer_s(sizes[alone.layers[0].name], plan.workers, plan.rate_bit_per_s)
-    times_of = {case: times_for(alone, case, whole_s, optimizer_s) for case in plan.cases}
+    cases = [*_computing(plan, optimizer_s)]
     rows = []
     with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s) as made:
-        for case in plan.cases:
+        for case in cases:
             settings = {
                 "model": plan.model,
-                "times": times_of[case].to_plain(),
+                "times": None if case.times is None else case.times.to_plain(),
+                "batch_size": case.batch_size,
                 "sides": list(plan.sides),
                 "steps": plan.steps,
                 "seed": plan.seed,
@@ -205,15 +127,12 @@ def run(plan: Plan, *, command: str) -> Result:
                 prefix=[host.prefix for host in made],
                 master_addr=made[0].address,
             )
-            least = least_s(times_of[case], sizes, plan.workers, plan.rate_bit_per_s, optimizer_s)
-            for side in plan.sides:
-                row = _row(case, side, whole_s, first_s, told[side])
-                rows.append({**row, "least_s": least, "ratio_to_least": row["step_s"] / least})
+            rows += [_row(plan, case, side, told[side]) for side in plan.sides]
         congestion_control = made[0].congestion_control
     return Result(
         name="hybrid",
         command=command,
-        kind="timed",
+        kind="real" if plan.real_batches else "timed",
         seed=plan.seed,
         figures=figures(plan.model, rows),
         rows=rows,
@@ -227,48 +146,115 @@ def run(plan: Plan, *, command: str) -> Result:
     )
 
 
-def _row(case: Case, side: str, whole_s: float, first_s: float, told: Mapping[str, Any]) -> dict[str, Any]:
-    compute_s, steps_s = case.ratio * whole_s, told["step_s"]
-    step_s = median(steps_s)
-    return {
+@dataclass(frozen=True, kw_only=True)
+class _Computing:
+    """A case worked out.
+
+    Attributes:
+        name: as figures spell it.
+        times: of layers; None where they compute.
+        batch_size: of what computes.
+        known: what is known of a step, for all sides; nothing where it computes, since cores are shared.
+        works: what its layers compute and send, where that is known.
+    """
+
+    name: str
+    times: ModelTimes | None
+    batch_size: int
+    known: Mapping[str, float]
+    works: Sequence[Work]
+
+
+def _computing(plan: Plan, optimizer_s: float) -> Iterator[_Computing]:
+    """Yield all cases of a plan."""
+    built = runs.network(plan.model, None, plan.seed)
+    workers, rate = plan.workers, plan.rate_bit_per_s
+    whole_s = transfer_s(sum(p.nbytes for p in built.parameters()), workers, rate)
+
+    def timed(name: str, times: ModelTimes) -> _Computing:
+        works = works_of(times, built, optimizer_s)
+        compute_s = times.step_s + optimizer_s
+        known = {
+            "compute_s": compute_s,
+            "forward_share": (times.forward_s + optimizer_s) / compute_s,
+            "transfer_s": whole_s,
+            "floor_s": max(compute_s + transfer_s(works[1].size_bytes, workers, rate), whole_s),
+            "least_s": least_s(works, workers, rate),
+        }
+        return _Computing(name=name, times=times, batch_size=1, known=known, works=works)
+
+    if plan.cases:
+        alone = runs.measured(plan.model, plan.batch_size, plan.seed)
+        for case in plan.cases:
+            yield timed(case.name, times_for(alone, case, whole_s, optimizer_s))
+    for size in plan.timed_batches:
+        yield timed(f"timed{size}", runs.measured(plan.model, size, plan.seed))
+    for size in plan.real_batches:
+        yield _Computing(name=f"real{size}", times=None, batch_size=size, known={}, works=[])
+
+
+def _row(plan: Plan, case: _Computing, side: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    step_s = median(told["step_s"])
+    row = {
         "case": case.name,
         "side": side,
-        "compute_s": compute_s,
-        "forward_share": case.forward_share,
-        "transfer_s": whole_s,
         "step_s": step_s,
-        "step_min_s": min(steps_s),
-        "step_max_s": max(steps_s),
+        "step_min_s": min(told["step_s"]),
+        "step_max_s": max(told["step_s"]),
         "cpu_s": told["cpu_s"],
-        "exposed_comm_share": max(0.0, step_s - compute_s) / step_s,
-        "ratio_to_floor": step_s / max(compute_s + first_s, whole_s),
+        **case.known,
     }
+    if case.known:
+        row["exposed_comm_share"] = max(0.0, step_s - case.known["compute_s"]) / step_s
+        row["ratio_to_floor"] = step_s / case.known["floor_s"]
+        row["ratio_to_least"] = step_s / case.known["least_s"]
+    if case.works and (side == DDP or isinstance(parse_strategy(SIDES.get(side, side)), Hybrid)):
+        row["predicted_s"] = predicted_s(side, case.works, plan.workers, plan.rate_bit_per_s)
+    return row
 
 
 def figures(model: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return each side's step beside DDP's, the floor's and what can be saved at all."""
     found: dict[str, float] = {}
     ddp = {row["case"]: row["step_s"] for row in rows if row["side"] == DDP}
-    best = []
+    ratios = []
     for row in rows:
         case, side = row["case"], row["side"]
-        found[f"exposed_comm_share_{model}_{case}_{side}"] = row["exposed_comm_share"]
+        is_timed = "compute_s" in row
+        if is_timed:
+            found[f"exposed_comm_share_{model}_{case}_{side}"] = row["exposed_comm_share"]
         if side == DDP or case not in ddp:
             continue
         ratio = row["step_s"] / ddp[case]
         found[f"time_ratio_to_ddp_{model}_{case}_{side}"] = ratio
-        possible = possible_saving(
+        if side == COST_MODEL:
+            ratios.append(ratio)
+        possible = is_timed and possible_saving(
             compute_s=row["compute_s"], forward_share=row["forward_share"], transfer_s=row["transfer_s"]
         )
         if possible:
             found[f"share_of_possible_saving_{model}_{case}_{side}"] = (1 - ratio) / possible
-        if side == "cost_model":
-            best.append((ratio, row["ratio_to_floor"]))
-    if best:
-        found["time_ratio_to_ddp_best"] = min(ratio for ratio, _ in best)
-        found["time_ratio_to_ddp_worst"] = max(ratio for ratio, _ in best)
-        found[f"ratio_to_floor_{model}_cost_model"] = max(floor for _, floor in best)
-    return found
+    floors = [row["ratio_to_floor"] for row in rows if row["side"] == COST_MODEL and "ratio_to_floor" in row]
+    if ratios:
+        found["time_ratio_to_ddp_best"] = min(ratios)
+        found["time_ratio_to_ddp_worst"] = max(ratios)
+    if floors:
+        found[f"ratio_to_floor_{model}_cost_model"] = max(floors)
+    return {**found, **prediction_figures(rows)}
+
+
+def prediction_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how measured steps compare with predicted ones, but for DDP's, which is only likened to ours."""
+    ratios = [
+        row["step_s"] / row["predicted_s"] for row in rows if "predicted_s" in row and row["side"] != DDP
+    ]
+    if not ratios:
+        return {}
+    return {
+        "measured_to_predicted_ratio_p50": median(ratios),
+        "measured_to_predicted_ratio_min": min(ratios),
+        "measured_to_predicted_ratio_max": max(ratios),
+    }
 
 
 def main() -> None:
@@ -276,7 +262,8 @@ def main() -> None:
     settings = settings_of(sys.argv)
     torch.set_num_threads(1)
     environment = read_environment()
-    times = ModelTimes.from_plain(settings["times"])
+    times = None if settings["times"] is None else ModelTimes.from_plain(settings["times"])
+    x, y = runs.batch(settings["batch_size"], 1000 * settings["seed"] + environment.rank, times is not None)
     told = {}
     for side in settings["sides"]:
         model = runs.network(settings["model"], times, settings["seed"])
@@ -291,21 +278,22 @@ def main() -> None:
                 limit_s=_DEADLINE_S,
             ):
                 wrapped = DistributedDataParallel(model)
-                told[side] = _steps(wrapped, optimizer, settings["steps"])
+                told[side] = _steps(wrapped, optimizer, x, y, settings["steps"])
                 dist.barrier()
                 del wrapped
         else:
             with join(model, optimizer, parse_strategy(SIDES.get(side, side))):
-                told[side] = _steps(model, optimizer, settings["steps"])
+                told[side] = _steps(model, optimizer, x, y, settings["steps"])
         if environment.rank == 0:
             print(f"{side}: {median(told[side]['step_s']):.3f} s a step", flush=True)
     if environment.rank == 0:
         answer(told)
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Any]:
+def _steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, steps: int
+) -> dict[str, Any]:
     """Seconds between the beginnings of forward passes, once everything is in its place; processor time."""
-    x, y = runs.batch(1, 0, timed=True)
     began_s: list[float] = []
     for step in range(_WARM_UP_STEPS + steps + 1):
         if step == _WARM_UP_STEPS:

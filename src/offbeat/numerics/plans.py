@@ -49,6 +49,12 @@ class Parcel:
     algorithm: str
 
 
+def kind_of(dimensions: Sequence[int]) -> Kind:
+    """Return a layer's kind by its parameters' dimensions: convolutions have a window, others are tables."""
+    most = max(dimensions)
+    return "convolution" if most > 2 else "dense" if most == 2 else "other"
+
+
 def plan(
     layers: Sequence[Layer],
     workers: int,
@@ -65,11 +71,11 @@ def plan(
       is neither goes with the convolutions, whose size it has. The paper's text.
     - `table4`: the other way round. The paper's table 4.
     - `ring`: a ring for all.
-    - `cost_model`: the fastest algorithm for a parcel that travels for longer than its slack; for one that
-      does not, and so should only not delay others, a ring: no algorithm sends fewer bytes, and in no other
-      does each line have one sender, whose urgent bytes nobody else's are in the way of. `direct` is
-      considered only where latency dominates, for the same reason, and what saves less than a twentieth of
-      the time not at all.
+    - `cost_model`: the fastest algorithm for a parcel that would travel for longer than its slack in a ring;
+      for one that would not, and so should only not delay others, a ring: no algorithm sends fewer bytes,
+      and in no other does each line have one sender, whose urgent bytes nobody else's are in the way of.
+      `direct` is considered only where latency dominates, for the same reason, and what saves less than a
+      twentieth of the time not at all.
 
     Neighbours in the forward pass travel together as long as they are `fuse_bytes` at most: by default, as
     long as a message waits longer for latency than for its bytes, by the cheapest algorithm.
@@ -141,5 +147,5 @@ def _algorithm(layers: Sequence[Layer], workers: int, line: Line, policy: Policy
 
     known = [name for name in ALGORITHMS if name != "direct" or size <= latency_bytes(workers, line)]
     fastest = min(known, key=lambda name: (seconds(name), costs[name].rounds))
-    is_worth_it = seconds(fastest) > slack_s and seconds(fastest) < _MUCH_FASTER * seconds("ring")
+    is_worth_it = seconds("ring") > slack_s and seconds(fastest) < _MUCH_FASTER * seconds("ring")
     return fastest if is_worth_it else "ring"

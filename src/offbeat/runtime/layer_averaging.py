@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.buckets import bucket_of, plan_buckets
 from offbeat.numerics.costs import Line, cost, fit_line
-from offbeat.numerics.plans import Kind, Layer, Policy, plan
+from offbeat.numerics.plans import Layer, Policy, kind_of, plan
 from offbeat.runtime.averaging import LANES, WORD_S, Host, gathered, spread
 from offbeat.runtime.backward import BackwardPass, check_dense, watch
 from offbeat.runtime.contribution import Contribution, Part
@@ -195,7 +195,7 @@ class LayerAverager:
             layers.setdefault((self._uses.modules[entry], self._parameters[entry].dtype), []).append(entry)
         described = [
             Layer(
-                kind=_kind_of([self._parameters[entry] for entry in entries]),
+                kind=kind_of([self._parameters[entry].dim() for entry in entries]),
                 size_bytes=sum(self._parameters[entry].nbytes for entry in entries),
                 group=str(dtype),
                 slack_s=min(
@@ -867,12 +867,6 @@ def _check_layers(model: nn.Module) -> None:
             f"the model lies on {device}, where layers cannot be averaged one by one yet: "
             "use bsp, or train on the CPU"
         )
-
-
-def _kind_of(parameters: Sequence[torch.Tensor]) -> Kind:
-    """A layer's kind, by its weights: those of a convolution have a window, others are tables."""
-    dimensions = max(parameter.dim() for parameter in parameters)
-    return "convolution" if dimensions > 2 else "dense" if dimensions == 2 else "other"
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""How long a step will take under a policy: its plan, what each parcel costs, and the model of the step.
+
+Pure, and only the three put together: `offbeat.numerics.plans`, `costs` and `timeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from offbeat.numerics import plans
+from offbeat.numerics.costs import Line, cost
+from offbeat.numerics.plans import Kind, Policy
+from offbeat.numerics.timeline import Layer, Message, Order, Overlap, Timeline, simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What one layer computes and sends.
+
+    Attributes:
+        layer: its passes.
+        kind: see `offbeat.numerics.plans.Layer`.
+        size_bytes: of its gradients; 0 where it has none.
+    """
+
+    layer: Layer
+    kind: Kind
+    size_bytes: int
+
+
+def forecast(
+    works: Sequence[Work],
+    workers: int,
+    line: Line,
+    *,
+    policy: Policy = "cost_model",
+    algorithm: str | None = None,
+    order: Order = "priority",
+    overlap: Overlap = "both",
+    fuse_bytes: int | None = None,
+    in_flight_s: float = 0.0,
+) -> Timeline:
+    """Predict a step of training in which all workers are alike.
+
+    What the workers do beside computing (copying, adding, the work of the interpreter) takes no time here.
+
+    Source: specification 3.9, with the costs of appendix C. No deviation.
+
+    Args:
+        works: in the order of the forward pass.
+        workers: how many there are.
+        line: what a message costs.
+        policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
+        algorithm: of all parcels, in place of the policy's; see `offbeat.numerics.schedules.schedule`.
+        order, overlap, in_flight_s: see `offbeat.numerics.timeline.simulate`.
+
+    Raises:
+        ValueError: what these functions refuse.
+    """
+    layers = [work.layer for work in works]
+    if workers == 1:
+        return simulate(layers, [], order=order, overlap=overlap, in_flight_s=in_flight_s)
+    # From the end of a layer's backward pass to its next forward pass, those before it do both.
+    slacks_s = accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0)
+    sending = [
+        (index, plans.Layer(kind=work.kind, size_bytes=work.size_bytes, slack_s=slack_s))
+        for index, (work, slack_s) in enumerate(zip(works, slacks_s, strict=False))
+        if work.size_bytes
+    ]
+    parcels = plans.plan([layer for _, layer in sending], workers, line, policy=policy, fuse_bytes=fuse_bytes)
+    messages = []
+    for parcel in parcels:
+        size = sum(sending[place][1].size_bytes for place in parcel.layers)
+        price = cost(algorithm or parcel.algorithm, workers)
+        step_s = price.volume * size * line.beta_s / price.rounds
+        messages.append(
+            Message(
+                layer=sending[parcel.layers[0]][0],
+                steps_s=(step_s,) * price.rounds,
+                latency_s=line.alpha_s,
+            )
+        )
+    return simulate(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight_s)
