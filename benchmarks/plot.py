@@ -1,8 +1,9 @@
 """Draws the committed results of the papers' figures: `python benchmarks/plot.py [FOLDER]`.
 
-Of straggler.json, straggler_real.json, detect.json, accuracy.json and staleness.json it takes what is in the
-folder, by default this one, and writes a PNG beside each, with what the paper says where it says so. Needs
-matplotlib, which is in the extra `dev`.
+Of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json and
+hybrid_sweep.json it takes what is in the folder, by default this one, and writes a PNG beside each, with what
+the paper says where it says so. Beside the predictions of hybrid_sweep.json go the measurements of
+hybrid_sweep_timed.json. Needs matplotlib, which is in the extra `dev`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ PAPER_PARTS = {
     "P_CACHE_PARAM": "process_cache",
     "T_CACHE_PARAM": "thread_cache",
     "other": "other",
+}
+# The third paper's ways of averaging, beside DDP, and those that the sweep adds.
+SIDES = {
+    "ddp": ("DDP", "0.6"),
+    "sync_ring": ("ring, nothing overlapped", "#c7b299"),
+    "fifo_ring": ("ring, first come first served", "#d9822b"),
+    "paper": ("the paper's text", "#8e6bb0"),
+    "table4": ("the paper's table 4", "#c2506b"),
+    "cost_model": ("cost model, by need", "#2b6ca3"),
+    "hierarchical": ("groups of 16, by need", "#4a9a5b"),
 }
 GREY, BLUE, ORANGE, GREEN = "0.75", "#2b6ca3", "#d9822b", "#4a9a5b"
 
@@ -120,6 +131,53 @@ def staleness(result: dict[str, Any], path: Path) -> None:
     _save(path)
 
 
+def hybrid(result: dict[str, Any], path: Path) -> None:
+    """A step's time over the floor, by how long it computes."""
+    rows = result["rows"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    found = {(row["case"], row["side"]): row["ratio_to_floor"] for row in rows}
+    bars = [(*SIDES[side], [found[case, side] for case in cases]) for side in sides]
+    _, axes = plt.subplots(figsize=(1.5 * len(cases), 4))
+    _draw_bars(axes, bars, [case.replace("_f", " %\nf = ").replace("c", "C/S = ") + " %" for case in cases])
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("time of a step, over the floor")
+    axes.set_title("AlexNet, 4 workers with lines of 1 Gbit/s; C: computing, f of it forward, S: on the line")
+    _save(path)
+
+
+def hybrid_sweep(result: dict[str, Any], path: Path) -> None:
+    """Predicted and measured steps, over DDP's, by how many workers and the rate of their lines."""
+    timed = path.with_name("hybrid_sweep_timed.json")
+    measured = json.loads(timed.read_text())["rows"] if timed.exists() else []
+    rates = list(dict.fromkeys(row["rate_mbit"] for row in result["rows"]))
+    _, all_axes = plt.subplots(1, len(rates), figsize=(4.5 * len(rates), 4), sharey=True, squeeze=False)
+    for axes, rate in zip(all_axes[0], rates, strict=True):
+        for side, (label, color) in SIDES.items():
+            for rows, style in ((result["rows"], {"linewidth": 1.2}), (measured, {"marker": "o", "ls": ""})):
+                points = _over_ddp(rows, rate, side)
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
+                    label = None
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("workers")
+        axes.set_title(f"{rate / 1000:g} Gbit/s", fontsize=9)
+    all_axes[0][0].set_ylabel("time of a step, over DDP's")
+    all_axes[0][0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=4)
+    _save(path)
+
+
+def _over_ddp(rows: list[dict[str, Any]], rate: int, side: str) -> list[tuple[int, float]]:
+    """By number of workers, a side's step over DDP's in the same run."""
+    step_s = {(row["workers"], row["side"]): row["step_s"] for row in rows if row["rate_mbit"] == rate}
+    return [
+        (workers, own_s / step_s[workers, "ddp"])
+        for (workers, name), own_s in sorted(step_s.items())
+        if name == side
+    ]
+
+
 def _draw_bars(axes: Any, bars: list[tuple[str, str, list[float]]], groups: list[str]) -> None:
     width = 0.8 / len(bars)
     for place, (label, color, heights) in enumerate(bars):
@@ -140,6 +198,8 @@ FIGURES = {
     "detect": detect,
     "accuracy": accuracy,
     "staleness": staleness,
+    "hybrid": hybrid,
+    "hybrid_sweep": hybrid_sweep,
 }
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.bench.expected import SIDES
+from offbeat.bench.hybrid_sweep import HIERARCHICAL
 from offbeat.bench.staleness import PARTS
 
 pytest.importorskip("matplotlib")
@@ -46,6 +48,25 @@ RESULTS = {
             for process in (0, 1)
         ],
     },
+    "hybrid": {
+        "kind": "timed",
+        "figures": {},
+        "rows": [
+            {"case": case, "side": side, "ratio_to_floor": 1.1}
+            for case in ("c25_f33", "c100_f50")
+            for side in SIDES
+        ],
+    },
+    "hybrid_sweep": {
+        "kind": "simulated",
+        "figures": {},
+        "rows": [
+            {"rate_mbit": rate, "workers": workers, "side": side, "step_s": 1.0}
+            for rate in (100, 1000)
+            for workers in (2, 64)
+            for side in (*SIDES, HIERARCHICAL)
+        ],
+    },
 }
 
 
@@ -67,6 +88,17 @@ def test_there_is_a_picture_of_every_result(tmp_path):
     assert plotted(tmp_path) == [str(tmp_path / f"{name}.png") for name in RESULTS]
     for name in RESULTS:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_points_are_drawn_beside_the_predicted_ones(tmp_path):
+    result = RESULTS["hybrid_sweep"]
+    (tmp_path / "hybrid_sweep.json").write_text(json.dumps(result))
+    assert plotted(tmp_path) == [str(tmp_path / "hybrid_sweep.png")]
+    alone = (tmp_path / "hybrid_sweep.png").read_bytes()
+    points = [{**row, "step_s": 1.0 + len(row["side"])} for row in result["rows"]]
+    (tmp_path / "hybrid_sweep_timed.json").write_text(json.dumps({**result, "kind": "timed", "rows": points}))
+    plotted(tmp_path)
+    assert (tmp_path / "hybrid_sweep.png").read_bytes() != alone
 
 
 def test_what_is_not_there_is_not_drawn(tmp_path):

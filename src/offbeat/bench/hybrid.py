@@ -20,6 +20,7 @@ row; here the ratio of computing to communication is given, since all that can b
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -284,6 +285,8 @@ def main() -> None:
         else:
             with join(model, optimizer, parse_strategy(SIDES.get(side, side))):
                 told[side] = _steps(model, optimizer, x, y, settings["steps"])
+        del model, optimizer
+        gc.collect()  # what a session held is in cycles, and much
         if environment.rank == 0:
             print(f"{side}: {median(told[side]['step_s']):.3f} s a step", flush=True)
     if environment.rank == 0:

@@ -101,7 +101,8 @@ class Regions:
         except OSError:
             return None
         region = Region(next(self._numbers), descriptor, memory)
-        weakref.finalize(memory, _release, region, self._released).atexit = False
+        # Finalizers are kept until they run: with all that this node is, if one held more than a weak reference.
+        weakref.finalize(memory, _release, region, weakref.ref(self)).atexit = False
         with self._lock:
             self._sort([*self._sorted[1], region])
         return memoryview(memory).cast("B")
@@ -246,9 +247,11 @@ def _allocated(size: int) -> tuple[int, Any]:
         raise
 
 
-def _release(region: Region, released: Callable[[Region], object]) -> None:
+def _release(region: Region, regions: weakref.ref[Regions]) -> None:
     os.close(region.descriptor)
-    released(region)
+    known = regions()
+    if known is not None:
+        known._released(region)
 
 
 def _checked(descriptor: int, size: int) -> int:
