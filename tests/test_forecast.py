@@ -84,3 +84,19 @@ def test_a_step_is_its_computing_and_the_waits_of_its_layers(works, workers, pol
     least = forecast(works, workers, line, policy=policy)
     assert min(least.exposed_s) >= 0
     assert sum(least.exposed_s) == pytest.approx(least.step_s - compute_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("workers", [4, 8, 64])
+@pytest.mark.parametrize("rate_bit_per_s", [1e9, 1e10])
+def test_layers_that_are_fused_by_default_do_nearly_as_well_as_with_any_size(workers, rate_bit_per_s):
+    """50 convolutions that grow as those of a ResNet do, with normalisations; as much computing as bytes."""
+    line = Line(alpha_s=200e-6, beta_s=8 / rate_bit_per_s)
+    sizes = [size for i in range(50) for size in (40_000 * (1 + i * i // 40), 512 * (1 + i // 10))]
+    compute_s = 2 * sum(sizes) * line.beta_s
+    works = [work(compute_s / 300, compute_s / 150, size) for size in sizes]
+    found = forecast(works, workers, line).step_s
+    tried = [
+        forecast(works, workers, line, fuse_bytes=size).step_s for size in (0, 2**14, 2**18, 2**22, 2**25)
+    ]
+    assert found <= 1.05 * min(tried)
+    assert max(tried) > 1.1 * min(tried)

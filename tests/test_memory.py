@@ -1,4 +1,4 @@
-"""What a session takes, it gives back when it is over: its model, its buckets and its links are garbage then."""
+"""What a session takes, it gives back when it is over: model, buckets and links are garbage then."""
 
 import gc
 import weakref

@@ -32,6 +32,7 @@ from offbeat.runtime.contribution import Contribution, Part
 from offbeat.runtime.exchange import Pending
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.hooks import Hook
+from offbeat.runtime.partial_step import PartialSteps, Settings, plainly
 from offbeat.runtime.promises import Promise
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.uses import Uses
@@ -81,7 +82,7 @@ class _Round:
         self.weight: float | None = None
         self.used: list[bool] = []
         self.copies: dict[int, torch.Tensor] = {}
-        self.settings: list[dict[str, Any]] = []
+        self.settings: Settings = []
         self.versions: list[int] = []
         self.is_applied = [False] * len(slots)
         self.is_sent = False  # all of it is on its way
@@ -132,7 +133,7 @@ class LayerAverager:
         self._model, self._optimizer, self._grouping, self._host = model, optimizer, grouping, host
         self._workers, self._deadline_s = workers, deadline_s
         self._policy, self._fuse_bytes, self._order, self._overlap = policy, fuse_bytes, order, overlap
-        self._steps_alone = _steps_alone(optimizer)
+        self._steps = PartialSteps(optimizer)
         seat = grouping.seat(wait=True)
         assert seat is not None  # the group has everybody
         self._exchange, self._position = seat.exchange, seat.position
@@ -424,7 +425,7 @@ class LayerAverager:
                 "in this backward pass than in the first steps; use overlap=none"
             )
         with torch.no_grad():
-            if not self._keep(entry):
+            if not self._leave_in_place(entry):
                 self._pack(entry, add=self._fired[entry] > 0)
         self._parameters[entry].grad = None  # its memory serves the next layer's gradient
         self._fired[entry] += 1
@@ -433,7 +434,7 @@ class LayerAverager:
             if not self._missing[index] and self._is_planned and self._overlap != "none":
                 self._launch(self._round, index)
 
-    def _keep(self, entry: int) -> bool:
+    def _leave_in_place(self, entry: int) -> bool:
         """Leaves a large gradient that comes once where it lies, if it can be sent from there."""
         assert self._round is not None
         gradient, (index, place) = self._parameters[entry].grad, self._place_of[entry]
@@ -636,7 +637,7 @@ class LayerAverager:
         self._wait(pending)
         self._trace(round_, index, pending)
         bank, entries = round_.banks[index], self._slots[index].entries
-        with _plainly():
+        with plainly():
             if round_.weight not in (0.0, 1.0):
                 bank.flat.div_(round_.weight)
             for entry, view in zip(entries, bank.views, strict=True):
@@ -672,7 +673,7 @@ class LayerAverager:
                     self._host.take_hyperparameters(gathered(rest[count:]), round_.settings or None)
             elif self._position:
                 # Like the layers that write them, this does not count as a change to autograd.
-                with _plainly():
+                with plainly():
                     buffers[entry - count].data.copy_(view)
 
     def _look(self, round_: _Round | None) -> None:
@@ -724,7 +725,7 @@ class LayerAverager:
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_wait(round_):
             self._stepped = round_
-            round_.settings = [_settings(group) for group in self._optimizer.param_groups]
+            round_.settings = self._steps.settings()
             round_.versions = [parameter._version for parameter in self._parameters]
             for parameter, is_held in zip(self._parameters, self._held, strict=True):
                 if is_held:
@@ -735,15 +736,12 @@ class LayerAverager:
 
     def _can_wait(self, round_: _Round) -> bool:
         """Whether the step may be taken layer by layer: nobody has looked at a gradient or replaced one."""
-        own_hooks = 1  # the session's
         return (
             self._is_planned
             and self._overlap == "forward"
             and not round_.was_looked_at
-            and self._steps_alone
+            and self._steps.are_possible
             and self._rounds_since_step == 1
-            and len(self._optimizer._optimizer_step_pre_hooks) == own_hooks
-            and len(self._optimizer._optimizer_step_post_hooks) == own_hooks
             and all(
                 parameter.grad is promised
                 for parameter, promised in zip(self._parameters, self._promised, strict=True)
@@ -799,39 +797,17 @@ class LayerAverager:
             return
         self._host.timer.switch("apply")
         entries = [entry for entry in self._slots[index].entries if round_.used[entry] and self._held[entry]]
-        before = [self._parameters[entry].grad for entry in entries]
         for entry in entries:
-            parameter = self._parameters[entry]
-            if parameter._version != round_.versions[entry]:
+            if self._parameters[entry]._version != round_.versions[entry]:
                 raise OffbeatError(
                     f"{self._name(entry)} was changed between optimizer.step() and its next use, when the "
                     "step had not reached it yet: call session.refresh() before you change parameters"
                 )
-            parameter.grad = self._mean(round_, entry)
-        self._step({id(self._parameters[entry]) for entry in entries}, round_.settings)
-        for entry, gradient in zip(entries, before, strict=True):
-            self._parameters[entry].grad = gradient
-
-    def _step(self, chosen: set[int], settings: Sequence[dict[str, Any]]) -> None:
-        """Lets the optimizer step some parameters with the settings of another time."""
-        groups = self._optimizer.param_groups
-        if len(groups) != len(settings):
-            raise OffbeatError(
-                f"the optimizer had {len(settings)} groups of parameters at its last step and has "
-                f"{len(groups)} now: leave the session and join again"
-            )
-        now = [dict(group) for group in groups]
-        try:
-            for group, before in zip(groups, settings, strict=True):
-                group.update(before)
-                group["params"] = [one for one in group["params"] if id(one) in chosen]
-            kind: Any = type(self._optimizer)
-            with _plainly():
-                kind.step.__wrapped__(self._optimizer)  # without the hooks, which have been called
-        finally:
-            for group, after in zip(groups, now, strict=True):
-                group.clear()
-                group.update(after)
+        self._steps.take(
+            [self._parameters[entry] for entry in entries],
+            [self._mean(round_, entry) for entry in entries],
+            round_.settings,
+        )
 
     def _name(self, entry: int) -> str:
         parameter = self._parameters[entry]
@@ -867,25 +843,3 @@ def _check_layers(model: nn.Module) -> None:
             f"the model lies on {device}, where layers cannot be averaged one by one yet: "
             "use bsp, or train on the CPU"
         )
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Whatever the program does at the moment, numbers are changed as they are between its steps."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group as they are now."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _steps_alone(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps each parameter by its own gradient alone, as those of torch do."""
-    kind = type(optimizer)
-    return f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind.step, "__wrapped__")

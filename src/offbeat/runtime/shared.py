@@ -101,7 +101,7 @@ class Regions:
         except OSError:
             return None
         region = Region(next(self._numbers), descriptor, memory)
-        # Finalizers are kept until they run: with all that this node is, if one held more than a weak reference.
+        # Finalizers are kept until they run, and so is what they hold: by the links, a whole session.
         weakref.finalize(memory, _release, region, weakref.ref(self)).atexit = False
         with self._lock:
             self._sort([*self._sorted[1], region])
