@@ -1,8 +1,8 @@
 """What all tests begin with, however they were started.
 
 One thread a process computes: several tests run at a time, and threads of torch that wait for each other
-burn the cores on which the others run. And Ctrl-C and SIGHUP end what the tests start: whoever runs them in the
-background of a shell script, or under nohup, hands on that they are ignored.
+burn the cores on which the others run. And Ctrl-C and SIGHUP end what the tests start: whoever runs them in
+the background of a shell script, or under nohup, hands on that they are ignored.
 """
 
 import os
