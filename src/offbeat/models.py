@@ -130,9 +130,7 @@ class AlexNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) of any size to logits (B, K)."""
-        if images.shape[-2:] != (227, 227):
-            images = F.interpolate(images, size=(227, 227), mode="bilinear", align_corners=False)
-        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        logits: Tensor = self.classifier(self.features(_resized(images, 227)).flatten(1))
         return logits
 
 
@@ -156,11 +154,7 @@ class ResidualBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
-            )
+        self.shortcut = _shortcut(channels_in, channels, stride)
 
     def forward(self, images: Tensor) -> Tensor:
         """Maps (B, channels_in, H, W) to maps (B, channels, H / stride, W / stride), rounded up."""
@@ -196,9 +190,7 @@ class ResNet18(nn.Module):
             )
         )
         self.head = nn.Linear(512, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        _draw_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) to logits (B, K)."""
@@ -230,11 +222,7 @@ class Bottleneck(nn.Module):
         self.norm2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, channels, 1, bias=False)
         self.norm3 = nn.BatchNorm2d(channels)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
-            )
+        self.shortcut = _shortcut(channels_in, channels, stride)
 
     def forward(self, images: Tensor) -> Tensor:
         """Maps (B, channels_in, H, W) to maps (B, 4 width, H / stride, W / stride), rounded up."""
@@ -270,15 +258,11 @@ class ResNet50(nn.Module):
                 channels_in = 4 * width
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels_in, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        _draw_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) of any size to logits (B, K)."""
-        if images.shape[-2:] != (224, 224):
-            images = F.interpolate(images, size=(224, 224), mode="bilinear", align_corners=False)
-        x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, 2, padding=1)
+        x = F.max_pool2d(F.relu(self.norm(self.stem(_resized(images, 224)))), 3, 2, padding=1)
         logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return logits
 
@@ -390,6 +374,29 @@ def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return _draw(name, sample_shape, classes)
+
+
+def _resized(images: Tensor, pixels: int) -> Tensor:
+    """Images as squares of so many pixels a side; those that are that already as they are."""
+    if images.shape[-2:] == (pixels, pixels):
+        return images
+    return F.interpolate(images, size=(pixels, pixels), mode="bilinear", align_corners=False)
+
+
+def _shortcut(channels_in: int, channels: int, stride: int) -> nn.Sequential:
+    """What is beside a block: nothing where the shape stays, else a 1x1 convolution to the new one."""
+    if stride == 1 and channels_in == channels:
+        return nn.Sequential()
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
+    )
+
+
+def _draw_convolutions(model: nn.Module) -> None:
+    """Draw the weights of all convolutions: Kaiming normal, fan out."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _draw(name: str, sample_shape: tuple[int, ...], classes: int) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -77,13 +77,7 @@ def times_for(alone: ModelTimes, case: Case, transfer_s: float, optimizer_s: flo
         )
     forward = forward_s / alone.forward_s
     backward = (1 - case.forward_share) * compute_s / alone.backward_s
-    return ModelTimes(
-        lead_s=alone.lead_s * forward,
-        layers=tuple(
-            replace(layer, forward_s=layer.forward_s * forward, backward_s=layer.backward_s * backward)
-            for layer in alone.layers
-        ),
-    )
+    return alone.scaled(forward, backward)
 
 
 def works_of(times: ModelTimes, model: nn.Module, optimizer_s: float) -> list[Work]:
@@ -136,12 +130,17 @@ def predicted_s(side: str, works: Sequence[Work], workers: int, rate_bit_per_s: 
     return forecast(
         works,
         workers,
-        Line(alpha_s=LATENCY_S, beta_s=8 / (rate_bit_per_s * TCP_SHARE)),
+        line_of(rate_bit_per_s),
         policy=strategy.policy,
         order=strategy.order,
         overlap="both" if strategy.overlap == "forward" else strategy.overlap,
         fuse_bytes=strategy.fuse_bytes,
     ).step_s
+
+
+def line_of(rate_bit_per_s: int) -> Line:
+    """Return what a message costs on lines of this rate."""
+    return Line(alpha_s=LATENCY_S, beta_s=8 / (rate_bit_per_s * TCP_SHARE))
 
 
 def transfer_s(size_bytes: int, workers: int, rate_bit_per_s: int) -> float:

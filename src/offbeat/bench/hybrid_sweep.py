@@ -23,15 +23,14 @@ from offbeat.bench.expected import (
     COST_MODEL,
     LATENCY_S,
     SIDES,
-    TCP_SHARE,
     Case,
+    line_of,
     predicted_s,
     times_for,
     transfer_s,
     works_of,
 )
 from offbeat.bench.result import Result, machine
-from offbeat.numerics.costs import Line
 from offbeat.numerics.forecast import forecast
 
 GROUP = 16
@@ -129,7 +128,7 @@ def _simulated(plan: Plan) -> Iterator[dict[str, Any]]:
         works = works_of(times_for(alone, plan.case, transfer_s(whole, workers, rate), 0.0), built, 0.0)
         took_s = {side: predicted_s(side, works, workers, rate) for side in plan.sides}
         if workers > GROUP:
-            line = Line(alpha_s=LATENCY_S, beta_s=8 / (rate * TCP_SHARE))
+            line = line_of(rate)
             took_s[HIERARCHICAL] = forecast(works, workers, line, algorithm=f"hierarchical:{GROUP}").step_s
         for side, step_s in took_s.items():
             yield {"rate_mbit": rate_mbit, "workers": workers, "side": side, "step_s": step_s}

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
+from offbeat.bench.timed import ModelTimes, TimedModel, one_thread, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.models import build
 from offbeat.policies.slowness import parse
@@ -130,16 +130,12 @@ def optimizer_s(model: str, seed: int, steps: int = 5) -> float:
     for parameter in built.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_of(built)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     took_s = []
-    try:
+    with one_thread():
         for _ in range(1 + steps):  # the first one makes the optimizer's state
             began_s = time.perf_counter()
             optimizer.step()
             took_s.append(time.perf_counter() - began_s)
-    finally:
-        torch.set_num_threads(threads)
     return median(took_s[1:])
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -74,12 +75,18 @@ class ModelTimes:
         """Of both passes."""
         return self.forward_s + self.backward_s
 
-    def scaled(self, factor: float) -> ModelTimes:
-        """Return the times of a machine on which everything takes `factor` times as long."""
+    def scaled(self, factor: float, backward: float | None = None) -> ModelTimes:
+        """Return the times of a machine on which everything takes `factor` times as long.
+
+        Args:
+            factor: of the forward pass, and of the backward pass where there is none for that.
+            backward: of the backward pass.
+        """
+        backward = factor if backward is None else backward
         return ModelTimes(
             lead_s=self.lead_s * factor,
             layers=tuple(
-                replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
+                replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * backward)
                 for layer in self.layers
             ),
         )
@@ -93,6 +100,17 @@ class ModelTimes:
     def from_plain(plain: dict[str, Any]) -> ModelTimes:
         """Return the times that `to_plain` was called on."""
         return msgspec.convert(plain, ModelTimes)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread, as each worker of a benchmark does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def time_layers(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int = 5) -> ModelTimes:
@@ -110,12 +128,8 @@ def time_layers(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int =
         ValueError: a layer is not called once, or has no gradient; says which.
     """
     layers = dict(_layers(model))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         measured = [_measure(model, layers, inputs, labels) for _ in range(runs + 1)][1:]
-    finally:
-        torch.set_num_threads(threads)
     return ModelTimes(
         lead_s=median(one.lead_s for one in measured),
         layers=tuple(

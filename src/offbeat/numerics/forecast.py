@@ -40,7 +40,6 @@ def forecast(
     order: Order = "priority",
     overlap: Overlap = "both",
     fuse_bytes: int | None = None,
-    in_flight_s: float = 0.0,
 ) -> Timeline:
     """Predict a step of training in which all workers are alike.
 
@@ -54,14 +53,14 @@ def forecast(
         line: what a message costs.
         policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
         algorithm: of all parcels, in place of the policy's; see `offbeat.numerics.schedules.schedule`.
-        order, overlap, in_flight_s: see `offbeat.numerics.timeline.simulate`.
+        order, overlap: see `offbeat.numerics.timeline.simulate`.
 
     Raises:
         ValueError: what these functions refuse.
     """
     layers = [work.layer for work in works]
     if workers == 1:
-        return simulate(layers, [], order=order, overlap=overlap, in_flight_s=in_flight_s)
+        return simulate(layers, [], order=order, overlap=overlap)
     # From the end of a layer's backward pass to its next forward pass, those before it do both.
     slacks_s = accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0)
     sending = [
@@ -82,4 +81,4 @@ def forecast(
                 latency_s=line.alpha_s,
             )
         )
-    return simulate(layers, messages, order=order, overlap=overlap, in_flight_s=in_flight_s)
+    return simulate(layers, messages, order=order, overlap=overlap)

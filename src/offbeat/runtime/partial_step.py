@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError
 
+_OWN_HOOKS = 1  # the session's, before and after each step
+
 Settings = list[dict[str, Any]]
 """By group of an optimizer, its hyperparameters."""
 
@@ -23,12 +25,10 @@ class PartialSteps:
 
     Args:
         optimizer: steps its parameters.
-        own_hooks: how many hooks before and after each step are the session's own.
     """
 
-    def __init__(self, optimizer: Optimizer, *, own_hooks: int = 1) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._own_hooks = own_hooks
         self._steps_alone = _steps_alone(optimizer)
 
     @property
@@ -36,8 +36,8 @@ class PartialSteps:
         """Whether the optimizer steps each parameter alone, and nobody else looks on before or after."""
         return (
             self._steps_alone
-            and len(self._optimizer._optimizer_step_pre_hooks) == self._own_hooks
-            and len(self._optimizer._optimizer_step_post_hooks) == self._own_hooks
+            and len(self._optimizer._optimizer_step_pre_hooks) == _OWN_HOOKS
+            and len(self._optimizer._optimizer_step_post_hooks) == _OWN_HOOKS
         )
 
     def settings(self) -> Settings:
