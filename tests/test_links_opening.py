@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 
 import nodes
-from nodes import DEADLINE_S, MIB, Arrival, Node, Stranger, contents
+from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime.addresses import parse
+from offbeat.runtime.connections import TCP_WAKE_BYTES
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
 from offbeat.runtime.handshake import Acceptor
+from runlogs import wait_until
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
@@ -431,6 +433,54 @@ def test_a_stopped_peer_is_lost_after_its_silence(
     process.send_signal(signal.SIGSTOP)
     assert str(survivor.loss()) == "victim has been silent for 3 s"
     process.send_signal(signal.SIGCONT)
+
+
+def wakes_at(a: Node) -> int:
+    """How many bytes the kernel collects before it wakes `a` for peer `m`."""
+    return a.in_thread(lambda: a.links._peers["m"].link.wake_bytes)
+
+
+def begin_a_long_message(a: Node, size: int) -> tuple[Stranger, bytearray, queue.Queue[int]]:
+    """A peer of `a` that has begun a frame of `size` bytes, in which the kernel wakes `a` rarely."""
+    member = Stranger("m", a).greet()
+    into, came = bytearray(size), queue.Queue[int]()
+    a.links.expect("m", 1, memoryview(into), lambda _, length: came.put(length))
+    member.sock.sendall(HEADER.pack(b"ob", VERSION, Kind.DATA, size, 1, 0, size))
+    wait_until(lambda: wakes_at(a) > 1, "a long frame")
+    return member, into, came
+
+
+def test_a_long_frame_on_a_slow_line_is_no_silence(node: Callable[..., Node]) -> None:
+    a = node("a", beat_s=0.1, silent_s=2.0)
+    payload = contents(TCP_WAKE_BYTES + 100 * KIB)
+    member, into, came = begin_a_long_message(a, len(payload))
+    for i in range(16):
+        member.sock.sendall(payload[i : i + 1])
+        with pytest.raises(queue.Empty):
+            a.lost.get(timeout=0.25)
+    member.sock.sendall(payload[16:])
+    assert came.get(timeout=DEADLINE_S) == len(payload)
+    assert into == payload
+
+
+def test_the_end_of_a_long_frame_is_not_waited_for_until_more_comes(node: Callable[..., Node]) -> None:
+    a = node("a", beat_s=400.0, silent_s=1000.0)
+    payload = contents(TCP_WAKE_BYTES + 100 * KIB)
+    member, into, came = begin_a_long_message(a, len(payload))
+    member.sock.sendall(payload[:TCP_WAKE_BYTES])
+    wait_until(lambda: wakes_at(a) == 1, "the end of the frame")
+    member.sock.sendall(payload[TCP_WAKE_BYTES:])
+    assert came.get(timeout=DEADLINE_S) == len(payload)
+    assert into == payload
+
+
+def test_a_peer_that_ends_within_a_long_frame_is_lost_at_once(node: Callable[..., Node]) -> None:
+    a = node("a", silent_s=1000.0)
+    member, _, came = begin_a_long_message(a, TCP_WAKE_BYTES + 100 * KIB)
+    member.sock.sendall(bytes(10))
+    member.sock.close()
+    assert str(a.loss()) in ("m closed the connection", "m reset the connection")
+    assert came.empty()
 
 
 def test_beats_keep_idle_links_alive(node: Callable[..., Node]) -> None:

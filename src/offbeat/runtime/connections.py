@@ -22,6 +22,9 @@ UNIX_BUFFER_BYTES = 1024 * 1024
 # What the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF) limits
 # what is in flight too: 64 KB brought 640 of 956 Mbit/s on a line busy both ways, where ACKs queue too.
 TCP_UNSENT_BYTES = 128 * 1024
+# In the middle of a long frame there is nothing to act on, so the kernel need not wake this node before this
+# much has come: AlexNet at 1 Gbit/s makes 2.4 times fewer receives, each a turn of the loop.
+TCP_WAKE_BYTES = 128 * 1024
 LOCAL_UNSENT_BYTES = 2 * 1024 * 1024
 
 
@@ -37,6 +40,7 @@ class Link:
     full: bool = False  # the kernel takes no more for now
     paused: bool = False  # too much came that nobody has asked for
     watched: int = 0
+    wake_bytes: int = 1  # the kernel says that something has come when this much has
     heard: bool = True  # something came, or went, since the last tick
     spoke: bool = True
     silent_ticks: int = 0
@@ -105,6 +109,21 @@ def receive(link: Link) -> int:
     if len(buffers) == 1:
         return link.sock.recv_into(buffers[0])
     return link.sock.recvmsg_into(buffers)[0]
+
+
+def wake_late(link: Link) -> None:
+    """Let the kernel collect the middle of a long frame, and tell at once when some of its end has come."""
+    wake_bytes = TCP_WAKE_BYTES if link.reader.missing >= TCP_WAKE_BYTES else 1
+    if wake_bytes != link.wake_bytes:
+        wake_at(link, wake_bytes)
+
+
+def wake_at(link: Link, wake_bytes: int) -> None:
+    """Set how much must have come before the kernel says so; it says so at once if that much is there."""
+    if link.sock is not None and link.sock.family != socket.AF_UNIX:
+        link.wake_bytes = wake_bytes
+        with suppress(OSError):  # the peer may be gone already, which is noticed soon enough
+            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
 
 
 def prepare(sock: socket.socket) -> socket.socket:

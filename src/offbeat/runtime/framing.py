@@ -138,6 +138,11 @@ class FrameReader:
         """Whether the beginning of a frame has come, and not all of it."""
         return self._current is not None or self._end > self._start
 
+    @property
+    def missing(self) -> int:
+        """How many bytes of a payload under way are still to come."""
+        return len(self._rest)
+
     def establish(self, destination: Destination) -> None:
         """The handshake is done: from the next frame on, allow everything but handshakes."""
         kept = bytes(self._ahead[self._start : self._end])

@@ -31,7 +31,7 @@ from typing import Any
 
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime import addresses as places
-from offbeat.runtime.connections import Link, Peer, receive, share, tune
+from offbeat.runtime.connections import Link, Peer, receive, share, tune, wake_at, wake_late
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind, place_of
 from offbeat.runtime.handshake import check_name
 from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, OnShared, Ranges
@@ -567,6 +567,7 @@ class Endpoint:
         link.heard = True
         link.reader.received(n)
         self._dispatch(peer, link)
+        wake_late(link)
 
     def _dispatch(self, peer: Peer, link: Link) -> None:
         """Act on every frame that is complete."""
@@ -637,6 +638,8 @@ class Endpoint:
             if link is None:
                 continue
             link.silent_ticks = 0 if link.heard or link.paused else link.silent_ticks + 1
+            if not link.heard and link.wake_bytes > 1:
+                wake_at(link, 1)  # on a slow line less than that is life too
             link.heard = False
             if link.silent_ticks * self._beat_s >= self._silent_s:
                 self._lose(peer, f"{peer.name} has been silent for {self._silent_s:g} s")
