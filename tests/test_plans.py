@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.numerics.costs import Line
-from offbeat.numerics.plans import POLICIES, Layer, latency_bytes, plan
+from offbeat.numerics.plans import POLICIES, Layer, busy, latency_bytes, plan
 
 LINE = Line(alpha_s=200e-6, beta_s=8e-9)  # 1 Gbit/s
 
@@ -62,12 +62,21 @@ def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes()
     # direct: 2 rounds of 200 us, and 1.5 times the vector at 8 ns a byte
     assert latency_bytes(4, LINE) == int(2 * 200e-6 / (1.5 * 8e-9))
     small = [Layer(kind="convolution", size_bytes=10_000) for _ in range(7)]
-    assert [one.layers for one in plan(small, 4, LINE)] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert [one.layers for one in plan(small, 4, LINE)] == [tuple(range(7))]
+    assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=30_000)] == [(0, 1, 2), (3, 4, 5), (6,)]
     assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=0)] == [(i,) for i in range(7)]
     assert [one.layers for one in plan(small, 4, LINE, fuse_bytes=10**6)] == [tuple(range(7))]
     assert latency_bytes(1, LINE) == 0
     no_bytes = Line(alpha_s=1e-4, beta_s=0.0)  # where bytes cost nothing that could be seen
     assert [one.layers for one in plan(small, 4, no_bytes)] == [tuple(range(7))]
+
+
+def test_on_a_busy_line_more_layers_travel_together():
+    # 100 MB keep the line busy: before each of 2 rounds a MiB passes, so 200 us and 8.4 ms.
+    assert busy(LINE, 100_000_000).alpha_s == pytest.approx(200e-6 + 2**20 * 8e-9)
+    assert busy(LINE, 1000).alpha_s == pytest.approx(208e-6)
+    many = [Layer(kind="convolution", size_bytes=500_000) for _ in range(200)]
+    assert {len(one.layers) for one in plan(many, 4, LINE)} == {2}  # of 1.43 MB at most
 
 
 @given(
@@ -79,7 +88,8 @@ def test_small_layers_travel_together_as_long_as_latency_costs_more_than_bytes()
 def test_every_layer_travels_once_in_order_with_its_like(described, workers, policy, fuse_bytes):
     found = plan(described, workers, LINE, policy=policy, fuse_bytes=fuse_bytes)
     assert sorted(layer for one in found for layer in one.layers) == list(range(len(described)))
-    limit = latency_bytes(workers, LINE) if fuse_bytes is None else fuse_bytes
+    line = busy(LINE, sum(layer.size_bytes for layer in described))
+    limit = latency_bytes(workers, line) if fuse_bytes is None else fuse_bytes
     for one in found:
         members = [described[layer] for layer in one.layers]
         assert list(one.layers) == sorted(one.layers)

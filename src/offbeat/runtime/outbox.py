@@ -34,7 +34,7 @@ FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
 # Of a message that is long beside it, a frame may be larger, since it keeps an urgent one waiting for no more
 # than this part of the time that the message itself takes.
-FRAMES_MIN = 16
+FRAMES_MIN = 4
 LONG_FRAME_BYTES = 512 * 1024
 SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
 
