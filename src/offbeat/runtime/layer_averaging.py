@@ -98,7 +98,10 @@ class LayerAverager:
     Source: the layer-overlapping hybrid all-reduce paper, sections 3.1 and 3.2. Deviations: gradients go in
     the order in which they are needed, not in that in which they appear (`order`); a parameter is waited for
     by the module that is the first to use it, whosever it is; buffers follow the first member's, as in
-    DistributedDataParallel.
+    DistributedDataParallel. Lazy all-reduce (specification 3.7) keeps all gradients as views of one pool and
+    sends it in slices; here slices are parcels, as fixed as those, but a gradient stays where autograd put
+    it: into a view it would be added, which reads and writes it once more than a copy does. Those from
+    128 KB on are not copied either.
 
     Args:
         model: parameters that require no gradient now are left alone.

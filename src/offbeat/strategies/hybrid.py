@@ -42,7 +42,7 @@ class Hybrid:
         order: `priority`: what is needed first overtakes; `fifo`: first come, first served.
         overlap: `forward`: with both passes; `backward`: with that alone; `none`.
         fuse_bytes: neighbours of so many bytes at most travel together; by default, as long as a message
-            waits longer for latency than for its bytes; 0: none do.
+            waits longer for latency on the busy line than for its bytes; 0: none do.
         deadline_s: how long a live worker may keep the others waiting, in seconds.
     """
 
