@@ -445,7 +445,7 @@ def begin_a_long_message(a: Node, size: int) -> tuple[Stranger, bytearray, queue
     member = Stranger("m", a).greet()
     into, came = bytearray(size), queue.Queue[int]()
     a.links.expect("m", 1, memoryview(into), lambda _, length: came.put(length))
-    member.sock.sendall(HEADER.pack(b"ob", VERSION, Kind.DATA, size, 1, 0, size))
+    member.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.DATA, size, 1, 0, size))
     wait_until(lambda: wakes_at(a) > 1, "a long frame")
     return member, into, came
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
@@ -114,9 +115,7 @@ def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> in
         settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
     )
     inputs, labels = splits.train[: settings.batch_size]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         repeat = 1
         while True:
             took_s = min(_step_s(model, inputs, labels, repeat) for _ in range(3))
@@ -124,6 +123,15 @@ def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> in
                 took_s = min(took_s, *(_step_s(model, inputs, labels, repeat) for _ in range(_TIMINGS)))
                 return max(1, round(float(f"{repeat * step_s / took_s:.1g}")))
             repeat *= 2
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread, as each worker of several on one machine does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 

@@ -18,8 +18,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from offbeat.bench.timed import ModelTimes, TimedModel, one_thread, time_layers
+from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
+from offbeat.job import one_thread
 from offbeat.models import build
 from offbeat.policies.slowness import parse
 from offbeat.runtime import environment

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -22,6 +21,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from offbeat.job import one_thread
 
 _DRAWN_STD = 1e-3  # so small that parameters stay finite, and far from where arithmetic gets slow
 
@@ -100,17 +101,6 @@ class ModelTimes:
     def from_plain(plain: dict[str, Any]) -> ModelTimes:
         """Return the times that `to_plain` was called on."""
         return msgspec.convert(plain, ModelTimes)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread, as each worker of a benchmark does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def time_layers(model: nn.Module, inputs: Tensor, labels: Tensor, *, runs: int = 5) -> ModelTimes:

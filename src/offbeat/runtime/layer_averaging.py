@@ -99,9 +99,8 @@ class LayerAverager:
     the order in which they are needed, not in that in which they appear (`order`); a parameter is waited for
     by the module that is the first to use it, whosever it is; buffers follow the first member's, as in
     DistributedDataParallel. Lazy all-reduce (specification 3.7) keeps all gradients as views of one pool and
-    sends it in slices; here slices are parcels, as fixed as those, but a gradient stays where autograd put
-    it: into a view it would be added, which reads and writes it once more than a copy does. Those from
-    128 KB on are not copied either.
+    sends it in slices; here slices are parcels, as fixed as those. Into a view a gradient would be added,
+    which moves more bytes than copying it into its parcel does; one of 128 KB or more is not even copied.
 
     Args:
         model: parameters that require no gradient now are left alone.
