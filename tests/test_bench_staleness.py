@@ -4,16 +4,23 @@ What it measures is not judged here.
 """
 
 import json
+import os
+import signal
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jobs import MARK, command, gone, marked
 from offbeat.bench import served, staleness
 from offbeat.bench.result import Result
 from offbeat.bench.served import Found
 from offbeat.bench.staleness import PARTS, Plan, Row, bursts, lasting
 from offbeat.cli import main
+from offbeat.errors import WorkerError
 from offbeat.events import Clocked, Evaluated, Grant, StepTimed
 from offbeat.policies.slowness import Slowness, parse
+from runlogs import wait_until
 
 
 def found(run_s, *, waited_s=1.0, pulled_bytes=100.0, processes=4):
@@ -215,6 +222,28 @@ def test_accuracies_for_real(tmp_path):
     assert (result["name"], result["kind"]) == ("staleness", "real")
     assert 0.1 < result["figures"]["accuracy_bsp"] <= 1
     assert [(one["strategy"], one["staleness_max"]) for one in result["rows"]] == [("bsp", 0)]
+
+
+def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    plan = Plan(
+        strategies=("bsp", "ssp3"), data="digits", model="mlp", workers=2, batch_size=16, epochs=10_000
+    )
+
+    def workers_of(strategy):
+        return [pid for pid in marked(mark) if "training {" in (said := command(pid)) and strategy in said]
+
+    def kill_one():
+        wait_until(lambda: len(workers_of("ps-bsp")) == len(workers_of("ssp:s=3")) == 2, "both to train")
+        os.kill(workers_of("ssp:s=3")[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_one)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            staleness.run(plan, command="", compute="real")
+        killing.result()
+    gone(mark)
 
 
 @pytest.mark.parametrize(

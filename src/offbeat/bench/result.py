@@ -136,7 +136,7 @@ def machine(**more: str | float | None) -> dict[str, Any]:
     import torch  # here, for workers that have no need of it: its import takes two seconds
 
     described: dict[str, Any] = {
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "cpu": _cpu(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -146,6 +146,11 @@ def machine(**more: str | float | None) -> dict[str, Any]:
         "congestion_control": _congestion_control(),
     }
     return described | more
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

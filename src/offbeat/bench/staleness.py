@@ -15,29 +15,34 @@ times. `besides_computing_ms` says how large a part where nobody is slow; `serve
 its optimizer takes alone. Losses, by which DTSSP goes, are those of a real training with ps-bsp and as many
 workers, which is run first: its first steps, for that is all there is time for.
 
-`real` measures accuracy: gradients are computed, workers share the cores, and nobody may read a time from it.
-The learning rate falls from epoch to epoch. With ps-bsp nobody is slowed, for that changes no bit.
+`real` measures accuracy: gradients are computed, and nobody may read a time from it: workers share the cores,
+and so do strategies, of which as many train at once as there are cores. The learning rate falls from epoch to
+epoch. With ps-bsp nobody is slowed, for that changes no bit.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 from offbeat import job, timesheet
 from offbeat.bench import runs, served
-from offbeat.bench.result import Result, machine
+from offbeat.bench.result import Result, cores, machine
 from offbeat.bench.runs import Compute
 from offbeat.bench.served import Found, Served
 from offbeat.data import DEFAULT_DIR
+from offbeat.errors import OffbeatError
 from offbeat.numerics.updates import Adam
 from offbeat.policies.slowness import parse
 from offbeat.record import read_log
@@ -63,6 +68,8 @@ PARTS: Final = tuple(part for part in timesheet.PARTS if part != "communicate")
 _NOBODY: Final = "nobody"
 _NOBODY_STEPS: Final = 24
 _SERVER_STEPS: Final = 10
+
+OnProgress: TypeAlias = Callable[[timesheet.TimeSheet], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,9 +382,9 @@ def _real(plan: Plan, command: str) -> Result:
     accuracies: dict[str, list[float]] = {strategy: [] for strategy in plan.strategies}
     rows: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
-        for strategy in plan.strategies:
-            _say(f"{strategy}, seed {seed}")
-            row = _train(plan, strategy, seed)
+        _say(f"{', '.join(plan.strategies)}, seed {seed}")
+        trainings = [partial(_train, plan, strategy, seed) for strategy in plan.strategies]
+        for strategy, row in zip(plan.strategies, _at_once(trainings), strict=True):
             accuracies[strategy].append(row["accuracy"])
             rows.append({"strategy": strategy, "seed": seed, **row})
     return Result(
@@ -397,7 +404,27 @@ def _real(plan: Plan, command: str) -> Result:
     )
 
 
-def _train(plan: Plan, strategy: str, seed: int) -> dict[str, Any]:
+def _at_once(trainings: Sequence[Callable[[OnProgress], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Train, as many at once as there are cores; what ends one of them, or this thread, ends all."""
+    is_over = threading.Event()
+
+    def go_on(sheet: timesheet.TimeSheet) -> None:
+        if is_over.is_set():
+            raise OffbeatError("another training has ended early")
+
+    with ThreadPoolExecutor(cores()) as pool:
+        running = [pool.submit(training, go_on) for training in trainings]
+        try:
+            for one in as_completed(running):
+                one.result()
+        except BaseException:
+            is_over.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [one.result() for one in running]
+
+
+def _train(plan: Plan, strategy: str, seed: int, on_progress: OnProgress) -> dict[str, Any]:
     """Train in bursts, with equal shards."""
     threads = plan.threads[0]
     settings = plan.training(plan.strategy(strategy, "bursts"), threads, plan.epochs, seed, decays=True)
@@ -406,7 +433,7 @@ def _train(plan: Plan, strategy: str, seed: int) -> dict[str, Any]:
     slow = () if strategy == "bsp" else plan.slow("bursts", steps)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = job.open_run_dir(Path(folder))
-        sheet = job.run(job.Job(settings=settings, workers=plan.workers, slow=slow), run_dir)
+        sheet = job.run(job.Job(settings=settings, workers=plan.workers, slow=slow), run_dir, on_progress)
         staleness = served.staleness_of(read_log(run_dir / job.LOG_NAME).entries)
     found = timesheet.figures(sheet)
     return {
