@@ -416,9 +416,9 @@ def test_no_block_is_too_large_to_travel(ps, name):
         ps.namespace(name, keys=10_000, width=2**19, block_keys=1025)
     wide = ps.namespace(name, keys=10_000_000, width=2**19)
     wide.push(np.ones((1, 2**19)), first=9_999_999).result()
-    assert ps._space(name).block_keys == 2**31 // 2**21
+    assert ps._views.space(name).block_keys == 2**31 // 2**21
     assert ps.namespace(f"{name}, short", keys=640).keys == 640
-    assert ps._space(f"{name}, short").block_keys == 10
+    assert ps._views.space(f"{name}, short").block_keys == 10
 
 
 def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
@@ -743,7 +743,7 @@ def test_an_answer_that_comes_again_when_its_pull_is_done_skips_nothing(ps, name
 
     def hear():
         ps._node.filtering.encoded(server, asked)
-        ps._hear(server, rows)
+        ps._requests._hear(server, rows)
 
     ps.when_done([], hear).result()
     assert w.active(keys).all()

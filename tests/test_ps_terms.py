@@ -11,7 +11,7 @@ import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adam, Sum
-from offbeat.runtime.ps import Namespace
+from offbeat.runtime.namespace import Namespace
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,9 @@ def test_settings_that_cannot_be_are_refused(ps, settings, words):
 
 def test_a_function_takes_no_settings(ps):
     w = ps.namespace("no settings", keys=10)
-    mine = Namespace(ps, ps._space(w.name), Function("a:b"), width=0, dtype="float32", combines=False)
+    mine = Namespace(
+        ps._requests, ps._views.space(w.name), Function("a:b"), width=0, dtype="float32", combines=False
+    )
     with pytest.raises(ValueError, match="expected no settings for a function of your own"):
         mine.push(np.ones(10), settings={"lr": 1.0})
 
@@ -393,7 +395,7 @@ def test_sums_are_the_same_bits_whoever_comes_first(ps, name):
                     place = turns.index(rank)
                     assert not place or may_push[step][turns[place - 1]].wait(30)
                     pushed = w.push(gradients[step, rank])
-                    client._in_order(lambda: None)  # it has gone out
+                    client._requests.in_order(lambda: None)  # it has gone out
                     may_push[step][rank].set()
                     pushed.result()
                 values = w.pull().result()

@@ -32,8 +32,9 @@ from offbeat.errors import OffbeatError
 from offbeat.events import Action, Event, NodeLost, ServerMissed, Viewed
 from offbeat.record import read_log
 from offbeat.runtime.future import Future
+from offbeat.runtime.namespace import Namespace
 from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS, Namespace
+from offbeat.runtime.ps import PS
 
 _SERVERS = 4
 _COPIES = 2

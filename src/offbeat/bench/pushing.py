@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from offbeat.bench.children import Lines
 from offbeat.bench.sampling import Sampler
 from offbeat.runtime.future import Future
+from offbeat.runtime.namespace import Namespace
 from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS, Namespace
+from offbeat.runtime.ps import PS
 
 REPETITIONS = 5  # at least
 _FRESH_LISTS = 8

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.tensors import Offsets, Tensor
 from offbeat.runtime.future import Future
-
-if TYPE_CHECKING:
-    from offbeat.runtime.ps import PS, Namespace
+from offbeat.runtime.namespace import Namespace
+from offbeat.runtime.requests import Requests
 
 
 class Tensors:
@@ -21,8 +20,8 @@ class Tensors:
         offsets: which keys are which tensor's.
     """
 
-    def __init__(self, ps: PS, namespace: Namespace, offsets: Offsets) -> None:
-        self._ps, self.namespace, self.offsets = ps, namespace, offsets
+    def __init__(self, requests: Requests, namespace: Namespace, offsets: Offsets) -> None:
+        self._requests, self.namespace, self.offsets = requests, namespace, offsets
 
     def push(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
         """Send tensors, or gradients of them, by name; those that are left out get nothing.
@@ -43,7 +42,7 @@ class Tensors:
             self.namespace.push(content, first=first, after=before)
             for content, (first, _) in zip(contents, ranges, strict=True)
         ]
-        return self._ps.when_done(pushes)
+        return self._requests.when_done(pushes)
 
     def pull(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
         """Fetch tensors by name into the ones that are given, which change before the pull is done.
@@ -66,7 +65,7 @@ class Tensors:
             for (first, _), pull in zip(ranges, pulls, strict=True):
                 self.offsets.scatter(Entries(first, pull.result()), tensors)
 
-        return self._ps.when_done(pulls, write)
+        return self._requests.when_done(pulls, write)
 
     def _ranges(self, tensors: Mapping[str, Any]) -> list[tuple[int, int]]:
         """The ranges of keys of these tensors, ascending; neighbours are one."""

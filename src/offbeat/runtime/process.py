@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from offbeat.errors import WorkerError
 from offbeat.numerics.updates import Assign
+from offbeat.runtime.namespace import Namespace
 from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS, Namespace
+from offbeat.runtime.ps import PS
 from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.served_model import ServedModel
 from offbeat.runtime.server import ServerConfiguration

@@ -1,0 +1,497 @@
+"""What a client has asked a parameter server for and is not done: kept in order, sent, answered, failed.
+
+Who gets which part of a request, and when it is done, `policies.client` decides. Of a namespace, this module
+knows the name and in which pieces its rows travel; it does not check which keys and rows the namespace has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.events import ClientEnlists, ClientPaused, ClientWithdraws, Event, GroupAction
+from offbeat.numerics.entries import Entries, Keys, places_of
+from offbeat.policies.client import Client, Done, Failed
+from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
+from offbeat.policies.server import MANAGER, Send
+from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
+from offbeat.runtime.answers import Answer
+from offbeat.runtime.buffers import Buffers
+from offbeat.runtime.combining import Combiner
+from offbeat.runtime.future import Future
+from offbeat.runtime.node import Cluster, Node
+from offbeat.runtime.parcelling import Array
+from offbeat.runtime.views import Views
+
+_PIECE_BYTES: Final = 4 * 1024 * 1024
+_CALLEE: Final = "servers"
+
+
+@dataclass(slots=True, eq=False)
+class _Iteration:
+    """Requests that belong together, and wait for the iterations before them.
+
+    Attributes:
+        begins: done when it may run.
+        open_count: the requests that are not done, and one while there may be more.
+    """
+
+    begins: Future
+    open_count: int = 1
+    number: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that was not sent yet.
+
+    Attributes:
+        make: makes it, in the client; None where there is nothing to send.
+        finish: what the future comes to, where there is nothing to send.
+        before: what has to be done before.
+        answer: what is put together of a pull.
+        part: namespace and content of a push that may go out as one with others.
+    """
+
+    make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
+    future: Future
+    iteration: _Iteration | None
+    before: list[Future]
+    answer: Answer | None = None
+    part: tuple[str, Entries] | None = None
+    finish: Callable[[], Any] = lambda: None
+
+
+class Requests:
+    """All requests of one client, and the node through which they go.
+
+    Methods may be called by any thread.
+
+    Args:
+        number: the client's.
+        cluster, host: see `Node`.
+        start_s: for how many seconds to wait for the cluster's servers.
+        on_group: the manager has said something of a group of workers; in the links' thread.
+        on_end: this client is out of the parameter server, with the cause; called once, before requests fail
+            for it.
+
+    Attributes:
+        number: as given.
+        node: its links and its line to the manager.
+        views: what the manager has told it.
+        tau: as `set_tau` has set it last; None at first.
+
+    Raises:
+        OffbeatError: the cluster cannot be reached, or has not got all its servers within `start_s`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        cluster: Cluster,
+        *,
+        host: str,
+        start_s: float,
+        on_group: Callable[[GroupAction], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.number, self._on_end = number, on_end
+        self.views = Views()
+        self._client = Client(number, _cut, self._pieces)
+        self._piece_keys: dict[str, int] = {}  # by namespace: in ranges of so many keys they travel
+        # Who waits for a request, and what is put together of a pull.
+        self._asked: dict[int, tuple[Sequence[Future], Answer | None]] = {}
+        self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
+        self._combined = Combiner(self._buffers.array)
+        self._waiting: set[Future] = set()  # for others, or for their iteration
+        self._graph = TaskGraph()
+        self.tau: int | None = None
+        self._scheduler = IterationScheduler(self._graph, None)
+        self._iterations: dict[int, _Iteration] = {}  # by their task's number
+        self._current = threading.local()
+        self.node = Node(
+            f"client-{number}",
+            cluster,
+            host=host,
+            on_view=self._see,
+            on_message=self._hear,
+            on_gone=self._end,
+            on_refused=self.views.refuse,
+            on_group=on_group,
+            place=self._place,
+        )
+        self.node.join()
+        try:
+            views = self.views
+            views.wait_for(lambda: views.latest is not None, "all servers that it is to begin with", start_s)
+        except BaseException:
+            self.node.close()
+            raise
+
+    def push(
+        self,
+        what: str,
+        name: str,
+        content: Entries,
+        first: int,
+        last: int,
+        time: int | None,
+        after: Iterable[Future],
+        *,
+        may_combine: bool,
+    ) -> Future:
+        """Push what `content` has for keys `first` to `last` - 1 of a namespace.
+
+        Args:
+            what: it is, as errors say it.
+            name: of the namespace.
+            content: must not change until it is done.
+            first, last: all keys of `content` are among these.
+            time: that it is to have; None for the next one.
+            after: requests that have to be done before it is sent.
+            may_combine: it may go out as one with others; it is of all these keys, and `time` is None.
+
+        Raises:
+            OffbeatError: this client is out of the parameter server.
+        """
+        return self._request(
+            lambda: self._client.push(name, content, first, last, time),
+            what,
+            (name, first, last),
+            after,
+            part=(name, content) if may_combine else None,
+        )
+
+    def push_at_once(self, what: str, name: str, content: Entries) -> Future:
+        """What `push` comes to where it may combine and waits for nothing, for less: these are many.
+
+        Raises:
+            OffbeatError: this client is out of the parameter server.
+        """
+        if self.views.failure is not None:
+            raise OffbeatError(f"{what} cannot be: {self.views.failure}")
+        future = Future(what, lambda: self.views.masters(name, content.first, content.first + len(content)))
+        self.node.endpoint.call(self._admit_part, name, content, future)
+        return future
+
+    def pull(
+        self,
+        what: str,
+        name: str,
+        first: int,
+        last: int,
+        keys: Keys | None,
+        after: Iterable[Future],
+        *,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        states: bool,
+        times: bool,
+    ) -> Future:
+        """Pull the rows of keys `first` to `last` - 1 of a namespace, or of those of them that `keys` lists.
+
+        Args:
+            what: it is, as errors say it.
+            name: of the namespace.
+            first, last, keys: those that are listed are (K,), ascending, each once; None for all.
+            after: requests that have to be done before it is sent.
+            shape, dtype: of a row, and of its numbers.
+            states, times: see `Answer`.
+
+        Returns:
+            A future of what `Answer.result` returns.
+
+        Raises:
+            OffbeatError: this client is out of the parameter server.
+        """
+        return self._request(
+            lambda: self._client.pull(name, first, last, keys, states=states, times=times),
+            what,
+            (name, first, last),
+            after,
+            Answer(first, last, keys, shape, dtype, self._buffers, states=states, times=times),
+        )
+
+    def set_row_bytes(self, name: str, row_bytes: int) -> None:
+        """Let neighbouring rows of a namespace, of so many bytes each, travel in pieces of 4 MiB."""
+        self._piece_keys[name] = max(1, _PIECE_BYTES // row_bytes)
+
+    def enlist(self, name: str) -> Future:
+        """Take part in a namespace that aggregates; the future is done once the manager is told."""
+        return self.when_done([], lambda: self._take_up(self._client.enlist(name)))
+
+    def withdraw(self, name: str, after: Iterable[Future] = ()) -> Future:
+        """Take part in it no more, once these requests are done; the future fails if pushes to it are not."""
+        return self.when_done(after, lambda: self._take_up(self._client.withdraw(name)))
+
+    def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
+        """Return a future of what a function returns that is called when all these requests are done.
+
+        Args:
+            requests: if one of them fails, so does the future, and the function is not called.
+            function: must not wait for anything, for it is called in the thread that all requests go through.
+        """
+        before = list(requests)
+
+        def first_of_them() -> str:
+            first = next((one for one in before if not one.is_done), None)
+            return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
+
+        future = Future("what follows other requests", first_of_them)
+        self.node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
+        return future
+
+    def in_order(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns in the links' thread, after what was asked for before.
+
+        Args:
+            function: must not wait for anything.
+
+        Raises:
+            OffbeatError: this client is out of the parameter server; the function was not called in time.
+            Exception: whatever the function raises.
+        """
+        return self.when_done([], function).result()
+
+    def set_tau(self, tau: int | None) -> None:
+        """Bound the delay of iterations that begin later, as `PS.tau` says.
+
+        Raises:
+            ValueError: it is negative.
+        """
+        if tau is not None and tau < 0:
+            raise ValueError(f"expected a tau of at least 0, or None for no bound, got {tau}")
+        self.tau = tau
+        self.node.endpoint.call(self._scheduler.set_tau, tau)
+
+    @contextmanager
+    def iteration(self) -> Iterator[Future]:
+        """Let all requests that this thread makes in the block be one iteration, as `PS.iteration` says."""
+        iteration = _Iteration(Future("an iteration", lambda: "others before it are not finished"))
+        self.node.endpoint.call(self._issue_iteration, iteration)
+        self._current.iteration = iteration
+        try:
+            yield iteration.begins
+        finally:
+            self._current.iteration = None
+            self.node.endpoint.call(self._finish_one, iteration)
+
+    @property
+    def is_in_iteration(self) -> bool:
+        """Whether what the calling thread asks for belongs to an iteration."""
+        return getattr(self._current, "iteration", None) is not None
+
+    def close(self) -> None:
+        """Leave; requests that are not done fail."""
+        self.node.close()
+        self._end("this client was closed")
+
+    @property
+    def _iteration(self) -> _Iteration | None:
+        """To which what the calling thread asks for belongs."""
+        return getattr(self._current, "iteration", None)
+
+    def _request(
+        self,
+        make: Callable[[], tuple[int, list[Send | Done | Failed]]],
+        what: str,
+        span: tuple[str, int, int],
+        after: Iterable[Future],
+        answer: Answer | None = None,
+        part: tuple[str, Entries] | None = None,
+    ) -> Future:
+        if self.views.failure is not None:
+            raise OffbeatError(f"{what} cannot be: {self.views.failure}")
+        future = Future(what, lambda: self.views.masters(*span))
+        request = _Request(make, future, self._iteration, list(after), answer, part)
+        self.node.endpoint.call(self._admit, request)
+        return future
+
+    # In the links' thread --------------------------------------------------------------------------------
+
+    def _admit(self, request: _Request) -> None:
+        iteration = request.iteration
+        if iteration is not None:
+            iteration.open_count += 1
+            request.future.followers.append(lambda: self._finish_one(iteration))
+        if self.views.failure is not None:
+            request.future.finish(None, OffbeatError(self.views.failure))
+        else:
+            self._advance(request)
+
+    def _admit_part(self, name: str, content: Entries, future: Future) -> None:
+        if self.views.failure is not None:
+            future.finish(None, OffbeatError(self.views.failure))
+        else:
+            self._combine(name, content, future)
+
+    def _advance(self, request: _Request) -> None:
+        """Send a request, once those before it are done and its iteration may run."""
+        future, iteration = request.future, request.iteration
+        self._waiting.discard(future)
+        if future.is_done:
+            return
+        for one in request.before:
+            if not one.is_done:
+                self._waiting.add(future)
+                one.followers.append(lambda: self._advance(request))
+                return
+            if one.error is not None:
+                future.finish(None, one.error)
+                return
+        if iteration is not None and not iteration.begins.is_done:
+            self._waiting.add(future)
+            iteration.begins.followers.append(lambda: self._advance(request))
+            return
+        if request.make is None:
+            try:
+                future.finish(request.finish())
+            except Exception as error:
+                future.finish(None, error)
+            return
+        if request.part is not None:
+            self._combine(*request.part, future)
+            return
+        self._send_combined()
+        try:
+            number, said = request.make()
+        except (ProtocolError, ValueError) as error:  # it has withdrawn, or the time has been
+            future.finish(None, error)
+            return
+        self._asked[number] = (future,), request.answer
+        self._take_up(said)
+
+    def _combine(self, name: str, content: Entries, future: Future) -> None:
+        """Let a push go out as one with others; those with which it does not go before it."""
+        if not self._combined.take(name, content, future):
+            self._send_combined()
+            self._combined.take(name, content, future)
+        if len(self._combined) == 1:
+            self.node.endpoint.when_idle(self._send_combined)
+
+    def _send_combined(self) -> None:
+        if not len(self._combined):
+            return
+        name, content, last, futures = self._combined.give()
+        number, said = self._client.push(name, content, content.first, last)
+        self._asked[number] = futures, None
+        self._take_up(said)
+
+    def _pieces(
+        self, name: str, content: Entries | Keys | None, first: int, last: int
+    ) -> Iterable[tuple[int, int]]:
+        """Neighbouring keys travel in pieces that a server takes up while the next one comes."""
+        step = self._piece_keys.get(name, last)
+        if (
+            last - first <= step
+            or isinstance(content, np.ndarray)
+            or getattr(content, "keys", None) is not None
+        ):
+            return ((first, last),)
+        return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
+
+    def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
+        for one in said:
+            if isinstance(one, Done):
+                futures, answer = self._asked.pop(one.number)
+                value = None if answer is None else answer.result(one.parts, one.times)
+                for future in futures:
+                    future.finish(value)
+            elif isinstance(one, Failed):
+                futures, _ = self._asked.pop(one.number)
+                for future in futures:
+                    future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
+            elif one.to == MANAGER:
+                self.node.tell(self._told(one.message))
+            else:
+                self.node.send(one.to, one.message)
+
+    def _told(self, message: object) -> Event:
+        """What this client has to say to the manager."""
+        node = self.node.name
+        match message:
+            case Enlist():
+                return ClientEnlists(now_s=0.0, node=node, namespace=message.namespace)
+            case Reached():
+                return ClientPaused(
+                    now_s=0.0, node=node, namespace=message.namespace, pause=message.pause, time=message.time
+                )
+            case Withdraw():
+                return ClientWithdraws(now_s=0.0, node=node, namespace=message.namespace)
+        raise AssertionError(f"a client says no {type(message).__name__} to the manager")
+
+    def _see(self, view: View) -> None:
+        self._take_up(self._client.see(view))
+        self.views.see(view)
+
+    def _hear(self, peer: str, message: Any) -> None:
+        message = self.node.filtering.decoded(peer, message)
+        if isinstance(message, Pulled):
+            _, answer = self._asked.get(message.number, (None, None))
+            if answer is not None:  # else it has come before
+                answer.came(message.first, message.last, message.content.values)
+                self.node.filtering.observe(message)
+        self._take_up(self._client.hear(message))
+
+    def _place(self, peer: str, message: Any, coming: Array) -> Array | None:
+        """Where rows that were pulled belong."""
+        if not isinstance(message, Pulled) or not isinstance(message.content, Entries):
+            return None
+        _, answer = self._asked.get(message.number, (None, None))
+        place = None if answer is None else answer.place(message.first, message.last, coming)
+        if place is not None:
+            message.content = Entries(message.first, place, None, message.content.terms)
+        return place
+
+    def _end(self, cause: str) -> None:
+        if not self.views.end(cause):
+            return
+        self._on_end(cause)
+        error = OffbeatError(f"this client is out of the parameter server: {cause}")
+        waiting = [*chain.from_iterable(futures for futures, _ in self._asked.values()), *self._waiting]
+        if len(self._combined):
+            waiting += self._combined.give()[-1]
+        self._asked.clear()
+        self._waiting.clear()
+        for future in waiting:
+            future.finish(None, error)
+
+    def _issue_iteration(self, iteration: _Iteration) -> None:
+        if self.views.failure is not None:
+            iteration.begins.finish(None, OffbeatError(self.views.failure))
+            return
+        self._waiting.add(iteration.begins)
+        iteration.number, told = self._scheduler.issue([_CALLEE])
+        self._iterations[iteration.number] = iteration
+        self._run(told)
+
+    def _finish_one(self, iteration: _Iteration) -> None:
+        iteration.open_count -= 1
+        if not iteration.open_count and iteration.begins.is_done and self.views.failure is None:
+            self._finish_iteration(iteration)
+
+    def _finish_iteration(self, iteration: _Iteration) -> None:
+        self._run(self._graph.returned(iteration.number, _CALLEE))
+
+    def _run(self, told: list[Told]) -> None:
+        for one in told:
+            if isinstance(one, Run):
+                iteration = self._iterations.pop(one.number)
+                self._graph.started(one.number, _CALLEE)
+                self._waiting.discard(iteration.begins)
+                iteration.begins.finish(None)
+                if not iteration.open_count:
+                    self._finish_iteration(iteration)
+
+
+def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
+    return (
+        content.cut(first, last) if isinstance(content, Entries) else content[places_of(content, first, last)]
+    )
