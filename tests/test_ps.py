@@ -364,6 +364,21 @@ def test_iterations_of_who_leaves_begin_no_more(ps, name):
         begins.result()
 
 
+def test_what_was_to_come_in_an_iteration_that_will_not_begin_is_not_asked_for(ps, name):
+    late = offbeat.PS(ps.cluster)
+    own = late.namespace(name, keys=10)
+    late.tau = 0
+    _, finish = begun_in_another_thread(late, own)
+    with late.iteration():
+        pushes = [own.push(np.ones(10), keys=np.arange(10)) for _ in range(20)]
+    late.close()
+    finish()
+    for push in pushes:
+        with pytest.raises(OffbeatError, match="this client was closed"):
+            push.result()
+    assert not late._requests._asked
+
+
 # What cannot be -----------------------------------------------------------------------------------------
 
 

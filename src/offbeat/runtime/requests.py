@@ -338,7 +338,7 @@ class Requests:
         self._waiting.discard(future)
         if future.is_done:
             return
-        for one in request.before:
+        for one in (*request.before, *(() if iteration is None else (iteration.begins,))):
             if not one.is_done:
                 self._waiting.add(future)
                 one.followers.append(lambda: self._advance(request))
@@ -346,10 +346,6 @@ class Requests:
             if one.error is not None:
                 future.finish(None, one.error)
                 return
-        if iteration is not None and not iteration.begins.is_done:
-            self._waiting.add(future)
-            iteration.begins.followers.append(lambda: self._advance(request))
-            return
         if request.make is None:
             try:
                 future.finish(request.finish())
