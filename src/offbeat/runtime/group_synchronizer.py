@@ -18,14 +18,16 @@ from torch.optim import Optimizer
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Ready
 from offbeat.runtime.averaging import Averager, Host
-from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
+from offbeat.runtime.exchange import Exchange
 from offbeat.runtime.grouping import Grouping, RegroupedError
 from offbeat.runtime.late import LateGradients
+from offbeat.runtime.link_exchange import LinkExchange
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.state import StateCopier
 from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.timing import PartTimer
+from offbeat.runtime.torch_exchange import TorchExchange
 from offbeat.runtime.tracing import Tracer
 
 Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
