@@ -26,7 +26,7 @@ from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.buckets import bucket_of, plan_buckets
 from offbeat.numerics.costs import Line, cost, fit_line
 from offbeat.numerics.plans import Layer, Policy, kind_of, plan
-from offbeat.runtime.averaging import LANES, WORD_S, Host, gathered, spread
+from offbeat.runtime.averager import LANES, WORD_S, Host, gathered, spread
 from offbeat.runtime.backward import BackwardPass, check_dense, watch
 from offbeat.runtime.contribution import Contribution, Part
 from offbeat.runtime.exchange import Pending

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.numerics.plans import POLICIES, Policy
-from offbeat.runtime.averaging import Averager, GradientAverager, Host
+from offbeat.runtime.averager import Averager, Host
+from offbeat.runtime.averaging import GradientAverager
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.runtime.grouping import Grouping
