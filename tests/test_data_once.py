@@ -17,7 +17,7 @@ from cluster import run, values
 from jobs import MARK, coordinator, job
 from offbeat.events import Recalled
 from offbeat.policies.follower import Follower
-from offbeat.runtime import exchange
+from offbeat.runtime import link_exchange
 from offbeat.strategies import PartialAllReduce
 from runlogs import entries_of, wait_for_group_without
 from test_groups import compute
@@ -137,14 +137,14 @@ def test_with_workers_that_are_killed(steps):
 def dies_in_the_exchange(rank, say, victim, at_step, share):
     def misdeed(session):
         if rank == victim and session.step == at_step:
-            arrived = exchange._ScheduleRun._arrived
+            arrived = link_exchange._ScheduleRun._arrived
 
             def die_on_the_way(self, number, first, last):
                 if self._to_receive - (last - first) <= self._plan.received * share:
                     os.kill(os.getpid(), signal.SIGKILL)
                 arrived(self, number, first, last)
 
-            exchange._ScheduleRun._arrived = die_on_the_way
+            link_exchange._ScheduleRun._arrived = die_on_the_way
 
     return count(rank, say, misdeed=misdeed)
 
@@ -194,15 +194,15 @@ def stops_in_the_exchange(rank, say):
     def misdeed(session):
         if session.step in due:
             due.clear()
-            arrived = exchange._ScheduleRun._arrived
+            arrived = link_exchange._ScheduleRun._arrived
 
             def stop(self, number, first, last):
-                exchange._ScheduleRun._arrived = arrived
+                link_exchange._ScheduleRun._arrived = arrived
                 say("now")
                 os.kill(os.getpid(), signal.SIGSTOP)
                 arrived(self, number, first, last)
 
-            exchange._ScheduleRun._arrived = stop
+            link_exchange._ScheduleRun._arrived = stop
 
     return count(rank, say, epochs=30, misdeed=misdeed)
 

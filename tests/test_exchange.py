@@ -18,10 +18,12 @@ from offbeat.errors import WorkerError
 from offbeat.numerics.buckets import Bucket
 from offbeat.numerics.schedules import ALGORITHMS
 from offbeat.runtime.contribution import Part
-from offbeat.runtime.exchange import LinkExchange, TensorMemory, TorchExchange
+from offbeat.runtime.exchange import TensorMemory
+from offbeat.runtime.link_exchange import LinkExchange
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.shared import HAS_SHARED
 from offbeat.runtime.slots import Slot
+from offbeat.runtime.torch_exchange import TorchExchange
 from runlogs import wait_until
 
 DEADLINE_S = 20.0

@@ -18,7 +18,7 @@ from torch import nn
 import offbeat
 from jobs import job
 from offbeat.errors import WorkerError
-from offbeat.runtime import exchange, member, session
+from offbeat.runtime import link_exchange, member, session
 from offbeat.strategies import AllReduce
 
 SILENT_S = 3.0  # 10 s, if nobody says otherwise
@@ -221,7 +221,7 @@ def test_a_worker_killed_before_the_start_is_named_also_to_those_who_come_later(
 def dies_in_the_exchange(rank, say, victim, width):
     loop = Loop(rank, say, width=width, steps=10)
     if rank == victim:
-        arrived = exchange._ScheduleRun._arrived
+        arrived = link_exchange._ScheduleRun._arrived
 
         def die_halfway(self, number, first, last):
             is_copy = self._plan.steps[number].op == "copy"
@@ -231,7 +231,7 @@ def dies_in_the_exchange(rank, say, victim, width):
 
         def misdeed(session, model):
             if session.step == 2:
-                exchange._ScheduleRun._arrived = die_halfway
+                link_exchange._ScheduleRun._arrived = die_halfway
 
         loop.misdeed = misdeed
     return loop.run()

@@ -20,7 +20,7 @@ from cluster import run, values
 from jobs import job
 from offbeat.events import EpochEnded, Lost
 from offbeat.record import read_log
-from offbeat.runtime import exchange
+from offbeat.runtime import link_exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
 from runlogs import groups_of, wait_for_group_without
 
@@ -166,14 +166,14 @@ def test_the_others_go_on_when_a_worker_is_killed_while_another_still_computes(v
 def dies_in_the_exchange(rank, say, victim, share):
     def misdeed(session):
         if rank == victim and session.step == 5:
-            arrived = exchange._ScheduleRun._arrived
+            arrived = link_exchange._ScheduleRun._arrived
 
             def die_on_the_way(self, number, first, last):
                 if self._to_receive - (last - first) <= self._plan.received * share:
                     os.kill(os.getpid(), signal.SIGKILL)
                 arrived(self, number, first, last)
 
-            exchange._ScheduleRun._arrived = die_on_the_way
+            link_exchange._ScheduleRun._arrived = die_on_the_way
 
     return train(rank, say, misdeed=misdeed, width=20_000)
 

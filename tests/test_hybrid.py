@@ -634,12 +634,12 @@ def test_who_changes_parameters_before_the_step_has_reached_them_is_told():
 def constant_memory(rank, say):
     one, stepper = made("plain")
     with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
-        averager = session._synchronizer.averager
+        rounds = session._synchronizer.averager._rounds
         banks = []
         for number in range(12):
             (penalised_step if number % 2 else plain_step)(session, one, stepper, number)
-            banks.append({id(bank) for slot in averager._slots for bank in (slot.bank, slot._other)})
-        assert len(averager._exchange._prepared) == len(averager._slots)
+            banks.append({id(bank) for slot in rounds.slots for bank in (slot.bank, slot._other)})
+        assert len(rounds.exchange._prepared) == len(rounds.slots)
         assert banks[-1] == banks[3], "a bank that nobody holds is used again"
 
 

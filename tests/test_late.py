@@ -15,7 +15,7 @@ from cluster import run, values
 from jobs import job
 from offbeat.events import Brought, Lend, Settle
 from offbeat.record import read_log, replay
-from offbeat.runtime import exchange, late
+from offbeat.runtime import late, link_exchange
 from offbeat.strategies import PartialAllReduce
 from runlogs import entries_of, wait_for_group_without, wait_until
 from test_groups import agree, train
@@ -140,14 +140,14 @@ def test_whoever_is_killed_at_whatever_point_of_a_loan(victim, point):
 def dies_in_the_exchange(rank, say, victim, share):
     def misdeed(session):
         if rank == victim:
-            begin = exchange._ScheduleRun._arrived
+            begin = link_exchange._ScheduleRun._arrived
 
             def die_on_the_way(self, number, first, last):
                 if self._to_receive - (last - first) <= self._plan.received * share and is_in(session):
                     os.kill(os.getpid(), signal.SIGKILL)
                 begin(self, number, first, last)
 
-            exchange._ScheduleRun._arrived = die_on_the_way
+            link_exchange._ScheduleRun._arrived = die_on_the_way
 
     def is_in(session):
         return bool(session._synchronizer.grouping.late.guests)

@@ -29,8 +29,8 @@ from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.errors import OffbeatError
 from offbeat.numerics.schedules import ALGORITHMS
 from offbeat.runtime.environment import read_environment
-from offbeat.runtime.exchange import LinkExchange
 from offbeat.runtime.launch import free_port
+from offbeat.runtime.link_exchange import LinkExchange
 from offbeat.runtime.links import Endpoint
 
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}

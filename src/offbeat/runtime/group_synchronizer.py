@@ -17,15 +17,17 @@ from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Ready
-from offbeat.runtime.averaging import Averager, Host
-from offbeat.runtime.exchange import Exchange, LinkExchange, TorchExchange
+from offbeat.runtime.averager import Averager, Host
+from offbeat.runtime.exchange import Exchange
 from offbeat.runtime.grouping import Grouping, RegroupedError
 from offbeat.runtime.late import LateGradients
+from offbeat.runtime.link_exchange import LinkExchange
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.state import StateCopier
 from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.timing import PartTimer
+from offbeat.runtime.torch_exchange import TorchExchange
 from offbeat.runtime.tracing import Tracer
 
 Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
@@ -68,20 +70,20 @@ class GroupSynchronizer:
 
     @property
     def timer(self) -> PartTimer:
-        """See `averaging.Host`."""
+        """See `averager.Host`."""
         return self._loop.timer
 
     @property
     def tracer(self) -> Tracer | None:
-        """See `averaging.Host`."""
+        """See `averager.Host`."""
         return self._loop.tracer
 
     def check(self) -> None:
-        """See `averaging.Host`."""
+        """See `averager.Host`."""
         self._loop.check()
 
     def computed(self, compute_s: float) -> None:
-        """See `averaging.Host`."""
+        """See `averager.Host`."""
         self._loop.computed(compute_s)
 
     @property
@@ -288,7 +290,7 @@ class GroupSynchronizer:
             self.grouping.late.throw_away()
 
     def ready(self, compute_s: float) -> tuple[int, int]:
-        """Tells the coordinator that this worker's gradients are on their way; see `averaging.Host`."""
+        """Tells the coordinator that this worker's gradients are on their way; see `averager.Host`."""
         blocks: tuple[int, ...] = ()
         own = 0
         if self.deals and self._member is not None:
@@ -313,7 +315,7 @@ class GroupSynchronizer:
         return own, len(blocks) - own
 
     def hyperparameters(self) -> list[float]:
-        """The learning rates and the like; see `averaging.Host`.
+        """The learning rates and the like; see `averager.Host`.
 
         Schedulers are each worker's own, and one that was left out is behind with them.
         """
@@ -323,7 +325,7 @@ class GroupSynchronizer:
     def take_hyperparameters(
         self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
-        """Uses the first member's learning rates and the like; see `averaging.Host`."""
+        """Uses the first member's learning rates and the like; see `averager.Host`."""
         groups = self._optimizer.param_groups if groups is None else groups
         for (index, name), value in zip(self._shared_numbers, values, strict=True):
             group: dict[str, Any] = groups[index]

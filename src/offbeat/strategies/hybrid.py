@@ -9,11 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.numerics.plans import POLICIES, Policy
-from offbeat.runtime.averaging import Averager, GradientAverager, Host
+from offbeat.runtime.averager import Averager, Host
+from offbeat.runtime.averaging import GradientAverager
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.runtime.grouping import Grouping
-from offbeat.runtime.layer_averaging import LayerAverager, Order, Overlap
+from offbeat.runtime.layer_averaging import LayerAverager, Overlap
+from offbeat.runtime.layer_layout import Order
 from offbeat.runtime.synchronizer import Loop
 from offbeat.strategies.parts import check_deadline, lockstep
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from offbeat.runtime.averaging import GradientAverager, Host
+from offbeat.runtime.averager import Host
+from offbeat.runtime.averaging import GradientAverager
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.runtime.grouping import Grouping

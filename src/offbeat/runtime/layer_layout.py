@@ -1,0 +1,183 @@
+"""Which layers' gradients travel together, and where everything lies in what travels.
+
+Pure: who gives the same gets the same, to the last place. This module takes no memory, sends and measures
+nothing, and knows neither rounds nor hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import nn
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.buckets import bucket_of, plan_buckets
+from offbeat.numerics.costs import Line
+from offbeat.numerics.plans import Layer, Policy, kind_of, plan
+
+Order: TypeAlias = Literal["priority", "fifo"]
+
+_ALONG = "direct"
+_ALONG_BYTES = 25 << 20
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuses a model whose layers cannot be waited for one by one.
+
+    Raises:
+        OffbeatError: a part of it is compiled, or it does not lie on the CPU.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            what = f"the part {name!r} of the model" if name else "the model"
+            raise OffbeatError(
+                f"{what} is compiled, and its layers cannot be waited for one by one: "
+                "join the module that was compiled, or use bsp"
+            )
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise OffbeatError(
+            f"the model lies on {device}, where layers cannot be averaged one by one yet: "
+            "use bsp, or train on the CPU"
+        )
+
+
+class Plan(msgspec.Struct, array_like=True):
+    """What all workers have to know of a plan: by parcel, its parameters and its algorithm."""
+
+    parcels: list[tuple[list[int], str]]
+
+
+def plan_by_type(parameters: Sequence[torch.Tensor]) -> Plan:
+    """Return a plan before anything is known of layers: all gradients of a type in one ring, last ones first.
+
+    Args:
+        parameters: of which only the types matter.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    for entry, parameter in enumerate(parameters):
+        groups.setdefault(parameter.dtype, []).append(entry)
+    return Plan([([*reversed(group)], "ring") for group in groups.values()])
+
+
+def plan_by_layer(
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    modules: Sequence[nn.Module],
+    slacks_s: Sequence[float],
+    *,
+    workers: int,
+    line: Line,
+    policy: Policy,
+    fuse_bytes: int | None,
+) -> Plan:
+    """Return the plan in which a layer is what one module is the first to use.
+
+    Args:
+        parameters: of which only shapes and types matter.
+        order: parameters in the order of their first use.
+        modules: by parameter, which is the first to use it.
+        slacks_s: by parameter, how long after its gradient the next forward pass needs its mean, in seconds.
+        workers, line, policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
+
+    Raises:
+        ValueError: an unknown policy, or a negative size.
+    """
+    layers: dict[tuple[nn.Module, torch.dtype], list[int]] = {}
+    for entry in order:
+        layers.setdefault((modules[entry], parameters[entry].dtype), []).append(entry)
+    described = [
+        Layer(
+            kind=kind_of([parameters[entry].dim() for entry in entries]),
+            size_bytes=sum(parameters[entry].nbytes for entry in entries),
+            group=str(dtype),
+            slack_s=min(slacks_s[entry] for entry in entries),
+        )
+        for (_, dtype), entries in layers.items()
+    ]
+    members = [*layers.values()]
+    parcels = plan(described, workers, line, policy=policy, fuse_bytes=fuse_bytes)
+    return Plan(
+        [([entry for layer in one.layers for entry in members[layer]], one.algorithm) for one in parcels]
+    )
+
+
+class Layout:
+    """Where everything lies that travels in a round: parcels in the order of need, then what goes along.
+
+    That is the buffers by type, with an epilogue: by how much what was summed has to be divided, which
+    parameters anybody has a gradient of, and the first member's hyperparameters. Entries are numbered in this
+    order: parameters, buffers, epilogue.
+
+    Args:
+        plan: of all parameters.
+        parameters, buffers: of which only shapes and types matter.
+        lanes: numbers of the epilogue that hold hyperparameters.
+        order: `priority`: what is needed first overtakes; `fifo`: first come, first served.
+
+    Attributes:
+        shapes: by entry.
+        buckets: what travels together, the parcels first.
+        parcels: how many buckets are parcels.
+        algorithms: by bucket, the all-reduce it travels by.
+        priorities: by bucket; what has a lower number overtakes.
+        place_of: by entry, its bucket, and its place among the entries there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        *,
+        lanes: int,
+        order: Order,
+    ) -> None:
+        tensors, count = [*parameters, *buffers], len(parameters)
+        is_precise = any(parameter.dtype == torch.float64 for parameter in parameters)
+        dtypes = [one.dtype for one in tensors] + [torch.float64 if is_precise else torch.float32]
+        self.shapes = [one.shape for one in tensors] + [torch.Size([1 + count + lanes])]
+        sizes = [shape.numel() for shape in self.shapes]
+        along = [
+            [count + entry for entry in one.entries]
+            for one in plan_buckets(sizes[count:], dtypes[count:], bucket_bytes=_ALONG_BYTES)
+        ]
+        self.parcels = len(plan.parcels)
+        self.buckets = [
+            bucket_of(entries, sizes, dtypes[entries[0]])
+            for entries in [*(entries for entries, _ in plan.parcels), *along]
+        ]
+        self.algorithms = [algorithm for _, algorithm in plan.parcels] + [_ALONG] * len(along)
+        self.priorities = [0] * len(self.buckets)
+        if order == "priority":
+            self.priorities[: self.parcels] = range(1, self.parcels + 1)
+        self.place_of = {
+            entry: (index, place)
+            for index, bucket in enumerate(self.buckets)
+            for place, entry in enumerate(bucket.entries)
+        }
+
+    def needs(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]
+    ) -> dict[nn.Module, list[int]]:
+        """Return by module which buckets it waits for: with what it owns, or is the first to use.
+
+        Args:
+            model: all of whose modules are meant.
+            parameters: those whose gradients travel.
+            modules: by parameter, which is the first to use it.
+        """
+        entry_of = {id(parameter): entry for entry, parameter in enumerate(parameters)}
+        needs: dict[nn.Module, set[int]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) in entry_of:
+                    needs.setdefault(module, set()).add(self.place_of[entry_of[id(parameter)]][0])
+            if any(buffer is not None for buffer in module._buffers.values()):
+                needs.setdefault(module, set()).add(self.parcels)
+        for entry, module in enumerate(modules):
+            needs.setdefault(module, set()).add(self.place_of[entry][0])
+        return {module: sorted(indices) for module, indices in needs.items()}
