@@ -16,7 +16,7 @@ from offbeat.events import Evaluated, Left, StepTimed, Tick
 from offbeat.models import build
 from offbeat.runtime.feed import EqualShards
 from offbeat.timesheet import PARTS, TimeSheet
-from offbeat.training import Settings, accuracy, loss_of
+from offbeat.training import OPTIMIZERS, Settings, accuracy, loss_of
 
 
 def settings(**change):
@@ -145,6 +145,13 @@ def test_the_learning_rate_falls_by_the_same_amount_from_epoch_to_epoch(decays, 
             optimizer.step()
             losses += [float(loss.detach())] * len(indices)
     assert timesheet.figures(sheet)["loss"] == pytest.approx(mean(losses), rel=1e-4)
+
+
+def test_momentum_is_the_first_of_adams_betas():
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    for name in ("adam", "adamw"):
+        (group,) = OPTIMIZERS[name](parameters, settings(momentum=0.3)).param_groups
+        assert group["betas"] == (0.3, 0.999)
 
 
 def test_two_workers_train_and_the_log_accounts_for_every_sample_and_second(tmp_path, monkeypatch, capsys):

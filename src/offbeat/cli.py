@@ -51,7 +51,7 @@ Workers = Annotated[int, typer.Option(help="How many worker processes to start o
 Epochs = Annotated[int, typer.Option(help="How often to go through the data.")]
 BatchSize = Annotated[int, typer.Option(help="Samples a worker and step.")]
 LearningRate = Annotated[float, typer.Option(help="Learning rate.")]
-Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
+Momentum = Annotated[float, typer.Option(help="Of SGD; the first of Adam's betas.")]
 Optimizer = Annotated[str, typer.Option(help="sgd, adagrad, adam or adamw.")]
 Servers = Annotated[int, typer.Option(help="Servers, for strategies on a parameter server.")]
 Threads = Annotated[int, typer.Option(help="Workers in each process, for strategies on a parameter server.")]

@@ -31,10 +31,15 @@ OPTIMIZERS: Final[Mapping[str, Callable[[Iterable[nn.Parameter], Settings], Opti
         parameters, lr=settings.lr, momentum=settings.momentum
     ),
     "adagrad": lambda parameters, settings: torch.optim.Adagrad(parameters, lr=settings.lr),
-    "adam": lambda parameters, settings: torch.optim.Adam(parameters, lr=settings.lr),
-    "adamw": lambda parameters, settings: torch.optim.AdamW(parameters, lr=settings.lr),
+    "adam": lambda parameters, settings: torch.optim.Adam(
+        parameters, lr=settings.lr, betas=(settings.momentum, _BETA_SQUARES)
+    ),
+    "adamw": lambda parameters, settings: torch.optim.AdamW(
+        parameters, lr=settings.lr, betas=(settings.momentum, _BETA_SQUARES)
+    ),
 }
 _EVALUATION_BATCH: Final = 512
+_BETA_SQUARES: Final = 0.999
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         batch_size: samples a worker and step, at least 1.
         lr: learning rate, above 0.
         decays: the learning rate falls from epoch to epoch by the same amount, to 0 after the last one.
-        momentum: of SGD, at least 0 and below 1.
+        momentum: of SGD, or the first of Adam's betas; at least 0 and below 1.
         optimizer: a key of `OPTIMIZERS`.
         threads: worker threads in each process, at least 1; more than one with a parameter server only.
         seed: of the weights and of the data's order.

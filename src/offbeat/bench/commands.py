@@ -468,6 +468,7 @@ def staleness(
         float, typer.Option(min=1.0, help="Timed: forward and backward pass, times threads, in ms.")
     ] = 120.0,
     lr: Annotated[float, typer.Option(help="Learning rate of Adam, where something is learnt.")] = 1e-3,
+    momentum: Annotated[float, typer.Option(help="The first of Adam's betas.")] = 0.9,
     epochs: Annotated[int, typer.Option(min=1, help="Real: epochs of each run.")] = 2,
     seeds: Annotated[int, typer.Option(min=1, help="Real: how many seeds.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data; the first one.")] = 0,
@@ -492,6 +493,7 @@ def staleness(
         steps=steps,
         step_ms=step_ms,
         lr=lr,
+        momentum=momentum,
         epochs=epochs,
         seeds=seeds,
         seed=seed,

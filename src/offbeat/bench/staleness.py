@@ -171,6 +171,7 @@ class Plan:
         steps: of each worker in the setting `bursts`; half as many in the others.
         step_ms: to what forward and backward pass together are scaled, with one thread a process.
         lr: of Adam in real trainings, at first.
+        momentum: the first of its betas.
         epochs: of real trainings that tell accuracies.
         seeds: of real trainings, how many.
     """
@@ -189,6 +190,7 @@ class Plan:
     steps: int = 96
     step_ms: float = 120.0
     lr: float = 1e-3
+    momentum: float = 0.9
     epochs: int = 2
     seeds: int = 1
     seed: int = 0
@@ -255,7 +257,7 @@ class Plan:
             batch_size=self.batch_size,
             lr=self.lr,
             decays=decays,
-            momentum=0.0,
+            momentum=self.momentum,
             optimizer="adam",
             threads=threads,
             seed=seed,
@@ -399,6 +401,7 @@ def _real(plan: Plan, command: str) -> Result:
             data=plan.data,
             batch_size=plan.batch_size,
             lr=plan.lr,
+            momentum=plan.momentum,
             epochs=plan.epochs,
         ),
     )
