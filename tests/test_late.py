@@ -21,6 +21,7 @@ from runlogs import entries_of, wait_for_group_without, wait_until
 from test_groups import agree, train
 
 SAMPLES = 401
+LONG = 8  # epochs in which the nth loan is reached however busy the machine is
 # Three times the pace against twenty: on a busy machine, too, it is that one that is left out.
 STRATEGY = PartialAllReduce(k=3.0, limit=3, n_profile=2, late="join", staleness=100)
 
@@ -122,7 +123,7 @@ class AtALoan:
 
 
 def strikes(rank, say, victim, point, nth):
-    return counts(rank, say, epochs=4, misdeed=AtALoan(say, point, nth) if rank == victim else None)
+    return counts(rank, say, epochs=LONG, misdeed=AtALoan(say, point, nth) if rank == victim else None)
 
 
 AS_LATE, AS_PATRON = ("_borrow", "begin", "_send"), ("_look_after", "_give", "_settle", "take_in")
@@ -134,7 +135,7 @@ AS_LATE, AS_PATRON = ("_borrow", "begin", "_send"), ("_look_after", "_give", "_s
 def test_whoever_is_killed_at_whatever_point_of_a_loan(victim, point):
     with job(strikes, 3, victim, point, 2, env={"OFFBEAT_SLOW": "1:20"}) as running:
         assert running.said(victim) == ["now"]
-        once([one for one in running.ends() if one.rank != victim])
+        once([one for one in running.ends() if one.rank != victim], LONG)
 
 
 def dies_in_the_exchange(rank, say, victim, share):
