@@ -14,7 +14,7 @@ from offbeat import record
 from offbeat.cli import main
 from offbeat.events import Group, Joined, Left, Ready
 
-OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+OFFBEAT = [sys.executable, "-m", "offbeat"]
 
 
 @pytest.fixture(autouse=True)

@@ -499,7 +499,7 @@ def test_an_environment_that_makes_no_sense_is_refused(environ, words):
 
 # Started by a launcher -------------------------------------------------------------------------------------
 
-OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+OFFBEAT = [sys.executable, "-m", "offbeat"]
 SCRIPT = f"""
 import os, sys
 print("process", os.getpid(), flush=True)

@@ -21,7 +21,7 @@ from offbeat.numerics.updates import SGD, Adagrad, Assign
 from offbeat.policies.parcels import Pull, Pulled
 from runlogs import wait_until
 
-OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+OFFBEAT = [sys.executable, "-m", "offbeat"]
 MINE = "updates_of_mine:Clipped"
 PICKY, MEDDLER = "updates_of_mine:Picky", "updates_of_mine:Meddler"
 

@@ -8,7 +8,7 @@ import pytest
 from offbeat import record
 from offbeat.events import Left, StepTimed, Stop
 
-OFFBEAT = [sys.executable, "-c", "import sys; from offbeat.cli import main; sys.exit(main())"]
+OFFBEAT = [sys.executable, "-m", "offbeat"]
 SHOW = """
 import os, sys
 names = ("RANK", "WORLD_SIZE", "OFFBEAT_SLOW", "OFFBEAT_SEED", "OFFBEAT_RUN_LOG")
