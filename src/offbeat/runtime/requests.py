@@ -55,7 +55,7 @@ class _Request:
     Attributes:
         make: makes it, in the client; None where there is nothing to send.
         finish: what the future comes to, where there is nothing to send.
-        before: what has to be done before.
+        before: what has to be done before; the beginning of its iteration, too.
         answer: what is put together of a pull.
         part: namespace and content of a push that may go out as one with others.
     """
@@ -286,7 +286,7 @@ class Requests:
     @property
     def is_in_iteration(self) -> bool:
         """Whether what the calling thread asks for belongs to an iteration."""
-        return getattr(self._current, "iteration", None) is not None
+        return self._iteration is not None
 
     def close(self) -> None:
         """Leave; requests that are not done fail."""
@@ -310,7 +310,9 @@ class Requests:
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
         future = Future(what, lambda: self.views.masters(*span))
-        request = _Request(make, future, self._iteration, list(after), answer, part)
+        iteration = self._iteration
+        before = list(after) if iteration is None else [*after, iteration.begins]
+        request = _Request(make, future, iteration, before, answer, part)
         self.node.endpoint.call(self._admit, request)
         return future
 
@@ -333,12 +335,12 @@ class Requests:
             self._combine(name, content, future)
 
     def _advance(self, request: _Request) -> None:
-        """Send a request, once those before it are done and its iteration may run."""
-        future, iteration = request.future, request.iteration
+        """Send a request, once what has to be done before it is done."""
+        future = request.future
         self._waiting.discard(future)
         if future.is_done:
             return
-        for one in (*request.before, *(() if iteration is None else (iteration.begins,))):
+        for one in request.before:
             if not one.is_done:
                 self._waiting.add(future)
                 one.followers.append(lambda: self._advance(request))
