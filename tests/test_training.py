@@ -12,7 +12,7 @@ from offbeat import job, record, timesheet
 from offbeat.cli import main
 from offbeat.data import load
 from offbeat.errors import OffbeatError
-from offbeat.events import Evaluated, Left, StepTimed, Tick
+from offbeat.events import Evaluated, Left, NodeJoined, StepTimed, Tick
 from offbeat.models import build
 from offbeat.runtime.feed import EqualShards
 from offbeat.timesheet import PARTS, TimeSheet
@@ -191,3 +191,20 @@ def test_training_with_two_workers_learns_what_one_learns_from_the_large_batch(t
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     assert together["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
     capsys.readouterr()
+
+
+def test_threads_and_servers_of_the_command_line_reach_the_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = (
+        "train --strategy ssp:s=3 --optimizer adam --lr 0.01 --workers 2 --threads-per-worker 2 --servers 2"
+    )
+    assert main(f"{line} --epochs 1 --batch-size 64 --run-dir run".split()) == 0
+    entries = record.read_log(tmp_path / "run" / job.LOG_NAME).entries
+    assert {one.worker for one in entries if isinstance(one, Left)} == {0, 1, 2, 3}
+    nodes = {one.node for one in entries if isinstance(one, NodeJoined)}
+    assert nodes == {
+        "client-0",
+        "client-2",
+        "server-0",
+        "server-1",
+    }  # a client a process, whatever its threads
