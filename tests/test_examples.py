@@ -100,3 +100,14 @@ def test_sparse_logistic_regression_of_a_file(tmp_path):
     said = run_alone("sparse_logistic_regression.py", str(tmp_path / "rows"), "--l1", "3", "--blocks", "5")
 
     assert abs(float(re.search(r"relative gap .*: (.*); ", said)[1])) < 1e-6
+
+
+def test_validation_stops_with_the_same_epochs_however_it_is_done():
+    said = {
+        how: run_alone("validation.py", "--epochs", "12", "--backend", how[0], "--decision", how[1])
+        for how in (("inline", "sync"), ("thread", "rollback"))
+    }
+    epochs = [re.findall(r"^epoch \d+: .*, accuracy (.*)%$", text, re.MULTILINE) for text in said.values()]
+    assert epochs[0] == epochs[1]
+    assert float(epochs[0][-1]) > 90
+    assert all(re.search(r"^best: epoch \d+; validated", text, re.MULTILINE) for text in said.values())

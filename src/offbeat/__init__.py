@@ -10,12 +10,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
+from offbeat.policies.monitor import Monitor
 
 if TYPE_CHECKING:
     from offbeat.runtime.ps import PS
     from offbeat.runtime.session import Session, join
+    from offbeat.runtime.validator import Validator
 
-__all__ = ["PS", "LinkError", "OffbeatError", "ProtocolError", "Session", "WorkerError", "join"]
+__all__ = [
+    "PS",
+    "LinkError",
+    "Monitor",
+    "OffbeatError",
+    "ProtocolError",
+    "Session",
+    "Validator",
+    "WorkerError",
+    "join",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +40,8 @@ def __getattr__(name: str) -> Any:
         from offbeat.runtime.ps import PS
 
         return PS
+    if name == "Validator":
+        from offbeat.runtime.validator import Validator
+
+        return Validator
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -502,6 +502,60 @@ def staleness(
     _report(json, lambda command: run(plan, command=command, compute=how))
 
 
+@bench.command()
+def validate(
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="Some of memory, files, decode, repeated; by default the first three."),
+    ] = None,
+    side: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Some of numpy, prefetch, dataloader, overlap, overlap_prefetch, auto, auto_prefetch."
+        ),
+    ] = None,
+    threads: Annotated[
+        list[int] | None, typer.Option(min=1, help="That validate or load, by default 1 and 6; repeatable.")
+    ] = None,
+    compute: Annotated[
+        str,
+        typer.Option(help="'real' computes on one core, 'timed' waits for --step-ms, as for an accelerator."),
+    ] = "real",
+    step_ms: StepMs = 5.0,
+    epochs: Epochs = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Of the set, that train.")] = 12_000,
+    held_out: Annotated[int, typer.Option(min=1, help="Of the set, that validate.")] = 4_000,
+    data: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist",
+    gigabytes: Annotated[float, typer.Option(min=0.01, help="Of the load 'repeated', as bytes.")] = 1.0,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")
+    ] = None,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Validating beside the next epoch, and after each, with three input pipelines: MNIST."""
+    from offbeat.bench.inputs import LOADS
+    from offbeat.bench.validate import SIDES, Plan, run
+    from offbeat.data import DEFAULT_DIR
+
+    plan = Plan(
+        loads=tuple(load or [name for name in LOADS if name != "repeated"]),
+        sides=tuple(side or SIDES),
+        threads=tuple(threads or (1, 6)),
+        epochs=epochs,
+        batch_size=batch_size,
+        samples=samples,
+        held_out=held_out,
+        size_bytes=int(gigabytes * 1e9),
+        step_s=None if _compute(compute) == "real" else step_ms / 1e3,
+        data=data,
+        data_dir=str(data_dir or DEFAULT_DIR),
+        seed=seed,
+    )
+    _report(json, lambda command: run(plan, command=command))
+
+
 def _compute(text: str) -> Compute:
     match text:
         case "timed" | "real":

@@ -27,7 +27,7 @@ Kind = Literal["real", "timed", "simulated"]
 UNITS = (
     *("s", "ms", "us", "bytes", "kb", "mb", "gb", "bit", "mbit", "per_s", "ratio", "share", "percent"),
     *("count", "steps", "rounds", "epochs", "workers", "samples", "accuracy", "loss"),
-    *("slowdown", "kept", "lost", "doubled"),  # times as long; what part; how many
+    *("slowdown", "kept", "saving", "lost", "doubled"),  # times as long; what part, twice; how many
     *("alarms", "missed", "recoveries"),  # how many
     *("to_tcp",),  # times as much
 )

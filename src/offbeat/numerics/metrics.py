@@ -1,0 +1,102 @@
+"""Metrics of a whole set from those of its parts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+
+Value: TypeAlias = "int | float | Mergeable"
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """A metric that knows how to take in the state of another one, as those of torchmetrics do."""
+
+    def merge_state(self, incoming_state: Any) -> None:
+        """Take in what another one has seen."""
+
+    def compute(self) -> Any:
+        """Return what both have come to."""
+
+
+def plain(metrics: object) -> dict[str, Value]:
+    """Check what `evaluate` returned for a part; tensors that hold one number become that number.
+
+    Raises:
+        OffbeatError: it is no mapping from names to numbers, one-element tensors or mergeable metrics.
+    """
+    if not isinstance(metrics, Mapping):
+        raise OffbeatError(
+            "expected evaluate to return a mapping from names to numbers, such as {'loss': 0.3}, got "
+            f"{type(metrics).__name__}"
+        )
+    values: dict[str, Value] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise OffbeatError(f"expected names of metrics to be text, got {name!r}")
+        if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, Mergeable)):
+            if math.prod(value.shape) != 1:
+                raise OffbeatError(f"expected the metric {name!r} to be one number, got {tuple(value.shape)}")
+            value = value.item()
+        if not isinstance(value, int | float | Mergeable):
+            raise OffbeatError(
+                f"expected the metric {name!r} to be a number or to have merge_state and compute, got "
+                f"{type(value).__name__}"
+            )
+        values[name] = value
+    return values
+
+
+def joined(parts: Sequence[tuple[int, Mapping[str, Value]]]) -> dict[str, float]:
+    """Return the metrics of a set from those of its parts, in the order of the set.
+
+    Whole numbers are counts, and added. Other numbers are means over a part's samples; the set's is their
+    mean, weighted by samples. Metrics that can be merged (torchmetrics) are, and then computed.
+
+    Source: the overlapped validation paper averages the parts' means, which is right for parts of one size
+    only; hence the weights.
+
+    Args:
+        parts: samples, at least 1, and metrics as `plain` returns them.
+
+    Raises:
+        OffbeatError: parts have different metrics, or a merged one does not come to a single number.
+    """
+    names = parts[0][1].keys()
+    for _, values in parts:
+        if values.keys() != names:
+            raise OffbeatError(
+                f"expected the same metrics of all parts, got {', '.join(names)} and {', '.join(values)}"
+            )
+    return {name: _joined(name, [(samples, values[name]) for samples, values in parts]) for name in names}
+
+
+def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
+    if any(isinstance(value, Mergeable) for _, value in values):
+        return _merged(name, [value for _, value in values])
+    numbers = [(samples, value) for samples, value in values if isinstance(value, int | float)]
+    if len(numbers) == 1:
+        return numbers[0][1]
+    if all(isinstance(value, int) for _, value in numbers):
+        return sum(int(value) for _, value in numbers)
+    samples = sum(samples for samples, _ in numbers)
+    return math.fsum(samples_of_part * value for samples_of_part, value in numbers) / samples
+
+
+def _merged(name: str, metrics: Sequence[Value]) -> float:
+    first, *others = metrics
+    whole = copy.deepcopy(first)
+    if not isinstance(whole, Mergeable):
+        raise OffbeatError(f"expected the metric {name!r} of every part to be of one kind")
+    for other in others:
+        whole.merge_state(other)
+    computed = plain({name: whole.compute()})[name]
+    if isinstance(computed, Mergeable):
+        raise OffbeatError(f"expected the metric {name!r} to compute a number, got a metric")
+    return computed

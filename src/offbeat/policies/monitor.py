@@ -1,0 +1,92 @@
+"""What follows from an epoch's metrics: is it the best so far, and is it time to stop?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from offbeat.errors import OffbeatError
+
+Mode: TypeAlias = Literal["min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one epoch's metrics say: `improved` on the best so far, or training should `stop`."""
+
+    improved: bool
+    stop: bool
+
+
+class Monitor:
+    """Watches one metric, for the best snapshot and for early stopping.
+
+    An epoch improves on the best one if its metric is better by more than `delta_min`; what is no number
+    never does. After `patience` epochs in a row that do not, training should stop.
+
+    Source: L. Prechelt, "Early stopping - but when?", in Neural Networks: Tricks of the Trade, 1998, its
+    third class of criteria (UP), counted in epochs that do not improve on the best.
+
+    Args:
+        metric: its name in what `evaluate` returns.
+        mode: which is better, the smaller ("min") or the larger ("max") one.
+        patience: at least 1; None never stops.
+        delta_min: in the metric's unit, at least 0.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Attributes:
+        best: the best value so far, None before the first number.
+        best_epoch: when that was.
+    """
+
+    def __init__(
+        self, metric: str, *, mode: Mode = "min", patience: int | None = None, delta_min: float = 0.0
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"expected a mode of min or max, got {mode!r}")
+        if patience is not None and patience < 1:
+            raise ValueError(f"expected a patience of at least 1 epoch, got {patience}")
+        if not 0 <= delta_min < math.inf:
+            raise ValueError(f"expected delta_min to be finite and at least 0, got {delta_min}")
+        self.metric = metric
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._patience, self._delta_min = patience, delta_min
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+        self._without = 0  # epochs in a row
+
+    def value_of(self, metrics: Mapping[str, float]) -> float:
+        """Return the metric that is watched.
+
+        Raises:
+            OffbeatError: there is none of that name; says which there are.
+        """
+        if self.metric not in metrics:
+            names = ", ".join(metrics) or "none"
+            raise OffbeatError(f"expected evaluate to return {self.metric!r}, which is watched, got {names}")
+        return metrics[self.metric]
+
+    def observe(self, epoch: int, metrics: Mapping[str, float]) -> Verdict:
+        """Say what the metrics of an epoch mean; epochs come in order."""
+        value = self.value_of(metrics)
+        improved = not math.isnan(value) and (
+            self.best is None or self._sign * (value - self.best) > self._delta_min
+        )
+        if improved:
+            self.best, self.best_epoch, self._without = value, epoch, 0
+        else:
+            self._without += 1
+        return Verdict(improved=improved, stop=self._patience is not None and self._without >= self._patience)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a monitor with the same arguments needs to go on from here, as plain data."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "without": self._without}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.best, self.best_epoch = state["best"], state["best_epoch"]
+        self._without = state["without"]

@@ -1,0 +1,172 @@
+"""When an epoch is validated: which snapshots are taken, who evaluates what of them, what is reported when.
+
+Nothing here evaluates, copies or waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from offbeat.errors import ProtocolError
+
+WhenFull: TypeAlias = Literal["block", "skip"]
+PENDING_MAX: Final = 2
+"""Snapshots that may wait beside the one that is evaluated; the paper leaves it open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Take:
+    """Take a snapshot of the model and have its parts evaluated; `parts` are positions in the set."""
+
+    epoch: int
+    parts: tuple[range, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Wait until the validation of `epoch` has ended, and ask again."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """Do not validate this epoch: as many snapshots as there may be are being evaluated or wait for it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The validation of an epoch has ended; `results` are its parts', in order, None where there are none."""
+
+    epoch: int
+    results: tuple[Any, ...] | None
+
+
+def split_even(samples: int, parts: int) -> tuple[range, ...]:
+    """Share positions 0 to `samples` - 1 out in contiguous parts whose sizes differ by at most 1.
+
+    Returns:
+        `parts` ranges, longer ones first; fewer where there are fewer samples, so that none is empty.
+
+    Raises:
+        ValueError: no samples, or no parts.
+    """
+    if samples < 1 or parts < 1:
+        raise ValueError(f"expected at least 1 sample and 1 part, got {samples} and {parts}")
+    parts = min(parts, samples)
+    size, longer = divmod(samples, parts)
+    starts = [part * size + min(part, longer) for part in range(parts + 1)]
+    return tuple(range(starts[part], starts[part + 1]) for part in range(parts))
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """An epoch whose validation has not been reported; `results` by part, None where there will be none."""
+
+    parts: int
+    results: dict[int, Any] | None = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.results is None or len(self.results) == self.parts
+
+    @property
+    def in_order(self) -> tuple[Any, ...] | None:
+        return None if self.results is None else tuple(self.results[part] for part in sorted(self.results))
+
+
+class ValidationScheduler:
+    """Decides at the end of each epoch whether it is validated now, later or not, and reports in order.
+
+    Source: the overlapped validation paper, algorithm of the validation threads: one training thread, T
+    validation threads, the set shared out in T equal contiguous parts. Deviations: what happens when the
+    validation of an epoch outlasts the next one is not said there; here up to `pending_max` snapshots wait
+    beside the one that is evaluated, then training waits, or the epoch is skipped.
+
+    Args:
+        pending_max: at least 0; at most one snapshot more is alive.
+        when_full: what then happens at an epoch's end: "block" or "skip".
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, *, pending_max: int = PENDING_MAX, when_full: WhenFull = "block") -> None:
+        if pending_max < 0:
+            raise ValueError(f"expected max_pending to be at least 0 snapshots, got {pending_max}")
+        if when_full not in get_args(WhenFull):
+            raise ValueError(f"expected when_full to be block or skip, got {when_full!r}")
+        self._pending_max, self._when_full = pending_max, when_full
+        self._pending: dict[int, _Pending] = {}  # by epoch, oldest first
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The epochs whose snapshots are needed still, oldest first."""
+        return tuple(epoch for epoch, pending in self._pending.items() if pending.results is not None)
+
+    def missing(self, epoch: int) -> tuple[int, ...]:
+        """The parts of an epoch that have not been evaluated, by number; none where it is over."""
+        pending = self._pending.get(epoch)
+        if pending is None or pending.results is None:
+            return ()
+        return tuple(part for part in range(pending.parts) if part not in pending.results)
+
+    def epoch_ended(self, epoch: int, parts: Sequence[range]) -> Take | Block | Skip:
+        """Say what becomes of the epoch that has ended; after `Block` it is asked again.
+
+        Args:
+            epoch: later than those before, but for what is forgotten.
+            parts: at least one; positions of the validation set, as `split_even` gives them.
+
+        Raises:
+            ProtocolError: epochs must come in order.
+        """
+        if self._pending and epoch <= max(self._pending):
+            raise ProtocolError(f"epoch {epoch} ends after epoch {max(self._pending)} has ended")
+        alive = self.alive
+        if len(alive) <= self._pending_max:
+            self._pending[epoch] = _Pending(parts=len(parts))
+            return Take(epoch=epoch, parts=tuple(parts))
+        if self._when_full == "block":
+            return Block(epoch=alive[0])
+        self._pending[epoch] = _Pending(parts=0, results=None)
+        return Skip(epoch=epoch)
+
+    def part_done(self, epoch: int, part: int, result: Any) -> tuple[Any, ...] | None:
+        """Take note of what a part came to.
+
+        Returns:
+            The results of all parts, in the order of the set, where this was the last one.
+
+        Raises:
+            ProtocolError: there is no such part, or it has been evaluated.
+        """
+        pending = self._pending.get(epoch)
+        if pending is None or pending.results is None or part not in self.missing(epoch):
+            raise ProtocolError(f"part {part} of epoch {epoch} was not being evaluated")
+        pending.results[part] = result
+        return pending.in_order if pending.is_over else None
+
+    def give_up(self, epoch: int) -> None:
+        """End an epoch under way without results, for a part has failed."""
+        self._pending[epoch].results = None
+
+    def report(self) -> Report | None:
+        """Return the next epoch that has ended, each once and in order; None where there is none."""
+        for epoch, pending in self._pending.items():
+            if not pending.is_over:
+                return None
+            del self._pending[epoch]
+            return Report(epoch=epoch, results=pending.in_order)
+        return None
+
+    def forget(self, after: int) -> tuple[int, ...]:
+        """Drop the epochs after `after`, which never will have been; return them."""
+        dropped = tuple(epoch for epoch in self._pending if epoch > after)
+        for epoch in dropped:
+            del self._pending[epoch]
+        return dropped

@@ -1,0 +1,169 @@
+"""Those who evaluate parts of a validation set, one part each at a time, in threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.metrics import Value, plain
+from offbeat.runtime.isolation import OwnRandomness
+from offbeat.runtime.parts import Data, part_of
+from offbeat.runtime.snapshot import Snapshot
+
+Evaluate: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Any]]
+
+
+class CancelledError(OffbeatError):
+    """Nobody wants to know any more what is being evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is to be evaluated: the model of a snapshot, on some positions of the set.
+
+    Attributes:
+        epoch: of the snapshot.
+        number: of the part, from 0.
+        positions: in the validation set.
+        snapshot: nobody writes to it while it is being evaluated.
+        cancelled: nobody wants to know any more; one for all parts of an epoch.
+    """
+
+    epoch: int
+    number: int
+    positions: range
+    snapshot: Snapshot
+    cancelled: threading.Event
+
+    @property
+    def seed(self) -> int:
+        """Of the random numbers that are drawn for it; the same wherever it is evaluated."""
+        return self.epoch * 1_000_003 + self.number
+
+
+class Evaluator(Protocol):
+    """Evaluates one part at a time."""
+
+    def evaluate(self, part: Part) -> dict[str, Value]:
+        """Return the part's metrics; raises what evaluating raises."""
+
+    def close(self) -> None:
+        """Give back what evaluating has taken; ends what is under way where it can."""
+
+
+def evaluated(
+    model: nn.Module, evaluate: Evaluate, data: Data, positions: range, *, seed: int
+) -> dict[str, Value]:
+    """Return what `evaluate` says of `model` on a part of `data`; torch's global generator stays as it is."""
+    with torch.no_grad(), OwnRandomness(seed):
+        return plain(evaluate(model, part_of(data, positions, seed)))
+
+
+class InThisThread:
+    """Evaluates with the snapshot in the thread that asks.
+
+    Args:
+        evaluate: the user's function.
+        data: the whole set.
+        device: of the model.
+        has_stream: on a GPU, a stream of its own, so that it computes beside the training.
+    """
+
+    def __init__(self, evaluate: Evaluate, data: Data, device: torch.device, *, has_stream: bool) -> None:
+        self._evaluate, self._data, self._device = evaluate, data, device
+        self._stream = torch.cuda.Stream(device) if has_stream else None
+
+    def evaluate(self, part: Part) -> dict[str, Value]:
+        """Return the part's metrics; ends soon after the part is cancelled, with the next forward pass."""
+
+        def end_if_cancelled(*_: Any) -> None:
+            if part.cancelled.is_set():
+                raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
+
+        with self._on_device():
+            if part.snapshot.ready is not None:
+                part.snapshot.ready.wait()
+            model = part.snapshot.model()
+            model.register_forward_pre_hook(end_if_cancelled)
+            return evaluated(model, self._evaluate, self._data, part.positions, seed=part.seed)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        if self._stream is not None:
+            return torch.cuda.stream(self._stream)
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class Crew:
+    """Threads that evaluate parts in the order in which they are given.
+
+    They are daemons: a set that never ends does not keep the interpreter from ending.
+
+    Args:
+        evaluators: one a thread.
+        done: called in these threads with a part and its metrics, or the error.
+    """
+
+    def __init__(
+        self, evaluators: Sequence[Evaluator], done: Callable[[Part, dict[str, Value] | BaseException], None]
+    ) -> None:
+        self._evaluators, self._done = list(evaluators), done
+        self._queue: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._under_way: dict[int, Part] = {}
+        self._is_closed = threading.Event()
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(number,), name=f"offbeat validation {number}", daemon=True
+            )
+            for number in range(len(evaluators))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def give(self, parts: Sequence[Part]) -> None:
+        """Have parts evaluated when it is their turn."""
+        for part in parts:
+            self._queue.put(part)
+
+    def _work(self, number: int) -> None:
+        evaluator = self._evaluators[number]
+        while (part := self._queue.get()) is not None:
+            if self._is_closed.is_set() or part.cancelled.is_set():
+                continue
+            self._under_way[number] = part
+            try:
+                result: dict[str, Value] | BaseException = evaluator.evaluate(part)
+            except BaseException as error:  # whoever asks for the result gets it
+                result = error
+            del self._under_way[number]
+            self._done(part, result)
+            del part, result  # a thread that waits keeps no model
+
+    def close(self, wait_s: float) -> list[str]:
+        """End the threads; what waits is not evaluated, and what is under way ends as soon as it can.
+
+        Returns:
+            The names of threads that still evaluate after `wait_s` seconds.
+        """
+        self._is_closed.set()
+        for part in list(self._under_way.values()):
+            part.cancelled.set()
+        for evaluator in self._evaluators:
+            evaluator.close()
+        for _ in self._threads:
+            self._queue.put(None)
+        limit_s = time.monotonic() + wait_s
+        for thread in self._threads:
+            thread.join(max(0.0, limit_s - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]

@@ -1,0 +1,88 @@
+"""Parts of a validation set, for evaluating on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset, TensorDataset
+
+from offbeat.errors import OffbeatError
+
+
+class Positions(Protocol):
+    """Samples by position, from 0 on."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, position: int, /) -> Any:
+        """One of them."""
+
+
+Data: TypeAlias = "Positions | Dataset[Any] | DataLoader[Any]"
+
+
+def samples_of(data: Data) -> int:
+    """Return how many samples there are.
+
+    Raises:
+        OffbeatError: that is none, or cannot be said; or it is a loader whose parts would be other batches.
+    """
+    if isinstance(data, DataLoader):
+        _check(data)
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise OffbeatError(
+            "expected a validation set with a length and samples by position (a map-style data set), got "
+            f"{type(dataset).__name__}"
+        )
+    if len(dataset) == 0:
+        raise OffbeatError("the validation set is empty: expected at least one sample")
+    return len(dataset)
+
+
+def _check(loader: DataLoader[Any]) -> None:
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    in_order = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if not isinstance(in_order, SequentialSampler):
+        raise OffbeatError(
+            "expected a loader that takes the validation set in order, got one with "
+            f"{type(in_order).__name__}: pass shuffle=False, or the data set itself"
+        )
+    if loader.drop_last:
+        raise OffbeatError("expected a loader that keeps the last batch: pass drop_last=False")
+
+
+def part_of(data: Data, positions: range, seed: int = 0) -> Data:
+    """Return the samples of a contiguous range of positions: a loader of them where `data` is one.
+
+    Args:
+        data: as `samples_of` takes it.
+        positions: from 0 to the number of samples.
+        seed: of what a loader draws.
+    """
+    if isinstance(data, DataLoader):
+        return _loader(data, part_of(data.dataset, positions), seed)
+    if len(positions) == samples_of(data):
+        return data
+    if type(data) is TensorDataset:
+        return TensorDataset(*(tensor[positions.start : positions.stop] for tensor in data.tensors))
+    return Subset(data, positions)  # type: ignore[arg-type]  # which needs no more than positions
+
+
+def _loader(whole: DataLoader[Any], part: Any, seed: int) -> DataLoader[Any]:
+    """Return a loader of a part that does as the loader of the whole set does."""
+    return DataLoader(
+        part,
+        batch_size=whole.batch_size,
+        num_workers=whole.num_workers,
+        collate_fn=whole.collate_fn,
+        pin_memory=whole.pin_memory,
+        timeout=whole.timeout,
+        worker_init_fn=whole.worker_init_fn,
+        multiprocessing_context=whole.multiprocessing_context,
+        generator=torch.Generator().manual_seed(seed),
+        prefetch_factor=whole.prefetch_factor,
+    )

@@ -1,0 +1,244 @@
+"""A model as it was at one moment, in memory that is used again and again.
+
+The values of parameters and buffers lie in one block of memory; all else of the model (its modules, their
+attributes) is copied anew each time, so that what changes from epoch to epoch, a dropout rate or a module
+that was added, is as it was. Nothing here waits, or knows of validation.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from offbeat.errors import OffbeatError
+
+Blocks: TypeAlias = Mapping[torch.device, Tensor]
+_ALIGNMENT_BYTES: Final = 64
+_WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_rooms = itertools.count()
+_read = threading.local()  # the tensors of the snapshot that a process of its own is about to read
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model itself, without torch.compile, DistributedDataParallel and DataParallel around it.
+
+    A compiled model is evaluated as it was written: compiling belongs to the thread that trains; and a copy
+    of DistributedDataParallel would talk to the other workers.
+
+    Raises:
+        OffbeatError: the parameters are no whole tensors: lazy and not yet made, or parts of sharded ones.
+    """
+    while True:
+        if isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        elif isinstance(model, _WRAPPERS):
+            model = model.module
+        else:
+            break
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise OffbeatError(f"{name} has no shape yet: run one batch through the model first")
+        if hasattr(tensor, "to_local"):
+            raise OffbeatError(
+                f"expected whole parameters, got {name}, of which this worker has a part only: sharded "
+                "models cannot be validated beside their training"
+            )
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor lies in the block of its device, and as what."""
+
+    start_bytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_parameter: bool
+
+    def view(self, blocks: Blocks) -> Tensor:
+        """Return the tensor in its block."""
+        size_bytes = self.shape.numel() * self.dtype.itemsize
+        flat = blocks[self.device][self.start_bytes : self.start_bytes + size_bytes].view(self.dtype)
+        tensor = flat.as_strided(self.shape, self.stride)
+        return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
+
+
+def _lay_out(values: Sequence[Tensor]) -> tuple[list[Place], dict[torch.device, int]]:
+    """Say where tensors like these lie, one after the other, and how many bytes a device that takes."""
+    ends: dict[torch.device, int] = {}
+    places: list[Place] = []
+    for tensor in values:
+        start = -(-ends.get(tensor.device, 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        ends[tensor.device] = start + tensor.numel() * tensor.element_size()
+        # As dense as can be: the same order of the dimensions, without gaps and shared places.
+        stride = torch.empty_like(tensor, device="meta").stride()
+        places.append(
+            Place(
+                start_bytes=start,
+                shape=tensor.shape,
+                stride=stride,
+                dtype=tensor.dtype,
+                device=tensor.device,
+                is_parameter=isinstance(tensor, nn.Parameter),
+            )
+        )
+    return places, ends
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, each once, whose values are kept in blocks."""
+    return [tensor for tensor in [*model.parameters(), *model.buffers()] if tensor.layout == torch.strided]
+
+
+def _kinds(values: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(value.shape, value.stride(), value.dtype, value.device) for value in values]
+
+
+class Snapshot:
+    """Room for a model's values at one moment, and the rest of the model as it was then.
+
+    Attributes:
+        blocks: of memory, by device, in which the values lie.
+        places: of the values in them.
+        room: a number that these blocks alone have, for processes that have seen them before.
+        structure: the model without these values, for `read_model` in another process; empty unless shared.
+        ready: on a GPU, when the values are there; whoever reads them on another stream waits for it.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        self.blocks: dict[torch.device, Tensor] = {}
+        self.places: list[Place] = []
+        self.room = -1
+        self.structure = b""
+        self.ready: torch.cuda.Event | None = None
+        self._shared = shared
+        self._kinds: list[tuple[object, ...]] | None = None
+        self._tensors: list[Tensor] = []
+        self._model: nn.Module | None = None
+
+    @torch.no_grad()
+    def take(self, model: nn.Module) -> None:
+        """Copy `model`, which is `unwrapped`, as it is now; what was here before is overwritten.
+
+        Raises:
+            OffbeatError: something that hangs on the model cannot be copied.
+        """
+        values = _values(model)
+        if (kinds := _kinds(values)) != self._kinds:
+            self._make_room(values)
+            self._kinds = kinds
+        if values:
+            torch._foreach_copy_(self._tensors, values)
+        if any(value.is_cuda for value in values):
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+        try:
+            self._model = _copied(model, values, self._tensors)
+            if self._shared:
+                self.structure = _written(self._model, self._tensors)
+        except Exception as error:
+            raise OffbeatError(
+                f"the model cannot be copied ({type(error).__name__}: {error}): something that hangs on it, "
+                "an attribute or a hook, does not allow it"
+            ) from error
+
+    def _make_room(self, values: Sequence[Tensor]) -> None:
+        self.places, sizes = _lay_out(values)
+        self.room = next(_rooms)
+        self.blocks = {
+            device: torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            for device, size_bytes in sizes.items()
+        }
+        if self._shared:
+            for block in self.blocks.values():
+                block.share_memory_()
+        self._tensors = [place.view(self.blocks) for place in self.places]
+
+    def model(self) -> nn.Module:
+        """Return a module of its own that reads these values, set to evaluate, without gradients.
+
+        Threads take one each: what modules note of a forward pass is then not mixed up.
+        """
+        assert self._model is not None
+        return _copied(self._model, self._tensors, self._tensors)
+
+    @torch.no_grad()
+    def put_back(self, model: nn.Module) -> None:
+        """Make the values of `model`, which is `unwrapped`, what they were.
+
+        Raises:
+            OffbeatError: the model has other tensors now.
+        """
+        values = _values(model)
+        if _kinds(values) != self._kinds:
+            raise OffbeatError("the model has other parameters or buffers than when the snapshot was taken")
+        if values:
+            torch._foreach_copy_(values, self._tensors)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return a copy of the values, under the names that they have in `model`, which is `unwrapped`."""
+        then = {id(now): tensor for now, tensor in zip(_values(model), self._tensors, strict=True)}
+        return {
+            name: then[id(value)].detach().clone() if id(value) in then else copy.deepcopy(value)
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+
+
+def _copied(model: nn.Module, values: Sequence[Tensor], instead: Sequence[Tensor]) -> nn.Module:
+    """Return a copy of a model with `instead` in the place of `values`, set to evaluate."""
+    memo: dict[int, Any] = {id(value): tensor for value, tensor in zip(values, instead, strict=True)}
+    for module in model.modules():
+        for noted in vars(module).values():  # a result of the last forward pass, which torch does not copy
+            if isinstance(noted, Tensor) and not noted.is_leaf:
+                memo[id(noted)] = noted.detach().clone()
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied.eval()
+
+
+# Between processes of one program -----------------------------------------------------------------------
+
+
+class _Writer(ForkingPickler):
+    """Writes a model with numbers in the place of the tensors whose values lie in shared memory."""
+
+    def __init__(self, file: io.BytesIO, values: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._numbers = {id(value): number for number, value in enumerate(values)}
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Write the number of a tensor that has one; all else as usual."""
+        number = self._numbers.get(id(thing)) if isinstance(thing, Tensor) else None
+        return NotImplemented if number is None else (_tensor_of_number, (number,))
+
+
+def _tensor_of_number(number: int) -> Tensor:
+    tensors: list[Tensor] = _read.tensors
+    return tensors[number]
+
+
+def _written(model: nn.Module, values: Sequence[Tensor]) -> bytes:
+    file = io.BytesIO()
+    _Writer(file, values).dump(model)
+    return file.getvalue()
+
+
+def read_model(structure: bytes, places: Sequence[Place], blocks: Blocks) -> nn.Module:
+    """Return the model that another process of this program has written, set to evaluate."""
+    _read.tensors = [place.view(blocks) for place in places]
+    try:
+        model: nn.Module = ForkingPickler.loads(structure)
+    finally:
+        _read.tensors = []
+    return model.eval()

@@ -1,0 +1,131 @@
+"""`Validation`: what the validation of an epoch will have come to; the ledger of those under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.metrics import Value, joined
+from offbeat.policies.validation import Block, Report, Skip, Take, ValidationScheduler
+from offbeat.runtime.evaluators import Part
+
+
+class Validation:
+    """What the validation of an epoch will have come to.
+
+    Attributes:
+        epoch: that is validated, from 0.
+        deadline_s: how long `result` waits unless it is told otherwise, in seconds.
+    """
+
+    def __init__(self, epoch: int, waits_for: Callable[[int], str], deadline_s: float) -> None:
+        self.epoch, self.deadline_s = epoch, deadline_s
+        self._waits_for = waits_for
+        self._is_over = threading.Event()
+        self._metrics: Mapping[str, float] = {}
+        self._error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._is_over.is_set()
+
+    def result(self, timeout_s: float | None = None) -> Mapping[str, float]:
+        """Wait for the metrics of the whole set.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds, names what is missing; or there will be
+                none: the epoch was skipped or taken back, or the validator closed.
+            Exception: what `evaluate` raised, with its traceback.
+        """
+        self.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._metrics
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is done, whatever it came to.
+
+        Raises:
+            OffbeatError: that took longer; names what is missing.
+        """
+        timeout_s = self.deadline_s if timeout_s is None else timeout_s
+        if not self._is_over.wait(timeout_s):
+            raise OffbeatError(
+                f"the validation of epoch {self.epoch} is not done after {timeout_s:g} s: "
+                f"{self._waits_for(self.epoch)}"
+            )
+
+    def finish(self, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
+        """There are metrics, or an error in their place; what comes second is dropped."""
+        if not self.is_done:
+            self._metrics, self._error = metrics, error
+            self._is_over.set()
+
+
+class Ledger:
+    """The validations that are under way: threads that evaluate write results down, the training reads."""
+
+    def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
+        self._scheduler, self._deadline_s = scheduler, deadline_s
+        self._lock = threading.Lock()
+        self._open: dict[int, Validation] = {}
+
+    def begin(self, epoch: int, parts: tuple[range, ...]) -> tuple[Take | Block | Skip, Validation]:
+        """Say what becomes of an epoch that has ended, and what will come of it."""
+        validation = Validation(epoch, self.waits_for, self._deadline_s)
+        with self._lock:
+            answer = self._scheduler.epoch_ended(epoch, parts)
+            if isinstance(answer, Take):
+                self._open[epoch] = validation
+        return answer, validation
+
+    def done(self, part: Part, result: dict[str, Value] | BaseException) -> None:
+        """Take note of what a part came to; the last one of an epoch ends its validation."""
+        with self._lock:
+            validation = self._open.get(part.epoch)
+            if part.cancelled.is_set() or validation is None:
+                return
+            if isinstance(result, BaseException):
+                part.cancelled.set()  # which all parts of the epoch have in common
+                self._scheduler.give_up(part.epoch)
+                validation.finish({}, result)
+                return
+            results = self._scheduler.part_done(part.epoch, part.number, (len(part.positions), result))
+        if results is not None:
+            try:
+                validation.finish(joined(results))
+            except OffbeatError as error:
+                validation.finish({}, error)
+
+    def report(self) -> tuple[Report, Validation | None] | None:
+        """Return the next epoch that is over, in order, with what came of it; None for a skipped one."""
+        with self._lock:
+            report = self._scheduler.report()
+            return None if report is None else (report, self._open.pop(report.epoch, None))
+
+    def without_metrics(self, epoch: int, why: str) -> Validation:
+        """Return what comes of an epoch that is not validated."""
+        validation = Validation(epoch, self.waits_for, self._deadline_s)
+        validation.finish({}, OffbeatError(f"there are no metrics of epoch {epoch}: {why}"))
+        return validation
+
+    def oldest(self) -> Validation | None:
+        """Return the oldest validation that is not reported."""
+        with self._lock:
+            return self._open[min(self._open)] if self._open else None
+
+    def drop(self, after: int, why: str) -> None:
+        """End the validations of epochs after `after`, without metrics."""
+        with self._lock:
+            self._scheduler.forget(after)
+            dropped = [self._open.pop(epoch) for epoch in list(self._open) if epoch > after]
+        for validation in dropped:
+            validation.finish({}, OffbeatError(f"there are no metrics of epoch {validation.epoch}: {why}"))
+
+    def waits_for(self, epoch: int) -> str:
+        """Say which parts of an epoch are not evaluated."""
+        with self._lock:
+            missing = self._scheduler.missing(epoch)
+        return f"evaluating part {', '.join(map(str, missing))} has not ended"

@@ -1,0 +1,522 @@
+"""`Validator`: an epoch is validated while the next one trains."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias, get_args
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.metrics import Value
+from offbeat.policies.monitor import Monitor
+from offbeat.policies.overlap import Choice, OverlapChooser, Spent
+from offbeat.policies.validation import (
+    PENDING_MAX,
+    Block,
+    Skip,
+    Take,
+    ValidationScheduler,
+    WhenFull,
+    split_even,
+)
+from offbeat.runtime.evaluation_process import InAProcess
+from offbeat.runtime.evaluators import Crew, Evaluate, Evaluator, InThisThread, Part, evaluated
+from offbeat.runtime.isolation import GlobalRandomness, apart
+from offbeat.runtime.parts import Data, samples_of
+from offbeat.runtime.snapshot import Snapshot, unwrapped
+from offbeat.runtime.validation import Ledger, Validation
+
+Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
+Decision: TypeAlias = Literal["sync", "lag", "rollback"]
+
+WORKERS: Final = 6
+"""Validation threads; the most that the overlapped validation paper trains with."""
+DEADLINE_S: Final = 3600.0
+_REHEARSED_SAMPLES: Final = 32
+_END_S: Final = 5.0
+_PROCESS_START_S: Final = 4.0  # of the cores' time: a new interpreter imports torch
+
+
+class Stateful(Protocol):
+    """An optimizer, a scheduler: what can say and take on its state."""
+
+    def state_dict(self) -> Any:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes a state on."""
+
+
+@dataclass(kw_only=True)
+class _Moment:
+    """An epoch's end, as long as something may come of it: its snapshot, and what going back takes."""
+
+    snapshot: Snapshot
+    cancelled: threading.Event
+    states: list[Any]
+    randomness: GlobalRandomness | None
+
+
+class Validator:
+    """Validates each epoch while the next one trains, with a copy of the model as it was at the epoch's end.
+
+        with offbeat.Validator(model, evaluate, validation_set) as validator:
+            for epoch in validator.epochs(10):
+                train(model)
+                validator.validate()
+        print(validator.history)
+
+    `evaluate` gets a model and a part of the set and returns the part's metrics by name: means over its
+    samples as floats, counts as whole numbers, or metrics of torchmetrics. It may run in another thread or
+    process, on several parts at once, and changes nothing of the training: neither the model, nor what is
+    drawn at random, nor torch's settings. Parameters and buffers are copied into memory that is used again,
+    at most `max_pending` + 1 times, once more for the best snapshot where there is a monitor.
+
+    Source: the overlapped validation paper: at the end of an epoch the model is copied, validation threads
+    evaluate equal contiguous parts of the set with the copies, and training goes on. Deviations: one
+    copy of the values for all threads, which only read it (the paper makes one a thread); means are weighted
+    by samples (the paper averages the parts' means); what follows from metrics that come late is decided by
+    `decision` (the paper leaves it open); `max_pending`, which it leaves open as well.
+
+    Args:
+        model: what is trained; compiled or in DistributedDataParallel is fine.
+        evaluate: called with a model, set to evaluate and without gradients, and a part of `data`.
+        data: the validation set, map-style, or a DataLoader that takes it in order.
+        workers: how many parts are evaluated at once, at least 1.
+        backend: where: "thread"; "process" for what computes in Python, with `evaluate` and `data` that
+            can be pickled and a model on the CPU; "stream", threads with CUDA streams of their own; "inline",
+            in the training's thread, which waits; "auto" measures the first epoch inline and says in `reason`
+            what it then does.
+        max_pending: how many snapshots may wait while one is evaluated, at least 0.
+        when_full: what happens at an epoch's end when as many do: "block" waits, "skip" does not validate it.
+        monitor: watches a metric, for `stopped` and for the best snapshot.
+        plateau: a scheduler to be told the monitor's metric, which lowers the learning rate.
+        decision: when metrics are acted on. "sync": `validate` waits for them. "lag": as soon as they are
+            there, an epoch late or more. "rollback": likewise, but training goes back to the end of the
+            epoch that they are of, so that it ends with the weights that "sync" would have; takes `epochs`.
+        restores: what "rollback" takes back beside the model and the global random numbers: the optimizer,
+            schedulers.
+        deadline_s: how long a validation may take, in seconds.
+
+    Raises:
+        ValueError: an argument out of range.
+        OffbeatError: model, data or evaluate are not fit for it; says what to do.
+
+    Attributes:
+        backend: where epochs are evaluated now.
+        reason: why there.
+        history: metrics of every epoch that was validated and has ended, in order; None for one that was
+            skipped.
+        stopped: the monitor's patience is at its end.
+        copy_s: what taking snapshots has cost the training's thread, in seconds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Evaluate,
+        data: Data,
+        *,
+        workers: int = WORKERS,
+        backend: Backend = "auto",
+        max_pending: int = PENDING_MAX,
+        when_full: WhenFull = "block",
+        monitor: Monitor | None = None,
+        plateau: ReduceLROnPlateau | None = None,
+        decision: Decision = "lag",
+        restores: Sequence[Stateful] = (),
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if backend not in get_args(Backend):
+            raise ValueError(f"expected a backend of {', '.join(get_args(Backend))}, got {backend!r}")
+        if decision not in get_args(Decision):
+            raise ValueError(f"expected a decision of {', '.join(get_args(Decision))}, got {decision!r}")
+        if plateau is not None and monitor is None:
+            raise ValueError("expected a monitor beside plateau, to say which metric it is told")
+        if deadline_s <= 0:
+            raise ValueError(f"expected a deadline above 0 s, got {deadline_s:g}")
+        self._samples = samples_of(data)
+        self._parts = split_even(self._samples, workers)
+        scheduler = ValidationScheduler(pending_max=max_pending, when_full=when_full)
+        self._ledger = Ledger(scheduler, deadline_s)
+        self._model, self._evaluate, self._data = model, evaluate, data
+        self._monitor, self._plateau, self._decision = monitor, plateau, decision
+        self._restores = list(restores)
+        if plateau is not None and plateau.optimizer not in self._restores:
+            self._restores.append(plateau.optimizer)
+        self._deadline_s = deadline_s
+        self._device = next((tensor.device for tensor in unwrapped(model).parameters()), torch.device("cpu"))
+        self._moments: dict[int, _Moment] = {}  # by epoch, oldest first
+        self._free: list[Snapshot] = []
+        self._best: Snapshot | None = None
+        self._crews: list[tuple[Crew, weakref.finalize[..., Any]]] = []
+        self._error: BaseException | None = None  # that is still to be raised
+        self._ended = -1  # the epoch at whose end the model stands, or beyond which it trains
+        self._is_rehearsed = self._is_closed = self._has_validated = False
+        self._in_line = InThisThread(evaluate, data, self._device, has_stream=False)
+        self._waited = (0.0, 0.0)
+        self._clock = _Clock()
+        self._chooser: OverlapChooser | None = None
+        self.history: dict[int, Mapping[str, float] | None] = {}
+        self.stopped = False
+        self.copy_s = 0.0
+        self.backend, self.reason = str(backend), "it was asked for"
+        if backend == "auto" and decision == "sync":
+            self.backend, self.reason = "inline", "training waits for the metrics anyway"
+        elif backend == "auto":
+            candidates = ("stream",) if self._device.type == "cuda" else ("thread", "process")
+            self._chooser = OverlapChooser(candidates, cores=_cores(), start_s=_PROCESS_START_S)
+            self.backend, self.reason = "inline", "the first epoch is measured"
+        elif backend != "inline":
+            self._hire(backend)
+
+    # Those who evaluate ---------------------------------------------------------------------------------
+
+    def _hire(self, backend: str) -> None:
+        """Have threads or processes ready.
+
+        Raises:
+            OffbeatError: that cannot be had here.
+        """
+        if backend == "stream" and self._device.type != "cuda":
+            raise OffbeatError(f"expected a model on a GPU for backend='stream', got one on {self._device}")
+        if backend == "process" and self._device.type != "cpu":
+            raise OffbeatError(
+                f"expected a model on the CPU for backend='process', got one on {self._device}: use 'stream'"
+            )
+        data = _pinned(self._data) if backend == "stream" else self._data
+        count = len(self._parts)
+        if backend == "process" and self._chooser is not None:
+            count = min(count, _cores())  # more would only take longer to start
+        threads = max(1, torch.get_num_threads() // count)
+        evaluators: list[Evaluator] = [
+            InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
+            if backend == "process"
+            else InThisThread(self._evaluate, data, self._device, has_stream=backend == "stream")
+            for number in range(count)
+        ]
+        crew = Crew(evaluators, self._ledger.done)
+        self._crews.append((crew, weakref.finalize(self, crew.close, _END_S)))
+        self._free.clear()  # other backends want other memory
+
+    def _choose(self, choice: Choice) -> None:
+        """Go on as `auto` has decided."""
+        self.reason = choice.reason
+        if choice.backend == self.backend:
+            return
+        self.backend = choice.backend
+        if choice.backend == "inline":
+            return
+        try:
+            self._hire(choice.backend)
+            if choice.backend == "process":
+                self._free.append(self._moment().snapshot)
+        except OffbeatError as error:
+            assert self._chooser is not None
+            self._chooser.exclude(choice.backend, str(error))
+            self.backend, self.reason = "inline", str(error)
+            self._free.clear()
+
+    def _rehearse(self, snapshot: Snapshot) -> None:
+        """See on a few samples whether evaluating in another thread would change the training.
+
+        Raises:
+            OffbeatError: it changes what all threads share.
+        """
+        positions = range(min(_REHEARSED_SAMPLES, len(self._parts[0])))
+        with apart() as moved:
+            evaluated(snapshot.model(), self._evaluate, self._data, positions, seed=0)
+        if moved:
+            raise OffbeatError(
+                f"evaluate changes {' and '.join(moved)}, which all threads share, so that training would go "
+                "another way: use backend='process', or a generator of its own for what it draws"
+            )
+        self._is_rehearsed = True
+
+    # The end of an epoch --------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self._ended + 1
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs up to `count` - 1 until it is time to stop; what is taken back comes again."""
+        while not self.stopped:
+            if self.epoch >= count and self._decision == "rollback":
+                self.finish()  # after which there may be more to do
+            if self.epoch >= count or self.stopped:
+                break
+            self._has_validated = False
+            yield self.epoch
+            if not self._has_validated:
+                self._ended += 1
+
+    def validate(self) -> Validation:
+        """Say that an epoch has ended, and have it validated.
+
+        Also acts on metrics of earlier epochs that have come, which may take this epoch back.
+
+        Returns:
+            What will come of it.
+
+        Raises:
+            OffbeatError: the validator is closed, the model cannot be copied, or a validation did not end in
+                time.
+            Exception: what `evaluate` raised, with its traceback. Where that was for an earlier epoch, this
+                one is validated all the same.
+        """
+        if self._is_closed:
+            raise OffbeatError("this validator is closed: make another one")
+        self._has_validated = True
+        spent_s, spent_cpu_s = self._clock.lap()
+        self._ended = epoch = self._ended + 1
+        if self._chooser is not None and self.backend != "inline":
+            waited_s, waited_cpu_s = self._waited  # at the last epoch's end
+            self._choose(self._chooser.overlapped(waited_s + spent_s, waited_cpu_s + spent_cpu_s))
+        is_in_line = self.backend == "inline"
+        self._take_in()
+        validation = self._begin(epoch)
+        if is_in_line or self._decision == "sync":
+            validation.wait()
+        validate_s, validate_cpu_s = self._clock.lap()
+        self._waited = (0.0, 0.0) if is_in_line else (validate_s, validate_cpu_s)
+        if self._chooser is not None and is_in_line:
+            spent = Spent(
+                train_s=spent_s,
+                train_cpu_s=spent_cpu_s,
+                validate_s=validate_s,
+                validate_cpu_s=validate_cpu_s,
+            )
+            self._choose(self._chooser.in_line(spent))
+        self._take_in()
+        self._raise()
+        return validation
+
+    def _begin(self, epoch: int) -> Validation:
+        """Have an epoch evaluated, once there is room for it."""
+        parts = (range(self._samples),) if self.backend == "inline" else self._parts
+        while self._ended == epoch:
+            answer, validation = self._ledger.begin(epoch, parts)
+            if not isinstance(answer, Block):
+                break
+            oldest = self._ledger.oldest()
+            assert oldest is not None
+            oldest.wait()
+            self._take_in()
+        else:
+            return self._ledger.without_metrics(epoch, _went_back(self._ended))
+        if isinstance(answer, Skip):
+            return self._ledger.without_metrics(epoch, "it was skipped, for others were under way")
+        try:
+            moment = self._moments[epoch] = self._moment()
+            if self.backend in ("thread", "stream") and not self._is_rehearsed:
+                self._rehearse(moment.snapshot)
+        except BaseException as error:
+            self._moments.pop(epoch, None)
+            self._ledger.drop(epoch - 1, str(error))
+            raise
+        self._give(epoch, answer, moment)
+        return validation
+
+    def _give(self, epoch: int, answer: Take, moment: _Moment) -> None:
+        """Hand the parts of an epoch to those who evaluate."""
+        parts = [
+            Part(
+                epoch=epoch,
+                number=number,
+                positions=positions,
+                snapshot=moment.snapshot,
+                cancelled=moment.cancelled,
+            )
+            for number, positions in enumerate(answer.parts)
+        ]
+        if self.backend != "inline":
+            self._crews[-1][0].give(parts)
+            return
+        with apart() as moved:
+            for part in parts:
+                try:
+                    result: dict[str, Value] | BaseException = self._in_line.evaluate(part)
+                except Exception as error:
+                    result = error
+                self._ledger.done(part, result)
+        self._is_rehearsed = self._is_rehearsed or not moved
+        if moved and self._chooser is not None:
+            self._chooser.exclude("thread", f"evaluate changes {' and '.join(moved)}, which threads share")
+
+    def _moment(self) -> _Moment:
+        """Note what the training is at now."""
+        start_s = time.perf_counter()
+        snapshot = self._free.pop() if self._free else Snapshot(shared=self.backend == "process")
+        snapshot.take(unwrapped(self._model))
+        goes_back = self._decision == "rollback"
+        moment = _Moment(
+            snapshot=snapshot,
+            cancelled=threading.Event(),
+            states=[copy.deepcopy(thing.state_dict()) for thing in self._restores] if goes_back else [],
+            randomness=GlobalRandomness() if goes_back else None,
+        )
+        self.copy_s += time.perf_counter() - start_s
+        return moment
+
+    # What follows from metrics --------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Act on what has come, in the order of epochs."""
+        while (reported := self._ledger.report()) is not None:
+            report, validation = reported
+            if validation is None:
+                self.history[report.epoch] = None
+                continue
+            moment = self._moments.pop(report.epoch)
+            try:
+                metrics = validation.result()
+            except Exception as error:
+                self._error = self._error or error
+                continue  # other threads may still read the snapshot
+            self.history[report.epoch] = metrics
+            self._act(report.epoch, metrics, moment)
+
+    def _act(self, epoch: int, metrics: Mapping[str, float], moment: _Moment) -> None:
+        unused = moment.snapshot
+        if self._monitor is not None:
+            verdict = self._monitor.observe(epoch, metrics)
+            is_late = self._decision == "rollback" and epoch < self._ended
+            if is_late and (verdict.stop or self._lowers(metrics)):
+                self._go_back(epoch, moment)
+            if self._plateau is not None:
+                self._plateau.step(self._monitor.value_of(metrics))
+            self.stopped = self.stopped or verdict.stop
+            if verdict.improved:
+                self._best, unused = moment.snapshot, self._best
+        if unused is not None:
+            self._free.append(unused)
+
+    def _lowers(self, metrics: Mapping[str, float]) -> bool:
+        """Try whether the scheduler lowers a learning rate."""
+        if self._plateau is None or self._monitor is None:
+            return False
+        groups = self._plateau.optimizer.param_groups
+        state, before = copy.deepcopy(self._plateau.state_dict()), copy.deepcopy([g["lr"] for g in groups])
+        self._plateau.step(self._monitor.value_of(metrics))
+        lowers = [float(group["lr"]) for group in groups] != [float(rate) for rate in before]
+        self._plateau.load_state_dict(state)
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate
+        return lowers
+
+    def _go_back(self, epoch: int, moment: _Moment) -> None:
+        """Take the training back to the end of an epoch."""
+        moment.snapshot.put_back(unwrapped(self._model))
+        for thing, state in zip(self._restores, moment.states, strict=True):
+            thing.load_state_dict(state)
+        assert moment.randomness is not None
+        moment.randomness.restore()
+        for later in self._moments.values():
+            later.cancelled.set()
+        self._moments.clear()
+        self._ledger.drop(epoch, _went_back(epoch))
+        self._ended = epoch
+
+    def best_state_dict(self) -> dict[str, Any]:
+        """Return a copy of the model's state at the end of the best epoch so far, under its names.
+
+        Raises:
+            OffbeatError: there is no monitor to say which one is the best, or none has been validated.
+        """
+        if self._monitor is None:
+            raise OffbeatError("expected a monitor, to say which epoch is the best one: pass monitor=…")
+        if self._best is None:
+            raise OffbeatError("no epoch has been validated yet: call finish() to wait for those under way")
+        return self._best.state_dict(unwrapped(self._model))
+
+    # The end --------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait for all validations under way, and act on what comes of them.
+
+        Raises:
+            OffbeatError: one did not end in time; names what is missing.
+            Exception: what `evaluate` raised, with its traceback.
+        """
+        while (oldest := self._ledger.oldest()) is not None:
+            oldest.wait()
+            self._take_in()
+        self._take_in()
+        self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the threads and processes; validations under way come to nothing. Again is harmless."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for moment in self._moments.values():
+            moment.cancelled.set()
+        self._ledger.drop(-1, "the validator was closed")
+        for crew, finalizer in self._crews:
+            finalizer.detach()
+            if still := crew.close(_END_S):
+                warnings.warn(
+                    f"{', '.join(still)} did not end within {_END_S:g} s: it will at its next forward pass",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            self.close()
+
+
+def _went_back(epoch: int) -> str:
+    return f"training went back to the end of epoch {epoch}"
+
+
+class _Clock:
+    """Wall time, and time of all cores that this process used, since the last look."""
+
+    def __init__(self) -> None:
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def lap(self) -> tuple[float, float]:
+        """Return both, in seconds, and begin anew."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        spent = wall_s - self._wall_s, cpu_s - self._cpu_s
+        self._wall_s, self._cpu_s = wall_s, cpu_s
+        return spent
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pinned(data: Data) -> Data:
+    """Return a set whose tensors can be copied to a GPU while it computes."""
+    if type(data) is TensorDataset and not any(tensor.is_cuda for tensor in data.tensors):
+        return TensorDataset(*(tensor.pin_memory() for tensor in data.tensors))
+    return data

@@ -1,0 +1,89 @@
+"""Code that runs beside a training, or in its thread, without the training noticing."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from offbeat.runtime.isolation import GlobalRandomness, OwnRandomness, apart
+
+DRAWS = {
+    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn(3),
+    "randint": lambda: torch.randint(10**9, (3,)),
+    "randperm": lambda: torch.randperm(50),
+    "normal": lambda: torch.normal(0.0, torch.ones(3)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(50), 20),
+    "poisson": lambda: torch.poisson(torch.full((50,), 5.0)),
+    "uniform_": lambda: torch.empty(3).uniform_(),
+    "normal_": lambda: torch.empty(3).normal_(),
+    "random_": lambda: torch.empty(3, dtype=torch.int64).random_(),
+    "bernoulli_": lambda: torch.empty(50).bernoulli_(0.5),
+    "exponential_": lambda: torch.empty(3).exponential_(),
+    "a loader": lambda: torch.stack(
+        [x for (x,) in DataLoader(TensorDataset(torch.arange(50)), shuffle=True)]
+    ),
+    "a sampler": lambda: torch.tensor(list(RandomSampler(range(50)))),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+def test_torch_draws_from_a_generator_of_its_own(draw):
+    before = GlobalRandomness()
+    with OwnRandomness(1):
+        one = draw()
+    with OwnRandomness(1):
+        again = draw()
+    with OwnRandomness(2):
+        other = draw()
+    assert before.moved() == []
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_a_generator_that_is_given_is_the_one():
+    generator = torch.Generator().manual_seed(5)
+    with OwnRandomness(1):
+        drawn = torch.rand(3, generator=generator)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: nn.functional.dropout(torch.ones(9)), "torch's global generator"),
+        (lambda: nn.Linear(3, 3), "torch's global generator"),
+        (random.random, "Python's random module"),
+        (np.random.rand, "numpy.random"),
+        (np.random.randn, "numpy.random"),
+    ],
+)
+def test_what_draws_all_the_same_is_found_and_taken_back(draw, name):
+    before = GlobalRandomness()
+    with apart() as moved, OwnRandomness(1):
+        draw()
+    assert moved == [name]
+    assert before.moved() == []
+    draw()
+    assert before.moved() == [name]
+
+
+def test_settings_are_taken_back_also_from_code_that_fails():
+    threads = torch.get_num_threads()
+    before = GlobalRandomness()
+
+    def fail():
+        torch.set_num_threads(threads + 1)
+        torch.manual_seed(0)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), apart():
+        fail()
+    assert torch.get_num_threads() == threads
+    assert before.moved() == []

@@ -1,0 +1,220 @@
+"""When epochs are validated, what follows from their metrics, and whether overlapping pays."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.policies.monitor import Monitor
+from offbeat.policies.overlap import OverlapChooser, Spent
+from offbeat.policies.validation import Block, Skip, Take, ValidationScheduler, split_even
+
+# Parts ----------------------------------------------------------------------------------------------------
+
+
+@given(samples=st.integers(1, 300), parts=st.integers(1, 60))
+def test_parts_are_contiguous_disjoint_and_even_and_cover_the_set(samples, parts):
+    split = split_even(samples, parts)
+    assert [position for part in split for position in part] == list(range(samples))
+    assert len(split) == min(parts, samples)
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(0, 1), (1, 0), (5, -1)])
+def test_no_samples_or_no_parts_are_refused(samples, parts):
+    with pytest.raises(ValueError, match="at least 1 sample and 1 part"):
+        split_even(samples, parts)
+
+
+# The scheduler ----------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    epochs=st.integers(1, 12),
+    parts=st.integers(1, 4),
+    pending_max=st.integers(0, 3),
+    when_full=st.sampled_from(["block", "skip"]),
+)
+def test_in_whatever_order_parts_end_every_epoch_is_reported_once_and_in_order(
+    seed, epochs, parts, pending_max, when_full
+):
+    chance = random.Random(seed)
+    scheduler = ValidationScheduler(pending_max=pending_max, when_full=when_full)
+    positions = split_even(10, parts)
+    under_way: list[tuple[int, int]] = []
+    reported: list[int] = []
+    skipped: set[int] = set()
+
+    def end_one() -> None:
+        epoch, part = under_way.pop(chance.randrange(len(under_way)))
+        left = [number for other, number in under_way if other == epoch]
+        results = scheduler.part_done(epoch, part, (epoch, part))
+        assert (results is None) == bool(left)
+        while (report := scheduler.report()) is not None:
+            reported.append(report.epoch)
+            if report.epoch in skipped:
+                assert report.results is None
+            else:
+                assert report.results == tuple((report.epoch, number) for number in range(parts))
+
+    for epoch in range(epochs):
+        while isinstance(answer := scheduler.epoch_ended(epoch, positions), Block):
+            assert when_full == "block"
+            assert answer.epoch == scheduler.alive[0]
+            end_one()
+        if isinstance(answer, Take):
+            assert answer.parts == positions
+            under_way += [(epoch, number) for number in range(parts)]
+        else:
+            assert isinstance(answer, Skip)
+            assert when_full == "skip"
+            skipped.add(epoch)
+        assert len(scheduler.alive) <= pending_max + 1
+        while under_way and chance.random() < 0.4:
+            end_one()
+    while under_way:
+        end_one()
+    assert reported == list(range(epochs))
+    assert scheduler.alive == ()
+
+
+def test_an_epoch_that_is_taken_back_may_end_again():
+    scheduler = ValidationScheduler()
+    for epoch in range(3):
+        scheduler.epoch_ended(epoch, [range(4)])
+    assert scheduler.forget(after=0) == (1, 2)
+    assert isinstance(scheduler.epoch_ended(1, [range(4)]), Take)
+    with pytest.raises(ProtocolError, match="was not being evaluated"):
+        scheduler.part_done(2, 0, None)
+    with pytest.raises(ProtocolError, match="epoch 1 ends after epoch 1"):
+        scheduler.epoch_ended(1, [range(4)])
+
+
+def test_an_epoch_that_is_given_up_is_reported_in_its_turn_without_results():
+    scheduler = ValidationScheduler()
+    scheduler.epoch_ended(0, [range(2), range(2, 4)])
+    scheduler.epoch_ended(1, [range(4)])
+    scheduler.give_up(1)
+    assert scheduler.report() is None
+    scheduler.part_done(0, 1, "b")
+    assert scheduler.missing(0) == (0,)
+    scheduler.part_done(0, 0, "a")
+    assert scheduler.report().results == ("a", "b")
+    assert scheduler.report().results is None
+    assert scheduler.report() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [({"pending_max": -1}, "at least 0"), ({"when_full": "drop"}, "block or skip")]
+)
+def test_bad_arguments_of_the_scheduler_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        ValidationScheduler(**arguments)
+
+
+# The monitor ------------------------------------------------------------------------------------------------
+
+
+def test_training_stops_after_as_many_epochs_without_improvement_as_its_patience():
+    monitor = Monitor("loss", patience=2)
+    verdicts = [monitor.observe(epoch, {"loss": loss}) for epoch, loss in enumerate([3, 2, 2.5, 1, 1, 1.5])]
+    assert [verdict.improved for verdict in verdicts] == [True, True, False, True, False, False]
+    assert [verdict.stop for verdict in verdicts] == [False] * 5 + [True]
+    assert (monitor.best, monitor.best_epoch) == (1, 3)
+
+
+def test_what_is_no_number_never_improves_and_a_change_must_be_larger_than_delta():
+    monitor = Monitor("accuracy", mode="max", delta_min=0.1)
+    values = [math.nan, 0.5, 0.6, 0.61, math.inf]
+    improved = [monitor.observe(epoch, {"accuracy": value}).improved for epoch, value in enumerate(values)]
+    assert improved == [False, True, False, True, True]
+
+
+def test_a_monitor_goes_on_from_its_state():
+    first = Monitor("loss", patience=2)
+    first.observe(0, {"loss": 1.0})
+    first.observe(1, {"loss": 2.0})
+    second = Monitor("loss", patience=2)
+    second.load_state_dict(first.state_dict())
+    assert second.observe(2, {"loss": 2.0}).stop
+    assert second.best_epoch == 0
+
+
+def test_a_metric_that_is_not_there_is_named():
+    with pytest.raises(OffbeatError, match="to return 'loss', which is watched, got accuracy"):
+        Monitor("loss").observe(0, {"accuracy": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [({"mode": "least"}, "min or max"), ({"patience": 0}, "at least 1"), ({"delta_min": math.inf}, "finite")],
+)
+def test_bad_arguments_of_a_monitor_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        Monitor("loss", **arguments)
+
+
+# Whether it pays --------------------------------------------------------------------------------------------
+
+
+def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0):
+    return Spent(
+        train_s=train_s, train_cpu_s=train_cpu_s, validate_s=validate_s, validate_cpu_s=validate_cpu_s
+    )
+
+
+def chooser(backends=("thread", "process"), cores=2, start_s=10.0):
+    return OverlapChooser(backends, cores=cores, start_s=start_s)
+
+
+def test_what_waits_is_overlapped():
+    choice = chooser().in_line(spent())
+    assert choice.backend == "thread"
+    assert "should save 4.00 s an epoch" in choice.reason
+
+
+def test_with_cores_that_are_busy_it_stays_in_line():
+    """Training and validation that each keep both cores busy have nothing to gain from one another."""
+    choice = chooser().in_line(spent(train_cpu_s=19.8, validate_cpu_s=7.9))
+    assert choice.backend == "inline"
+    assert "used 99% of 2 cores" in choice.reason
+
+
+def test_an_epoch_that_takes_longer_than_both_in_line_ends_the_trial():
+    choosing = chooser()
+    choosing.in_line(spent())
+    assert choosing.overlapped(11.0, 12.0).backend == "thread"
+    back = choosing.overlapped(14.5, 28.0)
+    assert back.backend == "inline"
+    assert "14.50 s overlapped and 14.00 s in line and the cores were busy" in back.reason
+    assert choosing.in_line(spent()).backend == "inline"  # and is not tried again
+
+
+def test_where_the_lock_is_what_threads_wait_for_processes_are_started_once_that_is_worth_it():
+    choosing = chooser(start_s=10.0)
+    assert choosing.in_line(spent(validate_cpu_s=4.0)).backend == "thread"
+    assert choosing.overlapped(14.5, 15.0).backend == "inline"
+    answers = [choosing.in_line(spent(validate_cpu_s=4.0)) for _ in range(3)]
+    assert [answer.backend for answer in answers] == ["inline", "inline", "process"]  # after 4, 8, 12 s
+    assert "10.0 s are needed to start them" in answers[0].reason
+
+
+def test_what_cannot_be_had_is_not_tried_and_the_reason_is_said():
+    choosing = chooser()
+    choosing.exclude("thread", "it draws")
+    choosing.exclude("process", "it cannot be pickled")
+    choice = choosing.in_line(spent())
+    assert choice.backend == "inline"
+    assert choice.reason == "not thread: it draws; not process: it cannot be pickled"
+
+
+@pytest.mark.parametrize("arguments", [{"cores": 0, "start_s": 1.0}, {"cores": 1, "start_s": -1.0}])
+def test_bad_arguments_of_the_chooser_are_refused(arguments):
+    with pytest.raises(ValueError, match="at least 1 core"):
+        OverlapChooser(["thread"], **arguments)
