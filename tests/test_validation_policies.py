@@ -163,9 +163,13 @@ def test_bad_arguments_of_a_monitor_are_refused(arguments, text):
 # Whether it pays --------------------------------------------------------------------------------------------
 
 
-def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0):
+def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, locked_share=0.0):
     return Spent(
-        train_s=train_s, train_cpu_s=train_cpu_s, validate_s=validate_s, validate_cpu_s=validate_cpu_s
+        train_s=train_s,
+        train_cpu_s=train_cpu_s,
+        validate_s=validate_s,
+        validate_cpu_s=validate_cpu_s,
+        locked_share=locked_share,
     )
 
 
@@ -176,7 +180,7 @@ def chooser(backends=("thread", "process"), cores=2, start_s=10.0):
 def test_what_waits_is_overlapped():
     choice = chooser().in_line(spent())
     assert choice.backend == "thread"
-    assert "should save 4.00 s an epoch" in choice.reason
+    assert "thread should save 4.00 s an epoch" in choice.reason
 
 
 def test_with_cores_that_are_busy_it_stays_in_line():
@@ -184,25 +188,41 @@ def test_with_cores_that_are_busy_it_stays_in_line():
     choice = chooser().in_line(spent(train_cpu_s=19.8, validate_cpu_s=7.9))
     assert choice.backend == "inline"
     assert "used 99% of 2 cores" in choice.reason
+    assert "not thread: it would save 0.15 s an epoch at most; not process: it would" in choice.reason
+
+
+def test_what_holds_the_lock_half_of_the_time_saves_half_in_threads():
+    choice = chooser().in_line(spent(locked_share=0.5))
+    assert "thread should save 2.00 s an epoch" in choice.reason
 
 
 def test_an_epoch_that_takes_longer_than_both_in_line_ends_the_trial():
-    choosing = chooser()
+    choosing = chooser(["thread"])
     choosing.in_line(spent())
-    assert choosing.overlapped(11.0, 12.0).backend == "thread"
-    back = choosing.overlapped(14.5, 28.0)
+    assert choosing.overlapped("thread", 11.0, 12.0).backend == "thread"
+    back = choosing.overlapped("thread", 14.5, 28.0)
     assert back.backend == "inline"
     assert "14.50 s overlapped and 14.00 s in line and the cores were busy" in back.reason
     assert choosing.in_line(spent()).backend == "inline"  # and is not tried again
 
 
-def test_where_the_lock_is_what_threads_wait_for_processes_are_started_once_that_is_worth_it():
+def test_where_validation_holds_the_lock_processes_are_started_once_that_is_worth_it():
     choosing = chooser(start_s=10.0)
-    assert choosing.in_line(spent(validate_cpu_s=4.0)).backend == "thread"
-    assert choosing.overlapped(14.5, 15.0).backend == "inline"
-    answers = [choosing.in_line(spent(validate_cpu_s=4.0)) for _ in range(3)]
+    answers = [choosing.in_line(spent(validate_cpu_s=4.0, locked_share=1.0)) for _ in range(3)]
     assert [answer.backend for answer in answers] == ["inline", "inline", "process"]  # after 4, 8, 12 s
-    assert "10.0 s are needed to start them" in answers[0].reason
+    assert "not thread: it would save 0.00 s an epoch at most" in answers[0].reason
+    assert "starting it takes 10.0 s" in answers[0].reason
+
+
+def test_a_trial_on_busy_cores_speaks_against_processes_as_well():
+    choosing = chooser(start_s=0.0)
+    assert choosing.in_line(spent()).backend == "thread"
+    assert choosing.overlapped("thread", 14.5, 28.0).backend == "inline"
+    assert choosing.in_line(spent()).backend == "inline"
+    choosing = chooser(start_s=0.0)
+    choosing.in_line(spent())
+    assert choosing.overlapped("thread", 14.5, 15.0).backend == "inline"
+    assert choosing.in_line(spent()).backend == "process"
 
 
 def test_what_cannot_be_had_is_not_tried_and_the_reason_is_said():
@@ -211,7 +231,7 @@ def test_what_cannot_be_had_is_not_tried_and_the_reason_is_said():
     choosing.exclude("process", "it cannot be pickled")
     choice = choosing.in_line(spent())
     assert choice.backend == "inline"
-    assert choice.reason == "not thread: it draws; not process: it cannot be pickled"
+    assert choice.reason.endswith("not thread: it draws; not process: it cannot be pickled")
 
 
 @pytest.mark.parametrize("arguments", [{"cores": 0, "start_s": 1.0}, {"cores": 1, "start_s": -1.0}])

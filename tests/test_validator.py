@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassF1Score
 
 import offbeat
 from offbeat.errors import OffbeatError
@@ -155,6 +157,28 @@ def test_training_is_bit_for_bit_what_it_is_without_and_metrics_are_those_of_the
         assert result.result()["right"] == expected["right"]
         assert result.result()["loss"] == pytest.approx(expected["loss"], abs=1e-6)
         assert validator.history[result.epoch] == result.result()
+
+
+def evaluate_with_torchmetrics(model, part):
+    macro = MulticlassF1Score(CLASSES, average="macro")  # no mean of its values by parts
+    mean = MeanMetric()
+    for inputs, labels in DataLoader(part, batch_size=7):
+        logits = model(inputs)
+        macro.update(logits, labels)
+        mean.update(F.cross_entropy(logits, labels, reduction="none"))
+    return {"f1": macro, "loss": mean}
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_metrics_of_torchmetrics_are_those_of_the_whole_set(backend):
+    model = a_model()
+    with torch.no_grad():
+        whole = evaluate_with_torchmetrics(copy.deepcopy(model).eval(), Samples(50))
+    with offbeat.Validator(
+        model, evaluate_with_torchmetrics, Samples(50), backend=backend, workers=3
+    ) as validator:
+        found = validator.validate().result()
+    assert found == {name: pytest.approx(float(metric.compute()), abs=1e-6) for name, metric in whole.items()}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Took:
         train_s, validate_s: of it, in the training's thread.
         copy_s: of `validate_s`, for snapshots.
         cpu_s: of all cores, its processes included.
-        uses: part of the cores that were used, in one look after the other.
+        uses: part of the cores that were used, in one look after the other, every quarter of a second.
         accuracy: on what was held out, after the last epoch.
         backend, reason: of the validator, in the end.
     """
@@ -172,11 +172,13 @@ def run(plan: Plan, *, command: str) -> Result:
     """
     times = None if plan.step_s is None else _times(plan)
     rows: list[dict[str, Any]] = []
+    looks: list[dict[str, Any]] = []
     for name in plan.loads:
         for threads in plan.threads:
             for side in plan.sides:
                 took = _trained(plan, name, side, threads, times)
                 rows.append(_row(name, side, threads, took, plan))
+                looks += _looks(name, side, threads, took)
                 print(f"{name}, {threads} threads, {side}: {took.run_s:.2f} s", file=sys.stderr, flush=True)
     if "overlap" in plan.sides:
         took = _trained(plan, plan.loads[0], "overlap", MANY_THREADS, times)
@@ -188,7 +190,7 @@ def run(plan: Plan, *, command: str) -> Result:
         kind=kind,
         seed=plan.seed,
         figures=figures(rows, plan.epochs),
-        rows=rows,
+        rows=rows + looks,
         machine=machine(),
     )
 
@@ -236,8 +238,15 @@ def _row(name: str, side: str, threads: int, took: Took, plan: Plan) -> dict[str
         "accuracy": took.accuracy if plan.step_s is None else None,
         "backend": took.backend,
         "reason": took.reason,
-        "cpu_shares": " ".join(f"{use:.2f}" for use in took.uses),
     }
+
+
+def _looks(name: str, side: str, threads: int, took: Took) -> list[dict[str, Any]]:
+    """Return rows of how much of the cores was used when."""
+    return [
+        {"load": name, "threads": threads, "side": side, "at_s": look * _LOOK_S, "used_share": use}
+        for look, use in enumerate(took.uses, 1)
+    ]
 
 
 def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:

@@ -22,12 +22,14 @@ class Spent:
     Attributes:
         train_s, train_cpu_s: from the end of the last validation to the end of the epoch.
         validate_s, validate_cpu_s: validating while nothing trains.
+        locked_share: the part of `validate_s` in which the interpreter's lock was held, 0 to 1.
     """
 
     train_s: float
     train_cpu_s: float
     validate_s: float
     validate_cpu_s: float
+    locked_share: float
 
     @property
     def serial_s(self) -> float:
@@ -46,15 +48,16 @@ class Choice:
 class OverlapChooser:
     """Chooses between validating in line and beside the next epoch, and goes back where that did not pay.
 
-    The first epochs are validated in line, and measured. Overlapped, an epoch takes at least as long as each
-    of the two, and as long as the cores need for both:
-    t' = max(t, v, (cpu_t + cpu_v) / cores). Where t + v - t' is more than a twentieth of t + v, the first of
-    `backends` is tried. An overlapped epoch that then takes longer than t + v ends the trial. Where the cores
-    had time left, the interpreter's lock is what they waited for, and a backend with processes of its own is
-    next, as soon as the epochs since have lost as much as starting it costs.
+    Epochs are validated in line at first, and measured. Overlapped, an epoch takes at least as long as each
+    of the two, and as long as the cores need for both; in threads also as long as training and all that
+    validation does with the interpreter's lock, for which training has to wait:
+    t' = max(v, (cpu_t + cpu_v) / cores, t + locked v). In processes nobody waits for the lock, but starting
+    them takes a while: epochs have to have lost as much first. The first of `backends` that saves more than a
+    twentieth of t + v is tried. An overlapped epoch that then takes longer than t + v ends the trial.
 
     Source: the overlapped validation paper always overlaps; its time model is E (t + v) for E epochs in
-    line, and t + (E - 1) max(t, v) + v overlapped. Deviation: the cores' time, which the paper had plenty of.
+    line, and t + (E - 1) max(t, v) + v overlapped. Deviation: the cores' time and the lock, which it leaves
+    out.
 
     Args:
         backends: what may be tried, in order.
@@ -83,39 +86,39 @@ class OverlapChooser:
         """Say how to go on after an epoch that was validated in line."""
         self._spent = spent
         cpu_s = spent.train_cpu_s + spent.validate_cpu_s
-        if not self._backends:
-            return Choice(backend="inline", reason="; ".join(self._why_not))
-        overlapped_s = max(spent.train_s, spent.validate_s, cpu_s / self._cores)
-        saving_s = spent.serial_s - overlapped_s
+        least_s = max(spent.validate_s, cpu_s / self._cores)
         times = f"training took {spent.train_s:.2f} s, validation {spent.validate_s:.2f} s"
-        if saving_s <= _MARGIN * spent.serial_s:
-            busy = cpu_s / (spent.serial_s * self._cores)
-            return Choice(
-                backend="inline",
-                reason=f"{times}, and both used {busy:.0%} of {self._cores} cores: overlapping would save "
-                f"{max(0.0, saving_s):.2f} s an epoch at most",
-            )
-        if self._backends[0] == "process":
-            self._lost_s += saving_s
-            if self._lost_s < self._start_s:
-                return Choice(
-                    backend="inline",
-                    reason=f"processes would save {saving_s:.2f} s an epoch, and {self._start_s:.1f} s are "
-                    "needed to start them",
-                )
-        return Choice(
-            backend=self._backends[0], reason=f"{times}: overlapping should save {saving_s:.2f} s an epoch"
+        why_not = list(self._why_not)
+        for backend in self._backends:
+            locked_s = 0.0 if backend == "process" else spent.locked_share * spent.validate_s
+            saving_s = spent.serial_s - max(least_s, spent.train_s + locked_s)
+            if saving_s <= _MARGIN * spent.serial_s:
+                why_not.append(f"not {backend}: it would save {max(0.0, saving_s):.2f} s an epoch at most")
+                continue
+            if backend == "process":
+                self._lost_s += saving_s
+                if self._lost_s < self._start_s:
+                    why_not.append(
+                        f"not {backend} yet: it would save {saving_s:.2f} s an epoch, and starting it takes "
+                        f"{self._start_s:.1f} s"
+                    )
+                    continue
+            return Choice(backend=backend, reason=f"{times}: {backend} should save {saving_s:.2f} s an epoch")
+        used = (
+            f"they used {cpu_s / (spent.serial_s * self._cores):.0%} of {self._cores} cores, and validation "
+            f"held the interpreter's lock for {spent.locked_share:.0%} of its time"
         )
+        return Choice(backend="inline", reason="; ".join([times, used, *why_not]))
 
-    def overlapped(self, epoch_s: float, cpu_s: float) -> Choice:
+    def overlapped(self, backend: str, epoch_s: float, cpu_s: float) -> Choice:
         """Say how to go on after an epoch beside which another one was validated.
 
         Args:
+            backend: by which.
             epoch_s: from the end of the epoch before to the end of this one.
             cpu_s: of all cores, in that time.
         """
         assert self._spent is not None
-        backend = self._backends[0]
         serial_s = self._spent.serial_s
         took = f"an epoch took {epoch_s:.2f} s overlapped and {serial_s:.2f} s in line"
         if epoch_s <= serial_s:

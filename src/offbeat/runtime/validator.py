@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, get_args
@@ -33,6 +34,7 @@ from offbeat.policies.validation import (
 )
 from offbeat.runtime.evaluation_process import InAProcess
 from offbeat.runtime.evaluators import Crew, Evaluate, Evaluator, InThisThread, Part, evaluated
+from offbeat.runtime.interpreter import watched
 from offbeat.runtime.isolation import GlobalRandomness, apart
 from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
@@ -167,6 +169,7 @@ class Validator:
         self._is_rehearsed = self._is_closed = self._has_validated = False
         self._in_line = InThisThread(evaluate, data, self._device, has_stream=False)
         self._waited = (0.0, 0.0)
+        self._locked_share = 0.0
         self._clock = _Clock()
         self._chooser: OverlapChooser | None = None
         self.history: dict[int, Mapping[str, float] | None] = {}
@@ -285,7 +288,9 @@ class Validator:
         self._ended = epoch = self._ended + 1
         if self._chooser is not None and self.backend != "inline":
             waited_s, waited_cpu_s = self._waited  # at the last epoch's end
-            self._choose(self._chooser.overlapped(waited_s + spent_s, waited_cpu_s + spent_cpu_s))
+            self._choose(
+                self._chooser.overlapped(self.backend, waited_s + spent_s, waited_cpu_s + spent_cpu_s)
+            )
         is_in_line = self.backend == "inline"
         self._take_in()
         validation = self._begin(epoch)
@@ -299,6 +304,7 @@ class Validator:
                 train_cpu_s=spent_cpu_s,
                 validate_s=validate_s,
                 validate_cpu_s=validate_cpu_s,
+                locked_share=self._locked_share,
             )
             self._choose(self._chooser.in_line(spent))
         self._take_in()
@@ -346,7 +352,7 @@ class Validator:
         if self.backend != "inline":
             self._crews[-1][0].give(parts)
             return
-        with apart() as moved:
+        with apart() as moved, self._watch_lock():
             for part in parts:
                 try:
                     result: dict[str, Value] | BaseException = self._in_line.evaluate(part)
@@ -356,6 +362,16 @@ class Validator:
         self._is_rehearsed = self._is_rehearsed or not moved
         if moved and self._chooser is not None:
             self._chooser.exclude("thread", f"evaluate changes {' and '.join(moved)}, which threads share")
+
+    @contextmanager
+    def _watch_lock(self) -> Iterator[None]:
+        """Measures for `auto` how much of validation holds the interpreter's lock."""
+        if self._chooser is None:
+            yield
+            return
+        with watched() as watch:
+            yield
+        self._locked_share = watch.share
 
     def _moment(self) -> _Moment:
         """Note what the training is at now."""
