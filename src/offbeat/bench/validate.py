@@ -301,7 +301,9 @@ class _Looks:
 
     def _look(self) -> None:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        while not self._is_over.wait(_LOOK_S):
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(_LOOK_S)
             now_s, now_cpu_s = time.perf_counter(), time.process_time()
             self.uses.append((now_cpu_s - cpu_s) / ((now_s - wall_s) * cores()))
             wall_s, cpu_s = now_s, now_cpu_s

@@ -11,6 +11,8 @@ from typing import Final
 
 _MARGIN: Final = 0.05
 """The least saving, as a share of an epoch, for which overlapping is tried: it is a prediction."""
+_START_SHARE: Final = 0.01
+"""How much of the time spent so far starting processes may take; less than what is asked of `auto`, 1.02."""
 _CORES_FULL: Final = 0.85
 """The share of the cores' time from which on more of it is not to be had."""
 
@@ -22,14 +24,15 @@ class Spent:
     Attributes:
         train_s, train_cpu_s: from the end of the last validation to the end of the epoch.
         validate_s, validate_cpu_s: validating while nothing trains.
-        locked_share: the part of `validate_s` in which the interpreter's lock was held, 0 to 1.
+        held_up_share: by how much one thread that evaluates holds up another one: 0 if two of them need half
+            of the time that one needs, 1 if they need as much. None where that is not known.
     """
 
     train_s: float
     train_cpu_s: float
     validate_s: float
     validate_cpu_s: float
-    locked_share: float
+    held_up_share: float | None
 
     @property
     def serial_s(self) -> float:
@@ -49,15 +52,14 @@ class OverlapChooser:
     """Chooses between validating in line and beside the next epoch, and goes back where that did not pay.
 
     Epochs are validated in line at first, and measured. Overlapped, an epoch takes at least as long as each
-    of the two, and as long as the cores need for both; in threads also as long as training and all that
-    validation does with the interpreter's lock, for which training has to wait:
-    t' = max(v, (cpu_t + cpu_v) / cores, t + locked v). In processes nobody waits for the lock, but starting
-    them takes a while: epochs have to have lost as much first. The first of `backends` that saves more than a
-    twentieth of t + v is tried. An overlapped epoch that then takes longer than t + v ends the trial.
+    of the two, and as long as the cores need for both; threads also hold each other up, at the interpreter's
+    lock or elsewhere: t' = max(v, (cpu_t + cpu_v) / cores, t + held_up v). Processes do not, but starting
+    them takes a while, and has to be little beside what was spent so far. The first of `backends` that saves more
+    than a twentieth of t + v is tried. An overlapped epoch that then takes longer than t + v ends the trial.
 
     Source: the overlapped validation paper always overlaps; its time model is E (t + v) for E epochs in
-    line, and t + (E - 1) max(t, v) + v overlapped. Deviation: the cores' time and the lock, which it leaves
-    out.
+    line, and t + (E - 1) max(t, v) + v overlapped. Deviation: the cores' time, and threads that hold
+    each other up, which it leaves out.
 
     Args:
         backends: what may be tried, in order.
@@ -74,7 +76,7 @@ class OverlapChooser:
         self._backends, self._cores, self._start_s = list(backends), cores, start_s
         self._why_not: list[str] = []
         self._spent: Spent | None = None
-        self._lost_s = 0.0  # in line, by what processes would save
+        self._spent_s = 0.0  # on all epochs in line
 
     def exclude(self, backend: str, why: str) -> None:
         """Do not try a backend, or not again."""
@@ -85,29 +87,28 @@ class OverlapChooser:
     def in_line(self, spent: Spent) -> Choice:
         """Say how to go on after an epoch that was validated in line."""
         self._spent = spent
+        self._spent_s += spent.serial_s
         cpu_s = spent.train_cpu_s + spent.validate_cpu_s
         least_s = max(spent.validate_s, cpu_s / self._cores)
         times = f"training took {spent.train_s:.2f} s, validation {spent.validate_s:.2f} s"
         why_not = list(self._why_not)
         for backend in self._backends:
-            locked_s = 0.0 if backend == "process" else spent.locked_share * spent.validate_s
-            saving_s = spent.serial_s - max(least_s, spent.train_s + locked_s)
+            held_up_s = 0.0 if backend == "process" else (spent.held_up_share or 0.0) * spent.validate_s
+            saving_s = spent.serial_s - max(least_s, spent.train_s + held_up_s)
             if saving_s <= _MARGIN * spent.serial_s:
                 why_not.append(f"not {backend}: it would save {max(0.0, saving_s):.2f} s an epoch at most")
-                continue
-            if backend == "process":
-                self._lost_s += saving_s
-                if self._lost_s < self._start_s:
-                    why_not.append(
-                        f"not {backend} yet: it would save {saving_s:.2f} s an epoch, and starting it takes "
-                        f"{self._start_s:.1f} s"
-                    )
-                    continue
-            return Choice(backend=backend, reason=f"{times}: {backend} should save {saving_s:.2f} s an epoch")
-        used = (
-            f"they used {cpu_s / (spent.serial_s * self._cores):.0%} of {self._cores} cores, and validation "
-            f"held the interpreter's lock for {spent.locked_share:.0%} of its time"
-        )
+            elif backend == "process" and self._start_s > _START_SHARE * self._spent_s:
+                why_not.append(
+                    f"not {backend} yet: it would save {saving_s:.2f} s an epoch, but starting it takes "
+                    f"{self._start_s:.1f} s"
+                )
+            else:
+                return Choice(
+                    backend=backend, reason=f"{times}: {backend} should save {saving_s:.2f} s an epoch"
+                )
+        used = f"they used {cpu_s / (spent.serial_s * self._cores):.0%} of {self._cores} cores"
+        if spent.held_up_share is not None:
+            used += f", and two threads that evaluate hold each other up by {spent.held_up_share:.0%}"
         return Choice(backend="inline", reason="; ".join([times, used, *why_not]))
 
     def overlapped(self, backend: str, epoch_s: float, cpu_s: float) -> Choice:

@@ -9,7 +9,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, get_args
@@ -34,7 +33,6 @@ from offbeat.policies.validation import (
 )
 from offbeat.runtime.evaluation_process import InAProcess
 from offbeat.runtime.evaluators import Crew, Evaluate, Evaluator, InThisThread, Part, evaluated
-from offbeat.runtime.interpreter import watched
 from offbeat.runtime.isolation import GlobalRandomness, apart
 from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
@@ -169,7 +167,7 @@ class Validator:
         self._is_rehearsed = self._is_closed = self._has_validated = False
         self._in_line = InThisThread(evaluate, data, self._device, has_stream=False)
         self._waited = (0.0, 0.0)
-        self._locked_share = 0.0
+        self._held_up_share: float | None = None
         self._clock = _Clock()
         self._chooser: OverlapChooser | None = None
         self.history: dict[int, Mapping[str, float] | None] = {}
@@ -304,7 +302,7 @@ class Validator:
                 train_cpu_s=spent_cpu_s,
                 validate_s=validate_s,
                 validate_cpu_s=validate_cpu_s,
-                locked_share=self._locked_share,
+                held_up_share=self._held_up_share,
             )
             self._choose(self._chooser.in_line(spent))
         self._take_in()
@@ -313,7 +311,7 @@ class Validator:
 
     def _begin(self, epoch: int) -> Validation:
         """Have an epoch evaluated, once there is room for it."""
-        parts = (range(self._samples),) if self.backend == "inline" else self._parts
+        parts = self._in_line_parts() if self.backend == "inline" else self._parts
         while self._ended == epoch:
             answer, validation = self._ledger.begin(epoch, parts)
             if not isinstance(answer, Block):
@@ -352,26 +350,49 @@ class Validator:
         if self.backend != "inline":
             self._crews[-1][0].give(parts)
             return
-        with apart() as moved, self._watch_lock():
-            for part in parts:
-                try:
-                    result: dict[str, Value] | BaseException = self._in_line.evaluate(part)
-                except Exception as error:
-                    result = error
-                self._ledger.done(part, result)
+        alone_s = time.perf_counter()
+        with apart() as moved:
+            self._evaluate_here(parts[:1])
+        alone_s = time.perf_counter() - alone_s
         self._is_rehearsed = self._is_rehearsed or not moved
         if moved and self._chooser is not None:
             self._chooser.exclude("thread", f"evaluate changes {' and '.join(moved)}, which threads share")
+        if len(parts) > 1 and moved:
+            with apart():
+                self._evaluate_here(parts[1:])
+        elif len(parts) > 1:
+            at_once_s = time.perf_counter()
+            self._evaluate_at_once(parts[1:])
+            at_once_s = time.perf_counter() - at_once_s
+            self._held_up_share = min(1.0, max(0.0, 2 - alone_s / at_once_s))
 
-    @contextmanager
-    def _watch_lock(self) -> Iterator[None]:
-        """Measures for `auto` how much of validation holds the interpreter's lock."""
-        if self._chooser is None:
-            yield
-            return
-        with watched() as watch:
-            yield
-        self._locked_share = watch.share
+    def _in_line_parts(self) -> tuple[range, ...]:
+        """Return what is evaluated one after the other in line: the set.
+
+        Where `auto` does not know yet what threads are worth: one half, and two quarters at once.
+        """
+        half, quarter = self._samples // 2, self._samples // 4
+        if self._chooser is None or self._held_up_share is not None or not quarter:
+            return (range(self._samples),)
+        return range(half), range(half, half + quarter), range(half + quarter, self._samples)
+
+    def _evaluate_here(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            try:
+                result: dict[str, Value] | BaseException = self._in_line.evaluate(part)
+            except Exception as error:
+                result = error
+            self._ledger.done(part, result)
+
+    def _evaluate_at_once(self, parts: Sequence[Part]) -> None:
+        """Evaluate parts in a thread each, and wait for them."""
+        threads = [
+            threading.Thread(target=self._evaluate_here, args=([part],), daemon=True) for part in parts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self._deadline_s)
 
     def _moment(self) -> _Moment:
         """Note what the training is at now."""
