@@ -3,13 +3,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format lint types clean
+KERAS_VENV := .venv-keras
+KERAS_STAMP := $(KERAS_VENV)/.installed
+
+.PHONY: demo test test-keras check format lint types clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-keras: $(KERAS_STAMP)
+	KERAS_BACKEND=torch $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
+	KERAS_BACKEND=tensorflow $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
 
 check: format lint types test
 
@@ -27,5 +34,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,dev]'
 	touch $@
 
+$(KERAS_STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(KERAS_VENV)
+	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[keras,demo]' pytest tensorflow-cpu
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(KERAS_VENV)

@@ -42,9 +42,13 @@ LAYERS = {
     "models.py": (),
     "data/": ("errors", "data"),
     "runtime/": ("errors", "events", "policies", "numerics", "record", "runtime"),
+    "keras.py": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
     "strategies/": ("errors", "events", "policies", "numerics", "runtime", "strategies"),
     "simulator/": ("errors", "events", "policies", "numerics", "record", "simulator"),
 }
+
+# Modules that need an extra, which `make test` does not install.
+EXTRAS = {"keras.py": "keras"}
 
 # Who may import strategies besides strategies themselves, and why.
 STRATEGIES_FOR = {
@@ -178,6 +182,7 @@ def test_importing_offbeat_loads_no_torch_starts_no_thread_and_sets_up_no_loggin
 
 def test_importing_every_module_starts_no_thread():
     names = ["offbeat." + name_of(path).removesuffix(".py").replace("/", ".") for path in modules()]
+    names = [name for name in names if name.removeprefix("offbeat.") + ".py" not in EXTRAS]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
     code = (
         "import importlib, threading\n"
@@ -187,6 +192,19 @@ def test_importing_every_module_starts_no_thread():
         "print('quiet')"
     )
     assert in_a_fresh_process(code) == "quiet"
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules[{EXTRAS[name]!r}] = None\n"
+        "try:\n"
+        f"    importlib.import_module('offbeat.{name.removesuffix('.py')}')\n"
+        "except ImportError as error:\n"
+        "    print(error)"
+    )
+    assert f"pip install offbeat[{EXTRAS[name]}]" in in_a_fresh_process(code)
 
 
 def test_the_coordinator_needs_no_torch():

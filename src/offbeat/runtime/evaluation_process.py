@@ -23,7 +23,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value
 from offbeat.runtime.evaluators import Evaluate, Part, evaluated
 from offbeat.runtime.parts import Data
-from offbeat.runtime.snapshot import Blocks, Place, read_model
+from offbeat.runtime.snapshot import Blocks, Place, Snapshot, read_model
 
 _START_S: Final = 120.0
 _END_S: Final = 5.0
@@ -93,7 +93,7 @@ class InAProcess:
         finally:
             theirs.close()
 
-    def evaluate(self, part: Part) -> dict[str, Value]:
+    def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
         """Return the part's metrics.
 
         Raises:
@@ -118,7 +118,7 @@ class InAProcess:
         answer.error.add_note(f"in validation process {self._number}:\n{answer.where}")
         raise answer.error
 
-    def _task(self, part: Part) -> _Task:
+    def _task(self, part: Part[Snapshot]) -> _Task:
         snapshot = part.snapshot
         slot, room = id(snapshot), snapshot.room
         is_known = self._rooms.get(slot) == room

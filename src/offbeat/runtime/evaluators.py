@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from offbeat.runtime.parts import Data, part_of
 from offbeat.runtime.snapshot import Snapshot
 
 Evaluate: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Any]]
+AtOneMoment = TypeVar("AtOneMoment")
+"""A model's values at one moment: a `Snapshot` of a module of torch, or what another framework has for it."""
 
 
 class CancelledError(OffbeatError):
@@ -27,7 +29,7 @@ class CancelledError(OffbeatError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(Generic[AtOneMoment]):
     """What is to be evaluated: the model of a snapshot, on some positions of the set.
 
     Attributes:
@@ -41,7 +43,7 @@ class Part:
     epoch: int
     number: int
     positions: range
-    snapshot: Snapshot
+    snapshot: AtOneMoment
     cancelled: threading.Event
 
     @property
@@ -50,10 +52,10 @@ class Part:
         return self.epoch * 1_000_003 + self.number
 
 
-class Evaluator(Protocol):
+class Evaluator(Protocol[AtOneMoment]):
     """Evaluates one part at a time."""
 
-    def evaluate(self, part: Part) -> dict[str, Value]:
+    def evaluate(self, part: Part[AtOneMoment]) -> dict[str, Value]:
         """Return the part's metrics; raises what evaluating raises."""
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class InThisThread:
         self._evaluate, self._data, self._device = evaluate, data, device
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
-    def evaluate(self, part: Part) -> dict[str, Value]:
+    def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
         """Return the part's metrics; ends soon after the part is cancelled, with the next forward pass."""
 
         def end_if_cancelled(*_: Any) -> None:
@@ -105,7 +107,7 @@ class InThisThread:
         """There is nothing to give back."""
 
 
-class Crew:
+class Crew(Generic[AtOneMoment]):
     """Threads that evaluate parts in the order in which they are given.
 
     They are daemons: a set that never ends does not keep the interpreter from ending.
@@ -116,11 +118,13 @@ class Crew:
     """
 
     def __init__(
-        self, evaluators: Sequence[Evaluator], done: Callable[[Part, dict[str, Value] | BaseException], None]
+        self,
+        evaluators: Sequence[Evaluator[AtOneMoment]],
+        done: Callable[[Part[AtOneMoment], dict[str, Value] | BaseException], None],
     ) -> None:
         self._evaluators, self._done = list(evaluators), done
-        self._queue: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        self._under_way: dict[int, Part] = {}
+        self._queue: queue.SimpleQueue[Part[AtOneMoment] | None] = queue.SimpleQueue()
+        self._under_way: dict[int, Part[AtOneMoment]] = {}
         self._is_closed = threading.Event()
         self._threads = [
             threading.Thread(
@@ -131,7 +135,7 @@ class Crew:
         for thread in self._threads:
             thread.start()
 
-    def give(self, parts: Sequence[Part]) -> None:
+    def give(self, parts: Sequence[Part[AtOneMoment]]) -> None:
         """Have parts evaluated when it is their turn."""
         for part in parts:
             self._queue.put(part)

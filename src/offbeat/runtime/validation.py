@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, joined
@@ -81,7 +82,7 @@ class Ledger:
                 self._open[epoch] = validation
         return answer, validation
 
-    def done(self, part: Part, result: dict[str, Value] | BaseException) -> None:
+    def done(self, part: Part[Any], result: dict[str, Value] | BaseException) -> None:
         """Take note of what a part came to; the last one of an epoch ends its validation."""
         with self._lock:
             validation = self._open.get(part.epoch)

@@ -161,7 +161,7 @@ class Validator:
         self._moments: dict[int, _Moment] = {}  # by epoch, oldest first
         self._free: list[Snapshot] = []
         self._best: Snapshot | None = None
-        self._crews: list[tuple[Crew, weakref.finalize[..., Any]]] = []
+        self._crews: list[tuple[Crew[Snapshot], weakref.finalize[..., Any]]] = []
         self._error: BaseException | None = None  # that is still to be raised
         self._ended = -1  # the epoch at whose end the model stands, or beyond which it trains
         self._is_rehearsed = self._is_closed = self._has_validated = False
@@ -202,7 +202,7 @@ class Validator:
         if backend == "process" and self._chooser is not None:
             count = min(count, _cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)
-        evaluators: list[Evaluator] = [
+        evaluators: list[Evaluator[Snapshot]] = [
             InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
             if backend == "process"
             else InThisThread(self._evaluate, data, self._device, has_stream=backend == "stream")
