@@ -54,8 +54,9 @@ class OverlapChooser:
     Epochs are validated in line at first, and measured. Overlapped, an epoch takes at least as long as each
     of the two, and as long as the cores need for both; threads also hold each other up, at the interpreter's
     lock or elsewhere: t' = max(v, (cpu_t + cpu_v) / cores, t + held_up v). Processes do not, but starting
-    them takes a while, and has to be little beside what was spent so far. The first of `backends` that saves more
-    than a twentieth of t + v is tried. An overlapped epoch that then takes longer than t + v ends the trial.
+    them takes a while, and has to be little beside what was spent so far. The first of `backends` that saves
+    more than a twentieth of t + v is tried. An overlapped epoch that then takes longer than t + v ends the
+    trial.
 
     Source: the overlapped validation paper always overlaps; its time model is E (t + v) for E epochs in
     line, and t + (E - 1) max(t, v) + v overlapped. Deviation: the cores' time, and threads that hold
