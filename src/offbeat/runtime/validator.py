@@ -376,7 +376,7 @@ class Validator:
             return (range(self._samples),)
         return range(half), range(half, half + quarter), range(half + quarter, self._samples)
 
-    def _evaluate_here(self, parts: Sequence[Part]) -> None:
+    def _evaluate_here(self, parts: Sequence[Part[Snapshot]]) -> None:
         for part in parts:
             try:
                 result: dict[str, Value] | BaseException = self._in_line.evaluate(part)
@@ -384,7 +384,7 @@ class Validator:
                 result = error
             self._ledger.done(part, result)
 
-    def _evaluate_at_once(self, parts: Sequence[Part]) -> None:
+    def _evaluate_at_once(self, parts: Sequence[Part[Snapshot]]) -> None:
         """Evaluate parts in a thread each, and wait for them."""
         threads = [
             threading.Thread(target=self._evaluate_here, args=([part],), daemon=True) for part in parts
