@@ -29,6 +29,7 @@ from torchmetrics.classification import MulticlassF1Score
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.runtime.isolation import GlobalRandomness
+from offbeat.strategies import AllReduce, Hybrid
 from runlogs import wait_until
 
 BACKENDS = ["inline", "thread", "process", "auto"]
@@ -206,6 +207,36 @@ def test_a_compiled_model_is_evaluated_and_stays_compiled():
         train(compiled, 2, validator.validate)
     with torch.no_grad():
         expected = evaluate(model.eval(), Samples(20))
+    assert validator.history[1]["right"] == expected["right"]
+    assert validator.history[1]["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+
+
+def evaluate_whole(model, part):
+    return {"samples": len(part), "is_whole": int(type(part) is Samples)}
+
+
+@pytest.mark.parametrize("backend", ["inline", "thread", "auto"])
+def test_one_worker_evaluates_the_set_as_it_is(backend):
+    with offbeat.Validator(a_model(), evaluate_whole, Samples(50), backend=backend) as validator:
+        validator.validate()
+    assert validator.history[0] == {"samples": 50, "is_whole": 1}
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()])
+def test_a_model_in_a_session_is_validated(strategy):
+    model, data = a_model(), Samples(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, strategy) as session:
+        with offbeat.Validator(model, evaluate, Samples(50), backend="thread", workers=2) as validator:
+            for _ in session.epochs(2):
+                for inputs, labels in session.batches(data, batch_size=8):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+                session.refresh()
+                validator.validate()
+    with torch.no_grad():
+        expected = evaluate(model.eval(), Samples(50))
     assert validator.history[1]["right"] == expected["right"]
     assert validator.history[1]["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 

@@ -41,8 +41,6 @@ from offbeat.runtime.validation import Ledger, Validation
 Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
 Decision: TypeAlias = Literal["sync", "lag", "rollback"]
 
-WORKERS: Final = 6
-"""Validation threads; the most that the overlapped validation paper trains with."""
 DEADLINE_S: Final = 3600.0
 _REHEARSED_SAMPLES: Final = 32
 _END_S: Final = 5.0
@@ -85,16 +83,19 @@ class Validator:
     at most `max_pending` + 1 times, once more for the best snapshot where there is a monitor.
 
     Source: the overlapped validation paper: at the end of an epoch the model is copied, validation threads
-    evaluate equal contiguous parts of the set with the copies, and training goes on. Deviations: one
-    copy of the values for all threads, which only read it (the paper makes one a thread); means are weighted
-    by samples (the paper averages the parts' means); what follows from metrics that come late is decided by
-    `decision` (the paper leaves it open); `max_pending`, which it leaves open as well.
+    evaluate equal contiguous parts of the set with the copies, and training goes on. Deviations: one copy of
+    the values for all threads, which only read it (the paper makes one a thread); one thread unless more are
+    asked for (the paper has up to 6), since not every metric and not every set can be shared out; means are
+    weighted by samples (the paper averages the parts' means); what follows from metrics that come late is
+    decided by `decision`, and how many may wait by `max_pending` (the paper leaves both open).
 
     Args:
         model: what is trained; compiled or in DistributedDataParallel is fine.
         evaluate: called with a model, set to evaluate and without gradients, and a part of `data`.
         data: the validation set, map-style, or a DataLoader that takes it in order.
-        workers: how many parts are evaluated at once, at least 1.
+        workers: in how many parts the set is evaluated at once, at least 1. With 1 `evaluate` gets the whole
+            set, so that every metric is right. More are for metrics as above, and in threads for a set that
+            several threads may read at once.
         backend: where: "thread"; "process" for what computes in Python, with `evaluate` and `data` that
             can be pickled and a model on the CPU; "stream", threads with CUDA streams of their own; "inline",
             in the training's thread, which waits; "auto" measures the first epoch inline and says in `reason`
@@ -129,7 +130,7 @@ class Validator:
         evaluate: Evaluate,
         data: Data,
         *,
-        workers: int = WORKERS,
+        workers: int = 1,
         backend: Backend = "auto",
         max_pending: int = PENDING_MAX,
         when_full: WhenFull = "block",
@@ -369,10 +370,12 @@ class Validator:
     def _in_line_parts(self) -> tuple[range, ...]:
         """Return what is evaluated one after the other in line: the set.
 
-        Where `auto` does not know yet what threads are worth: one half, and two quarters at once.
+        Where `auto` does not know yet what threads are worth: one half, and two quarters at once. With one
+        worker nothing is shared out.
         """
         half, quarter = self._samples // 2, self._samples // 4
-        if self._chooser is None or self._held_up_share is not None or not quarter:
+        knows = self._chooser is None or self._held_up_share is not None
+        if knows or len(self._parts) == 1 or not quarter:
             return (range(self._samples),)
         return range(half), range(half, half + quarter), range(half + quarter, self._samples)
 
