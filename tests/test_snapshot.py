@@ -75,8 +75,8 @@ def test_it_is_the_model_of_then_whatever_becomes_of_the_model(shared):
     assert taken.head.weight is taken.embedding.weight
     assert not any(parameter.requires_grad for parameter in taken.parameters())
     assert all(torch.equal(value, values[name]) for name, value in taken.state_dict().items())
-    assert all(torch.equal(value, values[name]) for name, value in snapshot.state_dict(model).items())
-    assert snapshot.state_dict(model).keys() == model.state_dict().keys()
+    assert all(torch.equal(value, values[name]) for name, value in snapshot.state_dict().items())
+    assert snapshot.state_dict().keys() == model.state_dict().keys()
 
 
 def test_layouts_and_types_stay_what_they_are():
@@ -139,6 +139,9 @@ def test_another_process_reads_the_values_where_they_are():
     assert not model.table.is_shared()
     starts = {block.data_ptr() for block in snapshot.blocks.values()}
     assert {parameter.untyped_storage().data_ptr() for parameter in read.parameters()} == starts
+    again = read_model(snapshot.structure, snapshot.places, snapshot.blocks)  # as other processes do
+    same(model, again)
+    assert torch.equal(again.table, model.table)
     assert len(snapshot.structure) < 20_000
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +24,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassF1Score
 
 import offbeat
 from offbeat.errors import OffbeatError
+from offbeat.numerics.metrics import joined
+from offbeat.policies.overlap import Choice
 from offbeat.runtime.isolation import GlobalRandomness
 from offbeat.strategies import AllReduce, Hybrid
 from runlogs import wait_until
@@ -371,6 +382,92 @@ def test_a_process_that_is_killed_is_named_and_replaced():
         assert validator.validate().result() == {"samples": 8}
 
 
+class FailingMetric:
+    def merge_state(self, incoming_state):
+        pass
+
+    def compute(self):
+        raise ArithmeticError("only one class")
+
+
+@pytest.mark.parametrize("backend", ["inline", "thread"])
+def test_an_error_of_a_metric_that_computes_comes_out_and_validation_goes_on(backend):
+    returned = {"auc": FailingMetric()}
+    with offbeat.Validator(
+        a_model(), lambda model, part: returned, Samples(9), backend=backend, workers=2
+    ) as validator:
+        with pytest.raises(ArithmeticError, match="only one class"):
+            validate_twice(validator)
+        returned["auc"] = 1
+        with suppress(ArithmeticError):  # in a thread the second one has failed, too
+            validator.finish()
+        validator.validate().wait()
+    assert validator.history[validator.epoch - 1]["auc"] >= 1
+
+
+def test_means_that_are_infinite_are_what_they_would_be_for_the_whole_set():
+    losses = iter([math.inf, -math.inf])
+    with offbeat.Validator(
+        a_model(), lambda model, part: {"loss": next(losses)}, Samples(80), backend="inline", workers=2
+    ) as validator:
+        validator.validate()
+    assert validator.history[0]["loss"] == math.inf
+    assert math.isnan(joined([(1, {"loss": math.inf}), (1, {"loss": -math.inf})])["loss"])
+
+
+def test_an_interrupt_in_line_leaves_nothing_to_wait_for():
+    def interrupt(model, part):
+        raise KeyboardInterrupt
+
+    with offbeat.Validator(a_model(), interrupt, Samples(9), backend="inline") as validator:
+        with pytest.raises(KeyboardInterrupt):
+            validator.validate()
+    assert validator.history == {}
+
+
+class Noting(nn.Module):
+    """Writes to a buffer when it is evaluated, and has a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(64))
+        self.scale = torch.tensor([2.0])
+
+    def forward(self, inputs):
+        self.seen[: len(inputs)] = inputs
+        return self.seen[: len(inputs)] * self.weight * self.scale
+
+
+def evaluate_noting(model, part):
+    (values,) = part.tensors
+    wrong = sum(int((model(value[None]) != 2 * value).sum()) for value in values)
+    return {"wrong": wrong}
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_what_a_model_writes_down_when_it_is_evaluated_is_neither_mixed_up_nor_kept(backend):
+    data = TensorDataset(torch.arange(1.0, 41.0))
+    with offbeat.Validator(
+        Noting(), evaluate_noting, data, backend=backend, workers=2, monitor=offbeat.Monitor("wrong")
+    ) as validator:
+        validator.validate()
+    assert validator.history[0] == {"wrong": 0}
+    assert not validator.best_state_dict()["seen"].any()
+
+
+def test_a_copy_that_would_compute_with_the_model_itself_is_refused():
+    model = nn.Linear(6, CLASSES)
+    forward = model.forward
+    model.forward = lambda inputs: forward(inputs)
+    with offbeat.Validator(model, evaluate, Samples(9), backend="thread") as validator:
+        with pytest.raises(OffbeatError, match="computes with the model itself, which trains meanwhile"):
+            validator.validate()
+    with offbeat.Validator(model, evaluate, Samples(9), backend="inline") as validator:
+        validator.validate()
+    assert list(validator.history) == [0]
+
+
 def test_metrics_that_are_none_are_refused_at_once():
     with offbeat.Validator(a_model(), lambda model, part: 0.5, Samples(9), backend="thread") as validator:
         with pytest.raises(OffbeatError, match="a mapping from names to numbers"):
@@ -423,6 +520,9 @@ def evaluate(model, part):
     if len(part) == 40:  # a rehearsal has fewer
         print("evaluating", os.getpid(), flush=True)
         open(os.path.join(sys.argv[3], f"{os.getpid()} {threading.get_ident()}"), "w").close()
+        square = torch.eye(200)
+        while sys.argv[2] == "end":
+            square = (square @ square).tanh()
         time.sleep(600)
     return {"loss": 0.0}
 
@@ -432,9 +532,10 @@ if __name__ == "__main__":
     validator.validate()
     while len(os.listdir(sys.argv[3])) < 2:
         time.sleep(0.01)
-    if sys.argv[2] == "wait":
-        with validator:
-            validator.validate()
+    if sys.argv[2] == "end":
+        sys.exit(3)
+    with validator:
+        validator.validate()
 """
 
 
@@ -456,7 +557,7 @@ def started(script, backend, what):
 def test_a_program_ends_while_it_validates(script, backend):
     with started(script, backend, "end") as process:
         output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    assert process.returncode == 3, errors
     assert output.count("evaluating") == 2
 
 
@@ -532,7 +633,7 @@ class Run:
             decision=decision,
             monitor=self.monitor,
             plateau=scheduler,
-            restores=[self.optimizer],
+            restores=[self.optimizer, *([scheduler] if plateau else [])],
         ) as self.validator:
             for epoch in self.validator.epochs(len(losses)):
                 is_last = epoch == len(losses) - 1
@@ -631,6 +732,8 @@ class Stream(IterableDataset):
         (Stream(), r"a length and samples by position \(a map-style data set\), got Stream"),
         (Samples(0), "is empty: expected at least one sample"),
         (DataLoader(Samples(9), shuffle=True), "in order, got one with RandomSampler: pass shuffle=False"),
+        (DataLoader(Samples(9), sampler=SequentialSampler(range(4))), "in order, got one with Sequential"),
+        (DataLoader(Samples(9), batch_sampler=[[1, 2]]), "in order, got one with list"),
         (DataLoader(Samples(9), batch_size=2, drop_last=True), "keeps the last batch: pass drop_last=False"),
     ],
 )
@@ -671,6 +774,19 @@ def test_streams_need_a_gpu():
         offbeat.Validator(a_model(), evaluate, Samples(9), backend="stream")
 
 
+def batches(model, loader):
+    return {"batches": len(list(loader)), "samples": sum(len(labels) for _, labels in loader)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_with_its_own_batches_is_cut_as_it_is(workers):
+    data = Samples(16)
+    loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, drop_last=False))
+    with offbeat.Validator(a_model(), batches, loader, backend="thread", workers=workers) as validator:
+        validator.validate()
+    assert validator.history[0] == {"batches": 4, "samples": 16}
+
+
 def test_what_cannot_be_sent_to_a_process_says_so():
     with pytest.raises(OffbeatError, match=r"cannot be sent to another process .*top level of a module"):
         offbeat.Validator(a_model(), lambda model, part: {}, Samples(9), backend="process", workers=1)
@@ -684,6 +800,24 @@ def test_auto_measures_the_first_epoch_in_line_and_says_why():
         assert (validator.backend, validator.reason) == ("inline", "the first epoch is measured")
         assert validator.validate().is_done
         assert "training took" in validator.reason
+
+
+def evaluate_count(model, part):
+    return {"loss": 1 / (2 + int(model.epochs))}
+
+
+def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
+    """It would choose them only after minutes that are worth it; so it is told to."""
+    model = Counting()
+    monitor = offbeat.Monitor("loss")  # each epoch is better, so that the last one's memory is free again
+    with offbeat.Validator(model, evaluate_count, Samples(50), workers=2, monitor=monitor) as validator:
+        for epoch in validator.epochs(4):
+            model.epochs += 1
+            validator.validate().wait()
+            if epoch == 0:
+                validator._choose(Choice(backend="process", reason="it is told to"))
+                assert validator.backend == "process"
+    assert [metrics["loss"] for metrics in validator.history.values()] == [1 / 2, 1 / 3, 1 / 4, 1 / 5]
 
 
 def test_auto_in_step_stays_in_line():

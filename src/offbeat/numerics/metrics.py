@@ -86,7 +86,8 @@ def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
     if all(isinstance(value, int) for _, value in numbers):
         return sum(int(value) for _, value in numbers)
     samples = sum(samples for samples, _ in numbers)
-    return math.fsum(samples_of_part * value for samples_of_part, value in numbers) / samples
+    sums = [samples_of_part * value for samples_of_part, value in numbers]
+    return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / samples
 
 
 def _merged(name: str, metrics: Sequence[Value]) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
-from offbeat.runtime.isolation import OwnRandomness
+from offbeat.runtime.isolation import OwnRandomness, Watch
 from offbeat.runtime.parts import Data, part_of
 from offbeat.runtime.snapshot import Snapshot
 
@@ -63,10 +63,20 @@ class Evaluator(Protocol[AtOneMoment]):
 
 
 def evaluated(
-    model: nn.Module, evaluate: Evaluate, data: Data, positions: range, *, seed: int
+    model: nn.Module,
+    evaluate: Evaluate,
+    data: Data,
+    positions: range,
+    *,
+    seed: int,
+    watch: Watch | None = None,
 ) -> dict[str, Value]:
-    """Return what `evaluate` says of `model` on a part of `data`; torch's global generator stays as it is."""
-    with torch.no_grad(), OwnRandomness(seed):
+    """Return what `evaluate` says of `model` on a part of `data`; torch's global generator stays as it is.
+
+    Args:
+        watch: is shown the arguments of every function of torch that is called, and may raise.
+    """
+    with torch.no_grad(), OwnRandomness(seed, watch):
         return plain(evaluate(model, part_of(data, positions, seed)))
 
 
@@ -85,18 +95,26 @@ class InThisThread:
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
     def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
-        """Return the part's metrics; ends soon after the part is cancelled, with the next forward pass."""
+        """Return the part's metrics; ends soon after the part is cancelled, at the next call of torch."""
 
         def end_if_cancelled(*_: Any) -> None:
             if part.cancelled.is_set():
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
         with self._on_device():
-            if part.snapshot.ready is not None:
-                part.snapshot.ready.wait()
-            model = part.snapshot.model()
-            model.register_forward_pre_hook(end_if_cancelled)
-            return evaluated(model, self._evaluate, self._data, part.positions, seed=part.seed)
+            for event in part.snapshot.ready:
+                event.wait()
+            found = evaluated(
+                part.snapshot.model(),
+                self._evaluate,
+                self._data,
+                part.positions,
+                seed=part.seed,
+                watch=end_if_cancelled,
+            )
+            if self._stream is not None:
+                self._stream.synchronize()  # nobody reads the snapshot any more, and metrics are there
+            return found
 
     def _on_device(self) -> AbstractContextManager[Any]:
         if self._stream is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+Watch: TypeAlias = Callable[..., None]
 _DRAWING: Final[frozenset[Callable[..., Any]]] = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli),
@@ -31,11 +32,12 @@ class OwnRandomness(TorchFunctionMode):
 
     Args:
         seed: of these generators, at least 0.
+        watch: is shown the arguments of every function of torch before it is called, and may raise.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, watch: Watch | None = None) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._watch = seed, watch
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_function__(
@@ -43,6 +45,8 @@ class OwnRandomness(TorchFunctionMode):
     ) -> Any:
         """Add a generator where a function draws and was given none."""
         kwargs = kwargs or {}
+        if self._watch is not None:
+            self._watch(*args, *kwargs.values())
         if func in _DRAWING and kwargs.get("generator") is None:
             of = next((value.device for value in args if isinstance(value, Tensor)), None)
             device = torch.device(kwargs.get("device") or of or torch.get_default_device())

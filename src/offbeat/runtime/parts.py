@@ -44,14 +44,15 @@ def samples_of(data: Data) -> int:
 
 
 def _check(loader: DataLoader[Any]) -> None:
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    in_order = sampler.sampler if type(sampler) is BatchSampler else sampler
-    if not isinstance(in_order, SequentialSampler):
+    batches = loader.batch_sampler
+    in_order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+    is_whole = type(in_order) is SequentialSampler and len(in_order) == len(loader.dataset)  # type: ignore[arg-type]
+    if not is_whole:
         raise OffbeatError(
-            "expected a loader that takes the validation set in order, got one with "
-            f"{type(in_order).__name__}: pass shuffle=False, or the data set itself"
+            "expected a loader that takes the validation set whole and in order, got one with "
+            f"{type(in_order).__name__}: pass shuffle=False and no sampler, or the data set itself"
         )
-    if loader.drop_last:
+    if type(batches) is BatchSampler and batches.drop_last:
         raise OffbeatError("expected a loader that keeps the last batch: pass drop_last=False")
 
 
@@ -74,9 +75,10 @@ def part_of(data: Data, positions: range, seed: int = 0) -> Data:
 
 def _loader(whole: DataLoader[Any], part: Any, seed: int) -> DataLoader[Any]:
     """Return a loader of a part that does as the loader of the whole set does."""
+    batches = whole.batch_sampler
     return DataLoader(
         part,
-        batch_size=whole.batch_size,
+        batch_size=batches.batch_size if isinstance(batches, BatchSampler) else None,
         num_workers=whole.num_workers,
         collate_fn=whole.collate_fn,
         pin_memory=whole.pin_memory,

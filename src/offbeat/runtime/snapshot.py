@@ -98,8 +98,14 @@ def _lay_out(values: Sequence[Tensor]) -> tuple[list[Place], dict[torch.device, 
 
 
 def _values(model: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers, each once, whose values are kept in blocks."""
-    return [tensor for tensor in [*model.parameters(), *model.buffers()] if tensor.layout == torch.strided]
+    """Return parameters and buffers, each once, whose values are kept in blocks: all that are dense."""
+    return [tensor for tensor in [*model.parameters(), *model.buffers()] if _is_dense(tensor)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    return all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _kinds(values: Sequence[Tensor]) -> list[tuple[object, ...]]:
@@ -114,7 +120,8 @@ class Snapshot:
         places: of the values in them.
         room: a number that these blocks alone have, for processes that have seen them before.
         structure: the model without these values, for `read_model` in another process; empty unless shared.
-        ready: on a GPU, when the values are there; whoever reads them on another stream waits for it.
+        ready: by GPU, when the values are there; whoever reads them on another stream waits for it.
+        shared: other processes of this program can read it.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -122,8 +129,8 @@ class Snapshot:
         self.places: list[Place] = []
         self.room = -1
         self.structure = b""
-        self.ready: torch.cuda.Event | None = None
-        self._shared = shared
+        self.ready: list[torch.cuda.Event] = []
+        self.shared = shared
         self._kinds: list[tuple[object, ...]] | None = None
         self._tensors: list[Tensor] = []
         self._model: nn.Module | None = None
@@ -141,12 +148,13 @@ class Snapshot:
             self._kinds = kinds
         if values:
             torch._foreach_copy_(self._tensors, values)
-        if any(value.is_cuda for value in values):
-            self.ready = torch.cuda.Event()
-            self.ready.record()
+        self.ready = []
+        for device in self.blocks:
+            if device.type == "cuda":
+                self.ready.append(torch.cuda.current_stream(device).record_event())
         try:
             self._model = _copied(model, values, self._tensors)
-            if self._shared:
+            if self.shared:
                 self.structure = _written(self._model, self._tensors)
         except Exception as error:
             raise OffbeatError(
@@ -161,7 +169,7 @@ class Snapshot:
             device: torch.empty(size_bytes, dtype=torch.uint8, device=device)
             for device, size_bytes in sizes.items()
         }
-        if self._shared:
+        if self.shared:
             for block in self.blocks.values():
                 block.share_memory_()
         self._tensors = [place.view(self.blocks) for place in self.places]
@@ -169,10 +177,11 @@ class Snapshot:
     def model(self) -> nn.Module:
         """Return a module of its own that reads these values, set to evaluate, without gradients.
 
-        Threads take one each: what modules note of a forward pass is then not mixed up.
+        Threads take one each: what modules note of a forward pass, in attributes or buffers, is then not
+        mixed up, and not in the snapshot. They have only the parameters in common.
         """
         assert self._model is not None
-        return _copied(self._model, self._tensors, self._tensors)
+        return _copied(self._model, self._tensors, list(map(_to_read, self._tensors)))
 
     @torch.no_grad()
     def put_back(self, model: nn.Module) -> None:
@@ -187,13 +196,15 @@ class Snapshot:
         if values:
             torch._foreach_copy_(values, self._tensors)
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return a copy of the values, under the names that they have in `model`, which is `unwrapped`."""
-        then = {id(now): tensor for now, tensor in zip(_values(model), self._tensors, strict=True)}
-        return {
-            name: then[id(value)].detach().clone() if id(value) in then else copy.deepcopy(value)
-            for name, value in model.state_dict(keep_vars=True).items()
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the model's state."""
+        assert self._model is not None
+        return copy.deepcopy(self._model.state_dict())
+
+
+def _to_read(tensor: Tensor) -> Tensor:
+    """Return a parameter itself, which nobody writes to when it evaluates, and of a buffer a copy."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
 
 def _copied(model: nn.Module, values: Sequence[Tensor], instead: Sequence[Tensor]) -> nn.Module:
@@ -219,13 +230,26 @@ class _Writer(ForkingPickler):
 
     def reducer_override(self, thing: Any) -> Any:
         """Write the number of a tensor that has one; all else as usual."""
-        number = self._numbers.get(id(thing)) if isinstance(thing, Tensor) else None
-        return NotImplemented if number is None else (_tensor_of_number, (number,))
+        if not isinstance(thing, Tensor):
+            return NotImplemented
+        if (number := self._numbers.get(id(thing))) is not None:
+            return _tensor_of_number, (number,)
+        if _is_dense(thing) and type(thing) is Tensor and thing.device.type == "cpu":
+            # By value, for any number of processes to read; handles of shared memory can be read once.
+            flat = thing.detach().contiguous().reshape(-1).view(torch.uint8)
+            return _tensor_of_bytes, (flat.numpy().tobytes(), thing.dtype, thing.shape)
+        return NotImplemented
 
 
 def _tensor_of_number(number: int) -> Tensor:
     tensors: list[Tensor] = _read.tensors
     return tensors[number]
+
+
+def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def _written(model: nn.Module, values: Sequence[Tensor]) -> bytes:
@@ -236,7 +260,7 @@ def _written(model: nn.Module, values: Sequence[Tensor]) -> bytes:
 
 def read_model(structure: bytes, places: Sequence[Place], blocks: Blocks) -> nn.Module:
     """Return the model that another process of this program has written, set to evaluate."""
-    _read.tensors = [place.view(blocks) for place in places]
+    _read.tensors = [_to_read(place.view(blocks)) for place in places]
     try:
         model: nn.Module = ForkingPickler.loads(structure)
     finally:

@@ -97,7 +97,7 @@ class Ledger:
         if results is not None:
             try:
                 validation.finish(joined(results))
-            except OffbeatError as error:
+            except BaseException as error:  # of a metric that computes; whoever asks for the result gets it
                 validation.finish({}, error)
 
     def report(self) -> tuple[Report, Validation | None] | None:

@@ -154,7 +154,9 @@ class Validator:
         self._ledger = Ledger(scheduler, deadline_s)
         self._model, self._evaluate, self._data = model, evaluate, data
         self._monitor, self._plateau, self._decision = monitor, plateau, decision
-        self._restores = list(restores)
+        self._restores = [
+            thing for thing in restores if thing is not plateau
+        ]  # which hears of epochs in order
         if plateau is not None and plateau.optimizer not in self._restores:
             self._restores.append(plateau.optimizer)
         self._deadline_s = deadline_s
@@ -223,8 +225,10 @@ class Validator:
             return
         try:
             self._hire(choice.backend)
-            if choice.backend == "process":
-                self._free.append(self._moment().snapshot)
+            snapshot = self._moment().snapshot  # which may be refused to processes
+            if choice.backend != "process":
+                self._rehearse(snapshot)
+            self._free.append(snapshot)
         except OffbeatError as error:
             assert self._chooser is not None
             self._chooser.exclude(choice.backend, str(error))
@@ -239,13 +243,25 @@ class Validator:
         """
         positions = range(min(_REHEARSED_SAMPLES, len(self._parts[0])))
         with apart() as moved:
-            evaluated(snapshot.model(), self._evaluate, self._data, positions, seed=0)
+            evaluated(
+                snapshot.model(), self._evaluate, self._data, positions, seed=0, watch=self._refuse_the_model
+            )
         if moved:
             raise OffbeatError(
                 f"evaluate changes {' and '.join(moved)}, which all threads share, so that training would go "
                 "another way: use backend='process', or a generator of its own for what it draws"
             )
         self._is_rehearsed = True
+
+    def _refuse_the_model(self, *arguments: Any) -> None:
+        """Ends a rehearsal in which what is trained is computed with, and not the copy."""
+        trained = {id(tensor) for tensor in unwrapped(self._model).parameters()}
+        if any(id(argument) in trained for argument in arguments):
+            raise OffbeatError(
+                "evaluating the copy of the model computes with the model itself, which trains meanwhile: "
+                "evaluate holds on to it, or something that does has been put in the place of its forward; "
+                "use what evaluate is given, or backend='inline'"
+            )
 
     # The end of an epoch --------------------------------------------------------------------------------
 
@@ -329,11 +345,11 @@ class Validator:
             moment = self._moments[epoch] = self._moment()
             if self.backend in ("thread", "stream") and not self._is_rehearsed:
                 self._rehearse(moment.snapshot)
+            self._give(epoch, answer, moment)
         except BaseException as error:
             self._moments.pop(epoch, None)
             self._ledger.drop(epoch - 1, str(error))
             raise
-        self._give(epoch, answer, moment)
         return validation
 
     def _give(self, epoch: int, answer: Take, moment: _Moment) -> None:
@@ -355,9 +371,9 @@ class Validator:
         with apart() as moved:
             self._evaluate_here(parts[:1])
         alone_s = time.perf_counter() - alone_s
-        self._is_rehearsed = self._is_rehearsed or not moved
         if moved and self._chooser is not None:
-            self._chooser.exclude("thread", f"evaluate changes {' and '.join(moved)}, which threads share")
+            for backend in ("thread", "stream"):
+                self._chooser.exclude(backend, f"evaluate changes {' and '.join(moved)}, which threads share")
         if len(parts) > 1 and moved:
             with apart():
                 self._evaluate_here(parts[1:])
@@ -442,7 +458,7 @@ class Validator:
             self.stopped = self.stopped or verdict.stop
             if verdict.improved:
                 self._best, unused = moment.snapshot, self._best
-        if unused is not None:
+        if unused is not None and unused.shared == (self.backend == "process"):
             self._free.append(unused)
 
     def _lowers(self, metrics: Mapping[str, float]) -> bool:
@@ -481,7 +497,7 @@ class Validator:
             raise OffbeatError("expected a monitor, to say which epoch is the best one: pass monitor=…")
         if self._best is None:
             raise OffbeatError("no epoch has been validated yet: call finish() to wait for those under way")
-        return self._best.state_dict(unwrapped(self._model))
+        return self._best.state_dict()
 
     # The end --------------------------------------------------------------------------------------------
 
