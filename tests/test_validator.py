@@ -394,7 +394,7 @@ class FailingMetric:
 def test_an_error_of_a_metric_that_computes_comes_out_and_validation_goes_on(backend):
     returned = {"auc": FailingMetric()}
     with offbeat.Validator(
-        a_model(), lambda model, part: returned, Samples(9), backend=backend, workers=2
+        a_model(), lambda model, part: returned, Samples(9), backend=backend, workers=2, deadline_s=20
     ) as validator:
         with pytest.raises(ArithmeticError, match="only one class"):
             validate_twice(validator)
@@ -419,7 +419,7 @@ def test_an_interrupt_in_line_leaves_nothing_to_wait_for():
     def interrupt(model, part):
         raise KeyboardInterrupt
 
-    with offbeat.Validator(a_model(), interrupt, Samples(9), backend="inline") as validator:
+    with offbeat.Validator(a_model(), interrupt, Samples(9), backend="inline", deadline_s=20) as validator:
         with pytest.raises(KeyboardInterrupt):
             validator.validate()
     assert validator.history == {}
