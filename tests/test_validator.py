@@ -601,10 +601,10 @@ class Counting(nn.Module):
 class Run:
     """A training whose validations end when the next epoch has been trained, never before, unless in line.
 
-    With `holds` that of the last epoch but one ends after the last one has begun to be validated.
+    Of the last `holds` epochs and the one before none ends before the last one is under way.
     """
 
-    def __init__(self, decision, backend, *, losses=LOSSES, plateau=False, patience=2, holds=False):
+    def __init__(self, decision, backend, *, losses=LOSSES, plateau=None, patience=2, holds=0):
         self.model = Counting()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.trained: list[int] = []
@@ -612,8 +612,8 @@ class Run:
         self.may_end = threading.Semaphore(0)
         self.monitor = offbeat.Monitor("loss", patience=patience)
         scheduler = (
-            torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
-            if plateau
+            torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=plateau)
+            if plateau is not None
             else None
         )
 
@@ -631,22 +631,23 @@ class Run:
             backend=backend,
             workers=1,
             decision=decision,
+            max_pending=max(2, holds),
             monitor=self.monitor,
             plateau=scheduler,
-            restores=[self.optimizer, *([scheduler] if plateau else [])],
+            restores=[self.optimizer, *([] if scheduler is None else [scheduler])],
         ) as self.validator:
             for epoch in self.validator.epochs(len(losses)):
                 is_last = epoch == len(losses) - 1
                 self.trained.append(epoch)
                 self.model.epochs += 1
                 train_epoch(self.model, self.optimizer, Samples(32))
-                if last is not None and not (is_last and holds):
+                if last is not None and epoch < len(losses) - holds:
                     self.may_end.release()
                     last.wait()
                 self.ends[epoch] = copy.deepcopy(self.model.state_dict())
                 last = self.validator.validate()
                 if is_last:
-                    self.may_end.release(2)
+                    self.may_end.release(2 + holds)
             self.may_end.release(len(losses))
         self.rate = self.optimizer.param_groups[0]["lr"]
 
@@ -680,8 +681,8 @@ def test_with_a_lag_training_stops_an_epoch_late_and_the_best_snapshot_is_the_sa
 
 
 def test_rollback_repeats_the_epoch_that_a_lower_learning_rate_would_have_changed():
-    in_step = Run("sync", "inline", plateau=True, patience=None)
-    late = Run("rollback", "thread", plateau=True, patience=None)
+    in_step = Run("sync", "inline", plateau=0, patience=None)
+    late = Run("rollback", "thread", plateau=0, patience=None)
     assert in_step.trained == list(range(8))
     assert late.trained == [0, 1, 2, 3, 4, 4, 5, 5, 6, 7]
     assert late.rate == in_step.rate == 0.025
@@ -689,9 +690,16 @@ def test_rollback_repeats_the_epoch_that_a_lower_learning_rate_would_have_change
     assert late.validator.history == in_step.validator.history
 
 
+def test_a_plateau_forgets_nothing_when_training_goes_back():
+    options = {"losses": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "plateau": 1, "patience": None, "holds": 6}
+    in_step, late = Run("sync", "inline", **options), Run("rollback", "thread", **options)
+    assert late.rate == in_step.rate == 0.025
+    same(late.model.state_dict(), in_step.model.state_dict())
+
+
 def test_the_last_epoch_too_is_taken_back():
     """Its metrics come when the training is through."""
-    options = {"losses": [1.0, 2.0, 0.5], "plateau": True, "patience": None, "holds": True}
+    options = {"losses": [1.0, 2.0, 0.5], "plateau": 0, "patience": None, "holds": 1}
     in_step, late = Run("sync", "inline", **options), Run("rollback", "thread", **options)
     assert late.trained == [0, 1, 2, 2]
     same(late.model.state_dict(), in_step.model.state_dict())
