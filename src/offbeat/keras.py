@@ -21,7 +21,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
 from offbeat.policies.monitor import Monitor
 from offbeat.policies.validation import PENDING_MAX, Block, Skip, ValidationScheduler, WhenFull, split_even
-from offbeat.runtime.evaluators import CancelledError, Crew, Part
+from offbeat.runtime.evaluators import CancelledError, Crew, Part, parts_of
 from offbeat.runtime.isolation import OwnRandomness, apart
 from offbeat.runtime.validation import Ledger
 from offbeat.runtime.validator import DEADLINE_S
@@ -261,25 +261,16 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
 
     def _begin(self, epoch: int) -> None:
         while isinstance(answer := self._ledger.begin(epoch, self._parts)[0], Block):
-            oldest = self._ledger.oldest()
-            assert oldest is not None
-            oldest.wait()
+            self._ledger.wait_for_oldest()
             self._take_in()
         if isinstance(answer, Skip):
             return
         values = self._taken[epoch] = self._free.pop() if self._free else _Values()
         values.take(_lasting(self.model))
-        cancelled = Event()
-        self._crew.give(
-            [
-                Part(epoch=epoch, number=number, positions=positions, snapshot=values, cancelled=cancelled)
-                for number, positions in enumerate(answer.parts)
-            ]
-        )
+        self._crew.give(parts_of(answer, values, Event()))
 
     def _wait_for_all(self) -> None:
-        while (oldest := self._ledger.oldest()) is not None:
-            oldest.wait()
+        while self._ledger.wait_for_oldest():
             self._take_in()
         self._take_in()
 

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.environment import cores
 
 Kind = Literal["real", "timed", "simulated"]
 UNITS = (
@@ -146,11 +147,6 @@ def machine(**more: str | float | None) -> dict[str, Any]:
         "congestion_control": _congestion_control(),
     }
     return described | more
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -38,7 +38,7 @@ import numpy as np
 
 from offbeat import job, timesheet
 from offbeat.bench import runs, served
-from offbeat.bench.result import Result, cores, machine
+from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import Compute
 from offbeat.bench.served import Found, Served
 from offbeat.data import DEFAULT_DIR
@@ -46,6 +46,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.updates import Adam
 from offbeat.policies.slowness import parse
 from offbeat.record import read_log
+from offbeat.runtime.environment import cores
 from offbeat.training import Settings
 
 STRATEGIES: Final[Mapping[str, str]] = {

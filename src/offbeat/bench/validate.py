@@ -28,12 +28,13 @@ from torch.nn import functional as F
 
 from offbeat.bench.inputs import LOADS, inputs_of
 from offbeat.bench.loaders import LOADERS, Samples
-from offbeat.bench.result import Kind, Result, cores, machine
+from offbeat.bench.result import Kind, Result, machine
 from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.data import DEFAULT_DIR, Splits, load
 from offbeat.job import one_thread
 from offbeat.models import build
+from offbeat.runtime.environment import cores
 from offbeat.runtime.validator import Backend, Validator
 
 MANY_THREADS: Final = 48

@@ -1,4 +1,4 @@
-"""What the launcher put into the environment; read here and nowhere else."""
+"""What the launcher put into the environment, read here and nowhere else; how many cores there are."""
 
 from __future__ import annotations
 
@@ -180,3 +180,8 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise OffbeatError(f"{name} must be a whole number, got {text!r}") from None
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

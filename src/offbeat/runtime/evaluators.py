@@ -15,6 +15,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
+from offbeat.policies.validation import Take
 from offbeat.runtime.isolation import OwnRandomness, Watch
 from offbeat.runtime.parts import Data, part_of
 from offbeat.runtime.snapshot import Snapshot
@@ -50,6 +51,14 @@ class Part(Generic[AtOneMoment]):
     def seed(self) -> int:
         """Of the random numbers that are drawn for it; the same wherever it is evaluated."""
         return self.epoch * 1_000_003 + self.number
+
+
+def parts_of(take: Take, snapshot: AtOneMoment, cancelled: threading.Event) -> list[Part[AtOneMoment]]:
+    """Return the parts of an epoch, in the order of the set; they have `cancelled` in common."""
+    return [
+        Part(epoch=take.epoch, number=number, positions=positions, snapshot=snapshot, cancelled=cancelled)
+        for number, positions in enumerate(take.parts)
+    ]
 
 
 class Evaluator(Protocol[AtOneMoment]):

@@ -109,13 +109,20 @@ class Ledger:
     def without_metrics(self, epoch: int, why: str) -> Validation:
         """Return what comes of an epoch that is not validated."""
         validation = Validation(epoch, self.waits_for, self._deadline_s)
-        validation.finish({}, OffbeatError(f"there are no metrics of epoch {epoch}: {why}"))
+        _end(validation, why)
         return validation
 
-    def oldest(self) -> Validation | None:
-        """Return the oldest validation that is not reported."""
+    def wait_for_oldest(self) -> bool:
+        """Wait until the oldest validation that is not reported is done; return whether there was one.
+
+        Raises:
+            OffbeatError: that took longer than the deadline; names what is missing.
+        """
         with self._lock:
-            return self._open[min(self._open)] if self._open else None
+            oldest = self._open[min(self._open)] if self._open else None
+        if oldest is not None:
+            oldest.wait()
+        return oldest is not None
 
     def drop(self, after: int, why: str) -> None:
         """End the validations of epochs after `after`, without metrics."""
@@ -123,10 +130,15 @@ class Ledger:
             self._scheduler.forget(after)
             dropped = [self._open.pop(epoch) for epoch in list(self._open) if epoch > after]
         for validation in dropped:
-            validation.finish({}, OffbeatError(f"there are no metrics of epoch {validation.epoch}: {why}"))
+            _end(validation, why)
 
     def waits_for(self, epoch: int) -> str:
         """Say which parts of an epoch are not evaluated."""
         with self._lock:
             missing = self._scheduler.missing(epoch)
         return f"evaluating part {', '.join(map(str, missing))} has not ended"
+
+
+def _end(validation: Validation, why: str) -> None:
+    """End a validation of which there will be no metrics."""
+    validation.finish({}, OffbeatError(f"there are no metrics of epoch {validation.epoch}: {why}"))

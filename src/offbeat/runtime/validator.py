@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 import warnings
@@ -31,8 +30,9 @@ from offbeat.policies.validation import (
     WhenFull,
     split_even,
 )
+from offbeat.runtime.environment import cores
 from offbeat.runtime.evaluation_process import InAProcess
-from offbeat.runtime.evaluators import Crew, Evaluate, Evaluator, InThisThread, Part, evaluated
+from offbeat.runtime.evaluators import Crew, Evaluate, Evaluator, InThisThread, Part, evaluated, parts_of
 from offbeat.runtime.isolation import GlobalRandomness, apart
 from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
@@ -154,9 +154,8 @@ class Validator:
         self._ledger = Ledger(scheduler, deadline_s)
         self._model, self._evaluate, self._data = model, evaluate, data
         self._monitor, self._plateau, self._decision = monitor, plateau, decision
-        self._restores = [
-            thing for thing in restores if thing is not plateau
-        ]  # which hears of epochs in order
+        # A plateau hears of epochs in order, once each, whatever is taken back.
+        self._restores = [thing for thing in restores if thing is not plateau]
         if plateau is not None and plateau.optimizer not in self._restores:
             self._restores.append(plateau.optimizer)
         self._deadline_s = deadline_s
@@ -181,7 +180,7 @@ class Validator:
             self.backend, self.reason = "inline", "training waits for the metrics anyway"
         elif backend == "auto":
             candidates = ("stream",) if self._device.type == "cuda" else ("thread", "process")
-            self._chooser = OverlapChooser(candidates, cores=_cores(), start_s=_PROCESS_START_S)
+            self._chooser = OverlapChooser(candidates, cores=cores(), start_s=_PROCESS_START_S)
             self.backend, self.reason = "inline", "the first epoch is measured"
         elif backend != "inline":
             self._hire(backend)
@@ -203,7 +202,7 @@ class Validator:
         data = _pinned(self._data) if backend == "stream" else self._data
         count = len(self._parts)
         if backend == "process" and self._chooser is not None:
-            count = min(count, _cores())  # more would only take longer to start
+            count = min(count, cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)
         evaluators: list[Evaluator[Snapshot]] = [
             InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
@@ -333,9 +332,7 @@ class Validator:
             answer, validation = self._ledger.begin(epoch, parts)
             if not isinstance(answer, Block):
                 break
-            oldest = self._ledger.oldest()
-            assert oldest is not None
-            oldest.wait()
+            self._ledger.wait_for_oldest()
             self._take_in()
         else:
             return self._ledger.without_metrics(epoch, _went_back(self._ended))
@@ -345,25 +342,16 @@ class Validator:
             moment = self._moments[epoch] = self._moment()
             if self.backend in ("thread", "stream") and not self._is_rehearsed:
                 self._rehearse(moment.snapshot)
-            self._give(epoch, answer, moment)
+            self._give(answer, moment)
         except BaseException as error:
             self._moments.pop(epoch, None)
             self._ledger.drop(epoch - 1, str(error))
             raise
         return validation
 
-    def _give(self, epoch: int, answer: Take, moment: _Moment) -> None:
+    def _give(self, take: Take, moment: _Moment) -> None:
         """Hand the parts of an epoch to those who evaluate."""
-        parts = [
-            Part(
-                epoch=epoch,
-                number=number,
-                positions=positions,
-                snapshot=moment.snapshot,
-                cancelled=moment.cancelled,
-            )
-            for number, positions in enumerate(answer.parts)
-        ]
+        parts = parts_of(take, moment.snapshot, moment.cancelled)
         if self.backend != "inline":
             self._crews[-1][0].give(parts)
             return
@@ -508,8 +496,7 @@ class Validator:
             OffbeatError: one did not end in time; names what is missing.
             Exception: what `evaluate` raised, with its traceback.
         """
-        while (oldest := self._ledger.oldest()) is not None:
-            oldest.wait()
+        while self._ledger.wait_for_oldest():
             self._take_in()
         self._take_in()
         self._raise()
@@ -531,7 +518,7 @@ class Validator:
             finalizer.detach()
             if still := crew.close(_END_S):
                 warnings.warn(
-                    f"{', '.join(still)} did not end within {_END_S:g} s: it will at its next forward pass",
+                    f"{', '.join(still)} did not end within {_END_S:g} s: the next call of torch ends it",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -565,10 +552,6 @@ class _Clock:
         spent = wall_s - self._wall_s, cpu_s - self._cpu_s
         self._wall_s, self._cpu_s = wall_s, cpu_s
         return spent
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pinned(data: Data) -> Data:
