@@ -238,6 +238,56 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationEvent:
+    """What a worker says of the validation of an epoch.
+
+    Attributes:
+        epoch: at whose end the model was as it is evaluated.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotTaken(ValidationEvent):
+    """A worker is through with an epoch, has a copy of its model, and would evaluate parts of the set.
+
+    Attributes:
+        digest: the same for copies that are the same bit for bit, and for no others.
+        is_current: its model is the one that the others train, or, with a parameter server, that of the
+            worker that leads.
+        samples: in the validation set; the same for all workers.
+        evaluators: how many parts it evaluates at once, at least 1.
+        deadline_s: how long a part may take.
+    """
+
+    digest: str
+    is_current: bool
+    samples: int
+    evaluators: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartEvaluated(ValidationEvent):
+    """A worker has evaluated a part that it was given.
+
+    Attributes:
+        digest: of the copy of the model (see `SnapshotTaken`).
+        part: its number.
+        means: over the part's samples, by name.
+        counts: by name, whole numbers.
+    """
+
+    digest: str
+    part: int
+    means: dict[str, float]
+    counts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finished:
     """A worker's loop is over after `step` steps, and it stays to give or take the final state.
 
@@ -482,6 +532,8 @@ Event: TypeAlias = (
     | StepTimed
     | Halted
     | Evaluated
+    | SnapshotTaken
+    | PartEvaluated
     | Finished
     | Left
     | Lost
@@ -700,6 +752,65 @@ class Settle:
     late: int
     number: int
     counts: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LendSnapshot:
+    """A worker evaluates parts with another one's copy of the model; nobody else hears it.
+
+    Attributes:
+        worker: who sends its copy.
+        borrower: who gets it, in the place of its own.
+        epoch, digest: of the copy.
+        number: of such loans, from 0 up.
+    """
+
+    worker: int
+    borrower: int
+    epoch: int
+    digest: str
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatePart:
+    """A part of the validation set for one worker; nobody else hears it.
+
+    Attributes:
+        epoch, digest: of the copy of the model to evaluate; the worker has it, or is being lent it.
+        part: its number, from 0.
+        start, stop: positions in the set.
+    """
+
+    worker: int
+    epoch: int
+    digest: str
+    part: int
+    start: int
+    stop: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated:
+    """The validation of an epoch is over.
+
+    Attributes:
+        worker: whom it is for, None for all.
+        owner: whose copy of the model was evaluated; None where there are no metrics.
+        digest: of that copy, or "".
+        means: over the set, by name.
+        counts: by name, whole numbers.
+    """
+
+    worker: int | None
+    epoch: int
+    owner: int | None
+    digest: str
+    means: dict[str, float]
+    counts: dict[str, float]
     reason: str
 
 
@@ -924,6 +1035,9 @@ Action: TypeAlias = (
     | Recall
     | Lend
     | Settle
+    | LendSnapshot
+    | EvaluatePart
+    | Validated
     | EpochEnded
     | Dismiss
     | CloseServers

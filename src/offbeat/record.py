@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args, ge
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Clocked, Evaluated, Event
+from offbeat.events import Action, Clocked, Evaluated, Event, PartEvaluated, Validated
 from offbeat.policies import Policy, decide
 
 LOG_VERSION: Final = 1
@@ -93,6 +93,11 @@ _DEFAULTS: Final = {  # of the fields that may be left out
     kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
     for kind in _KINDS.values()
 }
+_METRICS: Final = {
+    Evaluated: ("metrics",),
+    PartEvaluated: ("means", "counts"),
+    Validated: ("means", "counts"),
+}
 _EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]
 _ACTION_SHAPES: Final = [_shape(kind) for kind in _ACTIONS.values()]
 _SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])
@@ -111,8 +116,8 @@ def to_plain(thing: Event | Action) -> dict[str, Any]:
     for name, default in _DEFAULTS[type(thing)]:
         if plain[name] == default:
             del plain[name]
-    if isinstance(thing, Evaluated):
-        plain["metrics"] = {name: _plain_metric(value) for name, value in thing.metrics.items()}
+    for field in _METRICS.get(type(thing), ()):
+        plain[field] = {name: _plain_metric(value) for name, value in plain[field].items()}
     if isinstance(thing, Clocked) and thing.loss is not None:
         plain["loss"] = _plain_metric(thing.loss)
     return plain

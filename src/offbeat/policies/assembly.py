@@ -32,6 +32,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    ValidationEvent,
     Wants,
 )
 
@@ -91,6 +92,7 @@ class Assembly:
                 | Evaluated()
                 | Finished()
                 | NodeEvent()
+                | ValidationEvent()
             ):
                 return []  # nearly all events are these
             case Joined():

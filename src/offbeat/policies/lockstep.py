@@ -30,6 +30,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    ValidationEvent,
     Wants,
 )
 
@@ -103,7 +104,7 @@ class Lockstep:
                 return []
             case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
                 return []
-            case Clocked() | NodeEvent():
+            case Clocked() | NodeEvent() | ValidationEvent():
                 return []
             case _:
                 assert_never(event)

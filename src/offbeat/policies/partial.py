@@ -34,6 +34,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    ValidationEvent,
     Wants,
 )
 from offbeat.policies.dealing import Dealing
@@ -225,7 +226,7 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case Clocked() | StepTimed() | Evaluated() | NodeEvent():
+            case Clocked() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case _:
                 assert_never(event)

@@ -34,6 +34,7 @@ from offbeat.events import (
     StepTimed,
     Stop,
     Tick,
+    ValidationEvent,
     Wants,
 )
 from offbeat.policies.consistency import ConsistencyGate, Counts, Opened
@@ -169,7 +170,7 @@ class BoundedStaleness:
                 raise ProtocolError(
                     f"expected nothing about groups, of which there are none, got {_said(event)}"
                 )
-            case StepTimed() | Evaluated() | NodeEvent():
+            case StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case _:
                 assert_never(event)

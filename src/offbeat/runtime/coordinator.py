@@ -27,6 +27,7 @@ from offbeat.events import (
     Action,
     CloseServers,
     Deal,
+    EvaluatePart,
     Event,
     Failed,
     Grant,
@@ -34,6 +35,7 @@ from offbeat.events import (
     Joined,
     Left,
     Lend,
+    LendSnapshot,
     Lost,
     NodeJoined,
     NodeLeft,
@@ -48,6 +50,7 @@ from offbeat.events import (
     TaskIssued,
     Tick,
     Used,
+    Validated,
     Viewed,
     WorkerRefused,
 )
@@ -409,8 +412,12 @@ class Coordinator:
                 return action.node == speaker
             case GroupViewed():
                 return speaker in ([action.node] if action.node else [one.node for one in action.workers])
-            case Deal() | Used() | Grant() | Recall() | Settle():
+            case Deal() | Used() | Grant() | Recall() | Settle() | EvaluatePart():
                 return action.worker == speaker
+            case LendSnapshot():
+                return speaker in (action.worker, action.borrower)
+            case Validated():
+                return isinstance(speaker, int) and action.worker in (None, speaker)
             case Lend():
                 return speaker in (action.worker, action.patron)
         return isinstance(speaker, int) or isinstance(action, Stop)

@@ -71,6 +71,14 @@ class Evaluator(Protocol[AtOneMoment]):
         """Give back what evaluating has taken; ends what is under way where it can."""
 
 
+def outcome(evaluator: Evaluator[AtOneMoment], part: Part[AtOneMoment]) -> dict[str, Value] | BaseException:
+    """Return a part's metrics, or what evaluating has raised, for whoever asks for the result."""
+    try:
+        return evaluator.evaluate(part)
+    except BaseException as error:
+        return error
+
+
 def evaluated(
     model: nn.Module,
     evaluate: Evaluate,
@@ -173,10 +181,7 @@ class Crew(Generic[AtOneMoment]):
             if self._is_closed.is_set() or part.cancelled.is_set():
                 continue
             self._under_way[number] = part
-            try:
-                result: dict[str, Value] | BaseException = evaluator.evaluate(part)
-            except BaseException as error:  # whoever asks for the result gets it
-                result = error
+            result = outcome(evaluator, part)
             del self._under_way[number]
             self._done(part, result)
             del part, result  # a thread that waits keeps no model

@@ -123,6 +123,11 @@ class GroupSynchronizer:
         return self.grouping is None or self.grouping.follower.is_member
 
     @property
+    def is_common(self) -> bool:
+        """See `Synchronizer.is_common`."""
+        return True
+
+    @property
     def late(self) -> LateGradients | None:
         """See `Synchronizer.late`."""
         return None if self.grouping is None else self.grouping.late

@@ -12,12 +12,14 @@ from offbeat.events import (
     Deal,
     Dismiss,
     EpochEnded,
+    EvaluatePart,
     Event,
     Grant,
     Group,
     Halt,
     Joined,
     Lend,
+    LendSnapshot,
     Peer,
     Recall,
     Refuse,
@@ -25,6 +27,7 @@ from offbeat.events import (
     Start,
     Stop,
     Used,
+    Validated,
 )
 from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
@@ -62,6 +65,8 @@ class Member:
         on_grant: called, in the links' thread, with every Grant.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         on_loan: called, in the links' thread, with all that is said of loans.
+        on_validation: called, in the links' thread, with all that is said of validations.
+        validated: what epochs have come to that were validated, in the order in which that was heard.
         failure: why the job has failed, None as long as it has not.
         coordinator_knows: the coordinator is the one who said so, or is gone itself.
     """
@@ -85,6 +90,8 @@ class Member:
         self.on_grant: Callable[[Grant], None] = _do_nothing
         self.on_abandon: Callable[[], None] = _do_nothing
         self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
+        self.on_validation: Callable[[LendSnapshot | EvaluatePart | Validated], None] = _do_nothing
+        self.validated: list[Validated] = []
         self._survives = survives
         self._is_closing = False
         self.failure: WorkerError | None = None
@@ -218,6 +225,10 @@ class Member:
                     self.used = action
                 case Lend() | Settle():
                     self.on_loan(action)
+                case LendSnapshot() | EvaluatePart() | Validated():
+                    if isinstance(action, Validated):
+                        self.validated.append(action)
+                    self.on_validation(action)
                 case EpochEnded():
                     self.epochs_ended = action.epoch + 1
                 case Dismiss():

@@ -119,6 +119,11 @@ class ServerSynchronizer:
         return True
 
     @property
+    def is_common(self) -> bool:
+        """See `Synchronizer.is_common`."""
+        return False
+
+    @property
     def late(self) -> LateGradients | None:
         """See `Synchronizer.late`."""
         return None

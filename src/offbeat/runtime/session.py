@@ -25,19 +25,25 @@ from offbeat.runtime.checks import Watch, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.dealt import DealtBatches
 from offbeat.runtime.environment import Environment, of_thread, read_environment
+from offbeat.runtime.evaluators import Evaluate
 from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
 from offbeat.runtime.member import Member
+from offbeat.runtime.parts import Data
 from offbeat.runtime.rendezvous import Meeting, meet
+from offbeat.runtime.shared_validator import SharedValidator
 from offbeat.runtime.state import Place
 from offbeat.runtime.synchronizer import Loop, Synchronizer
 from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.tracing import Tracer
+from offbeat.runtime.validation import Validation
+from offbeat.runtime.validator import Validator
 
 _STATE_VERSION = 1
 _ERROR_CHARACTERS_MAX = 2000
 _SILENT_S = 10.0
 _COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
+_VALIDATION = PolicySpec(path="offbeat.policies.shared_validation:SharedValidation")
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -128,6 +134,7 @@ class Session:
         timer: splits the wall time into parts.
         samples: taken from `batches` since the last optimizer step.
         tracer: takes note of what happens when, in the steps that OFFBEAT_TRACE names.
+        validator: validates for `validate`, from its first call on; None before.
     """
 
     def __init__(
@@ -166,6 +173,8 @@ class Session:
         self._losses: list[float] = []
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
+        self.validator: Validator | None = None
+        self._validated_with: tuple[Any, ...] = ()
         self._meeting: Meeting | None = None
         self._member: Member | None = None
         self._synchronizer = strategy.synchronizer(self, model, optimizer)
@@ -245,7 +254,7 @@ class Session:
             "seed": self._seed,
             "command": os.path.basename(sys.argv[0]),
         }
-        policies = self._strategy.policies(self.world, self._start_s, self.servers)
+        policies = (*self._strategy.policies(self.world, self._start_s, self.servers), _VALIDATION)
         return Configuration(
             job=job,
             token=token,
@@ -321,6 +330,8 @@ class Session:
         try:
             self._synchronizer.flush()
             self._wait_for_the_others()
+            if self.validator is not None:
+                self.validator.finish()
         except BaseException as error:
             self._left = False
             self.leave(error)
@@ -342,6 +353,8 @@ class Session:
         return self._member is not None and self._member.is_dismissed
 
     def _disband(self) -> None:
+        if self.validator is not None:
+            self.validator.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -356,13 +369,15 @@ class Session:
 
     def _abandon(self, error: WorkerError) -> None:
         self._synchronizer.abandon(error)
+        if isinstance(self.validator, SharedValidator):
+            self.validator.abandon(error)
 
     # The loop ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the first unfinished one to `count` - 1."""
+        """Yields the epochs from the first unfinished one to `count` - 1, or to that where `validate` stops."""
         self._last_epoch = count - 1
-        while self.epoch < count:
+        while self.epoch < count and not (self.validator is not None and self.validator.stopped):
             epoch = self.epoch
             yield epoch
             if self.epoch == epoch:
@@ -535,6 +550,71 @@ class Session:
         """Puts numbers about the current epoch (accuracy, loss, …) into the run log."""
         plain = {name: float(value) for name, value in metrics.items()}
         self.tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+
+    def validate(self, evaluate: Evaluate, dataset: Data, **options: Any) -> Validation:
+        """Has the epoch validated that ends now, while the next one trains; all workers call it.
+
+        With several workers each evaluates the parts of the set that it is dealt, as many as it has time for,
+        with the same snapshot of the model; all get the metrics of the whole set. No exchange of the training
+        is used. Leaving the session waits for what is under way.
+
+        Args:
+            evaluate, dataset: see `Validator`; the same, and the same options, at every epoch.
+            options: of `Validator`. With several workers "auto" is "thread"; metrics are means and counts;
+                metrics are acted on once `max_pending` + 1 further epochs have been validated, by all workers
+                at the same point; "skip" is refused. "rollback" is for early stopping alone, and for
+                strategies that leave nobody out.
+
+        Returns:
+            What will come of it. `session.validator` has the history, `stopped` and the best snapshot;
+            `session.epochs` ends when a monitor says that it is time to stop.
+
+        Raises:
+            ValueError: an option out of range, or one that does not go with several workers.
+            OffbeatError: what is given is not fit for it, or another than at the last epoch.
+            WorkerError: the job failed.
+            Exception: what `evaluate` raised for an earlier epoch.
+        """
+        given = (evaluate, dataset, options)
+        if self.validator is None:
+            self.validator = self._validator(evaluate, dataset, options)
+            self._validated_with = given
+        same = self._validated_with
+        if evaluate != same[0] or dataset is not same[1] or options != same[2]:
+            raise OffbeatError(
+                "expected session.validate to be called with the same evaluate, data set and options at "
+                "every epoch, got others: make them before the loop"
+            )
+        self.check()
+        if self._is_validated_with():
+            self._synchronizer.refresh()
+        return self.validator.validate(self.epoch)
+
+    def _validator(self, evaluate: Evaluate, dataset: Data, options: dict[str, Any]) -> Validator:
+        common = self._synchronizer.is_common
+        if options.get("decision") == "rollback" and options.get("plateau") is not None:
+            raise ValueError(
+                "expected a decision of sync or lag with a plateau in a session, got 'rollback': an epoch "
+                "whose samples were dealt is not dealt again"
+            )
+        is_shared = self.world > 1 or self.is_newcomer or self._strategy.survives
+        if self._member is None or not is_shared:
+            return Validator(self._model, evaluate, dataset, **options)
+        return SharedValidator(
+            self._model,
+            evaluate,
+            dataset,
+            member=self._member,
+            is_current=self._is_validated_with,
+            goes_back=common and not self._strategy.survives,
+            is_alone=len(self.threads) == 1,
+            **options,
+        )
+
+    def _is_validated_with(self) -> bool:
+        """Whether this worker's model is one to validate with: the others', or that of the one that leads."""
+        one = self._synchronizer
+        return one.is_current if one.is_common else one.leads
 
     @property
     def traffic(self) -> Mapping[str, float]:

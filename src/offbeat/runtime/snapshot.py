@@ -24,6 +24,8 @@ from offbeat.errors import OffbeatError
 
 Blocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
+_DIGESTED_WORDS: Final = 1 << 17  # at once: a mebibyte, which fits into a core's cache
+_ODD: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D, 0x27D4EB2F165667C5)  # for 64-bit products
 _WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _rooms = itertools.count()
 _read = threading.local()  # the tensors of the snapshot that a process of its own is about to read
@@ -166,7 +168,9 @@ class Snapshot:
         self.places, sizes = _lay_out(values)
         self.room = next(_rooms)
         self.blocks = {
-            device: torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            device: torch.zeros(
+                -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, dtype=torch.uint8, device=device
+            )
             for device, size_bytes in sizes.items()
         }
         if self.shared:
@@ -195,6 +199,43 @@ class Snapshot:
             raise OffbeatError("the model has other parameters or buffers than when the snapshot was taken")
         if values:
             torch._foreach_copy_(values, self._tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """How long `to_bytes` is."""
+        return sum(map(len, self.blocks.values()))
+
+    def to_bytes(self) -> Tensor:
+        """Return a copy of the values, bit for bit: uint8, on the CPU."""
+        return torch.cat(
+            [torch.empty(0, dtype=torch.uint8), *(block.cpu() for block in self.blocks.values())]
+        )
+
+    def overwrite(self, values: Tensor) -> None:
+        """Take on the values of another worker's snapshot of a model with the same tensors.
+
+        Args:
+            values: as its `to_bytes` gave them.
+        """
+        sizes = list(map(len, self.blocks.values()))
+        for block, part in zip(self.blocks.values(), values.split(sizes), strict=True):
+            block.copy_(part)
+
+    def digest(self) -> str:
+        """Return 16 digits: the same for the same values, bit for bit, and else all but surely others.
+
+        It costs about as much as reading the values six times.
+        """
+        total = 0
+        for block in self.blocks.values():
+            words = block.view(torch.int64)
+            for start in range(0, len(words), _DIGESTED_WORDS):
+                some = words[start : start + _DIGESTED_WORDS]
+                # Numbers are mixed with their place, so that those that change places count as others.
+                mixed = torch.arange(start, start + len(some), device=some.device).mul_(_ODD[0]).add_(some)
+                mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[1]).bitwise_xor_(mixed >> 32).mul_(_ODD[2])
+                total += int(mixed.sum())
+        return f"{total % (1 << 64):016x}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state."""

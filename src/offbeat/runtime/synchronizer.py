@@ -94,6 +94,10 @@ class Synchronizer(Protocol):
         """Whether this worker holds the parameters that the others have."""
 
     @property
+    def is_common(self) -> bool:
+        """Whether all that are current have the same parameters after a step; else each has its own copy."""
+
+    @property
     def late(self) -> LateGradients | None:
         """What is computed by workers outside for members; None where nobody is ever outside."""
 

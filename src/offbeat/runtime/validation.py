@@ -12,6 +12,10 @@ from offbeat.policies.validation import Block, Report, Skip, Take, ValidationSch
 from offbeat.runtime.evaluators import Part
 
 
+class NoMetricsError(OffbeatError):
+    """There will be no metrics of an epoch: it was skipped or taken back, or nobody has its snapshot."""
+
+
 class Validation:
     """What the validation of an epoch will have come to.
 
@@ -66,23 +70,31 @@ class Validation:
 
 
 class Ledger:
-    """The validations that are under way: threads that evaluate write results down, the training reads."""
+    """The validations that are under way: threads that evaluate write results down, the training reads.
+
+    Attributes:
+        what_is_missing: says of an epoch that is not over what it waits for.
+    """
 
     def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
+        self.what_is_missing: Callable[[int], str] = self._missing_parts
         self._scheduler, self._deadline_s = scheduler, deadline_s
         self._lock = threading.Lock()
         self._open: dict[int, Validation] = {}
+        self._failure: BaseException | None = None
 
     def begin(self, epoch: int, parts: tuple[range, ...]) -> tuple[Take | Block | Skip, Validation]:
         """Say what becomes of an epoch that has ended, and what will come of it."""
-        validation = Validation(epoch, self.waits_for, self._deadline_s)
+        validation = Validation(epoch, self._waits_for, self._deadline_s)
         with self._lock:
             answer = self._scheduler.epoch_ended(epoch, parts)
             if isinstance(answer, Take):
                 self._open[epoch] = validation
+                if self._failure is not None:
+                    self._fail(validation, self._failure)
         return answer, validation
 
-    def done(self, part: Part[Any], result: dict[str, Value] | BaseException) -> None:
+    def done(self, part: Part[Any], result: Mapping[str, Value] | BaseException) -> None:
         """Take note of what a part came to; the last one of an epoch ends its validation."""
         with self._lock:
             validation = self._open.get(part.epoch)
@@ -90,8 +102,7 @@ class Ledger:
                 return
             if isinstance(result, BaseException):
                 part.cancelled.set()  # which all parts of the epoch have in common
-                self._scheduler.give_up(part.epoch)
-                validation.finish({}, result)
+                self._fail(validation, result)
                 return
             results = self._scheduler.part_done(part.epoch, part.number, (len(part.positions), result))
         if results is not None:
@@ -99,6 +110,18 @@ class Ledger:
                 validation.finish(joined(results))
             except BaseException as error:  # of a metric that computes; whoever asks for the result gets it
                 validation.finish({}, error)
+
+    def abandon(self, error: BaseException) -> None:
+        """End all validations, those to come too, with an error."""
+        with self._lock:
+            self._failure = error
+            for validation in self._open.values():
+                self._fail(validation, error)
+
+    def _fail(self, validation: Validation, error: BaseException) -> None:
+        if not validation.is_done:
+            self._scheduler.give_up(validation.epoch)
+            validation.finish({}, error)
 
     def report(self) -> tuple[Report, Validation | None] | None:
         """Return the next epoch that is over, in order, with what came of it; None for a skipped one."""
@@ -108,7 +131,7 @@ class Ledger:
 
     def without_metrics(self, epoch: int, why: str) -> Validation:
         """Return what comes of an epoch that is not validated."""
-        validation = Validation(epoch, self.waits_for, self._deadline_s)
+        validation = Validation(epoch, self._waits_for, self._deadline_s)
         _end(validation, why)
         return validation
 
@@ -132,8 +155,10 @@ class Ledger:
         for validation in dropped:
             _end(validation, why)
 
-    def waits_for(self, epoch: int) -> str:
-        """Say which parts of an epoch are not evaluated."""
+    def _waits_for(self, epoch: int) -> str:
+        return self.what_is_missing(epoch)
+
+    def _missing_parts(self, epoch: int) -> str:
         with self._lock:
             missing = self._scheduler.missing(epoch)
         return f"evaluating part {', '.join(map(str, missing))} has not ended"
@@ -141,4 +166,4 @@ class Ledger:
 
 def _end(validation: Validation, why: str) -> None:
     """End a validation of which there will be no metrics."""
-    validation.finish({}, OffbeatError(f"there are no metrics of epoch {validation.epoch}: {why}"))
+    validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {why}"))

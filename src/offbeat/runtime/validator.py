@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.metrics import Value
 from offbeat.policies.monitor import Monitor
 from offbeat.policies.overlap import Choice, OverlapChooser, Spent
 from offbeat.policies.validation import (
@@ -32,11 +31,20 @@ from offbeat.policies.validation import (
 )
 from offbeat.runtime.environment import cores
 from offbeat.runtime.evaluation_process import InAProcess
-from offbeat.runtime.evaluators import Crew, Evaluate, Evaluator, InThisThread, Part, evaluated, parts_of
+from offbeat.runtime.evaluators import (
+    Crew,
+    Evaluate,
+    Evaluator,
+    InThisThread,
+    Part,
+    evaluated,
+    outcome,
+    parts_of,
+)
 from offbeat.runtime.isolation import GlobalRandomness, apart
 from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
-from offbeat.runtime.validation import Ledger, Validation
+from offbeat.runtime.validation import Ledger, NoMetricsError, Validation
 
 Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
 Decision: TypeAlias = Literal["sync", "lag", "rollback"]
@@ -58,7 +66,7 @@ class Stateful(Protocol):
 
 
 @dataclass(kw_only=True)
-class _Moment:
+class Moment:
     """An epoch's end, as long as something may come of it: its snapshot, and what going back takes."""
 
     snapshot: Snapshot
@@ -160,7 +168,7 @@ class Validator:
             self._restores.append(plateau.optimizer)
         self._deadline_s = deadline_s
         self._device = next((tensor.device for tensor in unwrapped(model).parameters()), torch.device("cpu"))
-        self._moments: dict[int, _Moment] = {}  # by epoch, oldest first
+        self._moments: dict[int, Moment] = {}  # by epoch, oldest first
         self._free: list[Snapshot] = []
         self._best: Snapshot | None = None
         self._crews: list[tuple[Crew[Snapshot], weakref.finalize[..., Any]]] = []
@@ -210,9 +218,12 @@ class Validator:
             else InThisThread(self._evaluate, data, self._device, has_stream=backend == "stream")
             for number in range(count)
         ]
-        crew = Crew(evaluators, self._ledger.done)
+        crew = self._crew(evaluators)
         self._crews.append((crew, weakref.finalize(self, crew.close, _END_S)))
         self._free.clear()  # other backends want other memory
+
+    def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
+        return Crew(evaluators, self._ledger.done)
 
     def _choose(self, choice: Choice) -> None:
         """Go on as `auto` has decided."""
@@ -281,15 +292,19 @@ class Validator:
             if not self._has_validated:
                 self._ended += 1
 
-    def validate(self) -> Validation:
+    def validate(self, epoch: int | None = None) -> Validation:
         """Say that an epoch has ended, and have it validated.
 
         Also acts on metrics of earlier epochs that have come, which may take this epoch back.
+
+        Args:
+            epoch: its number, larger than those before; by default the one after the last.
 
         Returns:
             What will come of it.
 
         Raises:
+            ValueError: the epoch has ended before.
             OffbeatError: the validator is closed, the model cannot be copied, or a validation did not end in
                 time.
             Exception: what `evaluate` raised, with its traceback. Where that was for an earlier epoch, this
@@ -297,9 +312,11 @@ class Validator:
         """
         if self._is_closed:
             raise OffbeatError("this validator is closed: make another one")
+        if epoch is not None and epoch <= self._ended:
+            raise ValueError(f"expected an epoch after {self._ended}, which has ended, got {epoch}")
         self._has_validated = True
         spent_s, spent_cpu_s = self._clock.lap()
-        self._ended = epoch = self._ended + 1
+        self._ended = epoch = self.epoch if epoch is None else epoch
         if self._chooser is not None and self.backend != "inline":
             waited_s, waited_cpu_s = self._waited  # at the last epoch's end
             self._choose(
@@ -349,7 +366,7 @@ class Validator:
             raise
         return validation
 
-    def _give(self, take: Take, moment: _Moment) -> None:
+    def _give(self, take: Take, moment: Moment) -> None:
         """Hand the parts of an epoch to those who evaluate."""
         parts = parts_of(take, moment.snapshot, moment.cancelled)
         if self.backend != "inline":
@@ -385,29 +402,30 @@ class Validator:
 
     def _evaluate_here(self, parts: Sequence[Part[Snapshot]]) -> None:
         for part in parts:
-            try:
-                result: dict[str, Value] | BaseException = self._in_line.evaluate(part)
-            except Exception as error:
-                result = error
+            result = outcome(self._in_line, part)
+            if isinstance(result, BaseException) and not isinstance(result, Exception):
+                raise result  # an interrupt is for the training, at once
             self._ledger.done(part, result)
 
     def _evaluate_at_once(self, parts: Sequence[Part[Snapshot]]) -> None:
         """Evaluate parts in a thread each, and wait for them."""
-        threads = [
-            threading.Thread(target=self._evaluate_here, args=([part],), daemon=True) for part in parts
-        ]
+
+        def evaluate(part: Part[Snapshot]) -> None:
+            self._ledger.done(part, outcome(self._in_line, part))
+
+        threads = [threading.Thread(target=evaluate, args=(part,), daemon=True) for part in parts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(self._deadline_s)
 
-    def _moment(self) -> _Moment:
+    def _moment(self) -> Moment:
         """Note what the training is at now."""
         start_s = time.perf_counter()
         snapshot = self._free.pop() if self._free else Snapshot(shared=self.backend == "process")
         snapshot.take(unwrapped(self._model))
         goes_back = self._decision == "rollback"
-        moment = _Moment(
+        moment = Moment(
             snapshot=snapshot,
             cancelled=threading.Event(),
             states=[copy.deepcopy(thing.state_dict()) for thing in self._restores] if goes_back else [],
@@ -420,21 +438,31 @@ class Validator:
 
     def _take_in(self) -> None:
         """Act on what has come, in the order of epochs."""
-        while (reported := self._ledger.report()) is not None:
-            report, validation = reported
-            if validation is None:
-                self.history[report.epoch] = None
-                continue
-            moment = self._moments.pop(report.epoch)
-            try:
-                metrics = validation.result()
-            except Exception as error:
-                self._error = self._error or error
-                continue  # other threads may still read the snapshot
+        while self._take_in_next():
+            pass
+
+    def _take_in_next(self) -> bool:
+        """Act on the next epoch that is over; return whether there was one."""
+        reported = self._ledger.report()
+        if reported is None:
+            return False
+        report, validation = reported
+        if validation is None:
+            self.history[report.epoch] = None
+            return True
+        moment = self._moments.pop(report.epoch)
+        try:
+            metrics = validation.result()
+        except NoMetricsError:
+            self.history[report.epoch] = None
+        except Exception as error:
+            self._error = self._error or error
+        else:
             self.history[report.epoch] = metrics
             self._act(report.epoch, metrics, moment)
+        return True  # where there are no metrics, other threads may still read the snapshot
 
-    def _act(self, epoch: int, metrics: Mapping[str, float], moment: _Moment) -> None:
+    def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
         unused = moment.snapshot
         if self._monitor is not None:
             verdict = self._monitor.observe(epoch, metrics)
@@ -446,6 +474,10 @@ class Validator:
             self.stopped = self.stopped or verdict.stop
             if verdict.improved:
                 self._best, unused = moment.snapshot, self._best
+        self._use_again(unused)
+
+    def _use_again(self, unused: Snapshot | None) -> None:
+        """Take the next snapshot with this memory, if it is fit for those who evaluate now."""
         if unused is not None and unused.shared == (self.backend == "process"):
             self._free.append(unused)
 
@@ -462,7 +494,7 @@ class Validator:
             group["lr"] = rate
         return lowers
 
-    def _go_back(self, epoch: int, moment: _Moment) -> None:
+    def _go_back(self, epoch: int, moment: Moment) -> None:
         """Take the training back to the end of an epoch."""
         moment.snapshot.put_back(unwrapped(self._model))
         for thing, state in zip(self._restores, moment.states, strict=True):
@@ -474,6 +506,11 @@ class Validator:
         self._moments.clear()
         self._ledger.drop(epoch, _went_back(epoch))
         self._ended = epoch
+
+    @property
+    def has_best(self) -> bool:
+        """Whether this worker has the snapshot of the best epoch so far."""
+        return self._best is not None
 
     def best_state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state at the end of the best epoch so far, under its names.

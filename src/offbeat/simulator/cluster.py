@@ -19,6 +19,7 @@ from offbeat.events import (
     Deal,
     Dismiss,
     EpochEnded,
+    EvaluatePart,
     Event,
     Grant,
     Group,
@@ -27,6 +28,7 @@ from offbeat.events import (
     Joined,
     Left,
     Lend,
+    LendSnapshot,
     Lost,
     PassesEnded,
     Ready,
@@ -39,6 +41,7 @@ from offbeat.events import (
     TaskIssued,
     Tick,
     Used,
+    Validated,
     Viewed,
     WorkerRefused,
 )
@@ -394,6 +397,8 @@ class Cluster:
                     continue
                 case Lend() | Settle():
                     continue  # no simulated worker computes for another: what is lent is called in
+                case LendSnapshot() | EvaluatePart() | Validated():
+                    continue  # no simulated worker validates
                 case Dismiss():
                     self.is_dismissed = True
                 case Start() | EpochEnded() | Viewed() | SpaceRefused() | CloseServers():

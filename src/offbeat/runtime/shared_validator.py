@@ -1,0 +1,505 @@
+"""Validation that the workers of a job share out: each evaluates the parts that it is dealt.
+
+Who evaluates what, and with whose snapshot, is the coordinator's to say (see
+`offbeat.policies.shared_validation`). No exchange of the training is used, and nobody waits here for a worker
+but where metrics are acted on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from offbeat.errors import LinkError, OffbeatError, WorkerError
+from offbeat.events import EvaluatePart, LendSnapshot, PartEvaluated, SnapshotTaken, Validated
+from offbeat.numerics.metrics import Value
+from offbeat.policies.validation import PENDING_MAX, Take
+from offbeat.runtime.evaluators import CancelledError, Crew, Evaluate, Evaluator, Part
+from offbeat.runtime.member import Member
+from offbeat.runtime.parts import Data, samples_of
+from offbeat.runtime.snapshot import Snapshot
+from offbeat.runtime.validation import Ledger, NoMetricsError, Validation
+from offbeat.runtime.validator import Moment, Validator
+
+_FIRST_TAG: Final = 3 << 62  # exchanges use what is below 2**63, loans of samples what is below this
+_LATER: Final = 1 << 20  # priority: after all exchanges
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share(Part[Snapshot]):
+    """A part that this worker was dealt; `digest`: of the snapshot that it is to be evaluated with."""
+
+    digest: str
+
+
+@dataclass(kw_only=True)
+class _Held:
+    """A snapshot of this worker's, for as long as its epoch is not over.
+
+    Attributes:
+        digest: of what lies in it now.
+        wanted: of what it is to hold, as far as is known.
+        incoming: what is on its way to it; kept until it is there.
+        lent: what others are being sent of it; a copy, since they may still be when it is used again.
+        under_way: how many parts this worker evaluates with it.
+        is_over: its validation has ended.
+    """
+
+    snapshot: Snapshot
+    cancelled: threading.Event
+    digest: str
+    wanted: str
+    incoming: torch.Tensor | None = None
+    lent: torch.Tensor | None = None
+    under_way: int = 0
+    is_over: bool = False
+
+
+@dataclass(kw_only=True)
+class Shares:
+    """What a worker is dealt of its job's validations, and what it says of it.
+
+    Attributes:
+        member: the control side.
+        ledger: of the validations under way here; each has one part, the set.
+        samples: in the set.
+        deadline_s: how long a snapshot that is lent may take to come.
+        crew: evaluates what is dealt.
+    """
+
+    member: Member
+    ledger: Ledger
+    samples: int
+    deadline_s: float
+    crew: Crew[Snapshot] | None = None
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _over: dict[int, Validated] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def begin(self) -> None:
+        """Listen to what is said of validations."""
+        self.member.on_validation = self.hear
+        for over in list(self.member.validated):
+            self.hear(over)
+
+    def offer(self, epoch: int, moment: Moment, *, is_current: bool, evaluators: int) -> None:
+        """Say that this worker can evaluate parts of an epoch."""
+        digest = moment.snapshot.digest()
+        with self._changed:
+            self._held[epoch] = _Held(
+                snapshot=moment.snapshot, cancelled=moment.cancelled, digest=digest, wanted=digest
+            )
+            over = self._over.get(epoch)
+        if over is not None:
+            self._end(over)
+            return
+        self.member.tell(
+            SnapshotTaken(
+                now_s=0.0,
+                worker=self.member.worker,
+                epoch=epoch,
+                digest=digest,
+                is_current=is_current,
+                samples=self.samples,
+                evaluators=evaluators,
+                deadline_s=self.deadline_s,
+            )
+        )
+
+    def digest_of(self, epoch: int) -> str:
+        """Return the digest of the snapshot that this worker has of an epoch."""
+        return self._held[epoch].digest
+
+    def outcome_of(self, epoch: int) -> Validated:
+        """Return what the validation of an epoch came to, which is over."""
+        return self._over[epoch]
+
+    def earlier(self, epoch: int) -> list[Validated]:
+        """Return what epochs before this one came to, as far as is known, in order."""
+        with self._changed:
+            return [self._over[one] for one in sorted(self._over) if one < epoch]
+
+    def is_read(self, epoch: int) -> bool:
+        """Whether the snapshot of an epoch that is over may still be read, or written, here."""
+        with self._changed:
+            held = self._held[epoch]
+            return held.under_way > 0 or held.incoming is not None
+
+    def keep(self, epochs: Collection[int]) -> None:
+        """Forget the snapshots of all other epochs."""
+        with self._changed:
+            self._held = {epoch: held for epoch, held in self._held.items() if epoch in epochs}
+
+    def what_is_missing(self, epoch: int) -> str:
+        """Say what an epoch waits for, as far as this worker knows."""
+        with self._changed:
+            under_way = self._held[epoch].under_way if epoch in self._held else 0
+        if under_way:
+            return f"this worker, {self.member.worker}, has {under_way} parts that it has not evaluated"
+        return (
+            f"worker {self.member.worker} has evaluated all that it was dealt, and waits for others, who "
+            "have the other parts or are not yet at the end of that epoch"
+        )
+
+    # What is said, in the links' thread ------------------------------------------------------------------
+
+    def hear(self, action: LendSnapshot | EvaluatePart | Validated) -> None:
+        """Do what the coordinator says."""
+        match action:
+            case Validated():
+                with self._changed:
+                    self._over[action.epoch] = action
+                self._end(action)
+            case EvaluatePart():
+                self._take(action)
+            case LendSnapshot() if action.borrower == self.member.worker:
+                self._borrow(action)
+            case LendSnapshot():
+                self._lend(action)
+
+    def _take(self, action: EvaluatePart) -> None:
+        with self._changed:
+            held = self._held.get(action.epoch)
+            if held is None or self.crew is None:
+                return
+            held.under_way += 1
+            held.wanted = action.digest
+            self._changed.notify_all()
+        share = _Share(
+            epoch=action.epoch,
+            number=action.part,
+            positions=range(action.start, action.stop),
+            snapshot=held.snapshot,
+            cancelled=held.cancelled,
+            digest=action.digest,
+        )
+        self.crew.give([share])
+
+    def _borrow(self, loan: LendSnapshot) -> None:
+        with self._changed:
+            held = self._held.get(loan.epoch)
+            if held is None:
+                self.member.endpoint.forget(_FIRST_TAG + loan.number, _FIRST_TAG + loan.number + 1)
+                return
+            incoming = torch.empty(held.snapshot.size_bytes, dtype=torch.uint8)
+            held.incoming, held.wanted = incoming, loan.digest
+            missing = len(incoming)
+
+        def came(_: int, length: int) -> None:
+            nonlocal missing
+            missing -= length
+            if missing:
+                return
+            with self._changed:
+                if held.incoming is incoming:
+                    held.incoming = None
+                    if not held.cancelled.is_set():
+                        held.snapshot.overwrite(incoming)
+                        held.digest = loan.digest
+                self._changed.notify_all()
+
+        owner = self.member.name_of(loan.worker)
+        self.member.endpoint.expect(owner, _FIRST_TAG + loan.number, _memory(incoming), came)
+
+    def _lend(self, loan: LendSnapshot) -> None:
+        held = self._held.get(loan.epoch)
+        if held is None or held.digest != loan.digest:
+            return  # it is over, and the borrower has heard that
+        values = held.lent = held.snapshot.to_bytes() if held.lent is None else held.lent
+        self.member.endpoint.put(
+            self.member.name_of(loan.borrower),
+            _FIRST_TAG + loan.number,
+            _memory(values),
+            priority=_LATER,
+            done=partial(_keep, values),
+        )
+
+    def _end(self, over: Validated) -> None:
+        """An epoch is over, for everybody."""
+        with self._changed:
+            held = self._held.get(over.epoch)
+            if held is None or held.is_over:
+                return
+            held.is_over = True
+        whole = Part(
+            epoch=over.epoch,
+            number=0,
+            positions=range(self.samples),
+            snapshot=held.snapshot,
+            cancelled=held.cancelled,
+        )
+        if over.owner is None:
+            self.ledger.done(
+                whole, NoMetricsError(f"there are no metrics of epoch {over.epoch}: {over.reason}")
+            )
+        else:
+            self.ledger.done(whole, _metrics(over))
+        with self._changed:
+            held.cancelled.set()
+            self._changed.notify_all()
+
+    # In the threads that evaluate ------------------------------------------------------------------------
+
+    def wait_for(self, part: Part[Snapshot]) -> None:
+        """Wait until the snapshot is there that a part is to be evaluated with.
+
+        Raises:
+            CancelledError: it is not wanted any more.
+            OffbeatError: that took too long.
+        """
+        assert isinstance(part, _Share)
+        limit_s = time.monotonic() + self.deadline_s
+        with self._changed:
+            while True:
+                held = self._held.get(part.epoch)
+                if held is None or part.cancelled.is_set() or held.wanted != part.digest:
+                    raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
+                if held.digest == part.digest:
+                    return
+                left_s = limit_s - time.monotonic()
+                if left_s <= 0:
+                    raise OffbeatError(
+                        f"worker {self.member.worker} was to be lent a snapshot of epoch {part.epoch}, and "
+                        f"waited {self.deadline_s:g} s for it in vain"
+                    )
+                self._changed.wait(left_s)
+
+    def wake(self) -> None:
+        """Let threads that wait see that they need not any more."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def done(self, part: Part[Snapshot], result: dict[str, Value] | BaseException) -> None:
+        """Tell what a part came to; an error ends the validation, and this worker's training says so."""
+        assert isinstance(part, _Share)
+        with self._changed:
+            held = self._held.get(part.epoch)
+            if held is not None:
+                held.under_way -= 1
+        if isinstance(result, CancelledError):
+            return
+        try:
+            if isinstance(result, BaseException):
+                raise result
+            means, counts = _told(result)
+        except BaseException as error:
+            self.ledger.done(part, error)
+            return
+        with suppress(LinkError):  # then the job has failed, and says so elsewhere
+            self.member.tell(
+                PartEvaluated(
+                    now_s=0.0,
+                    worker=self.member.worker,
+                    epoch=part.epoch,
+                    digest=part.digest,
+                    part=part.number,
+                    means=means,
+                    counts=counts,
+                )
+            )
+
+
+class _WithTheRightSnapshot:
+    """Evaluates a part once the snapshot is there that it is to be evaluated with."""
+
+    def __init__(self, evaluator: Evaluator[Snapshot], shares: Shares) -> None:
+        self._evaluator, self._shares = evaluator, shares
+
+    def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
+        """See `Evaluator`."""
+        self._shares.wait_for(part)
+        return self._evaluator.evaluate(part)
+
+    def close(self) -> None:
+        """See `Evaluator`."""
+        self._shares.wake()
+        self._evaluator.close()
+
+
+class SharedValidator(Validator):
+    """A `Validator` whose epochs are evaluated by all workers of a session together; see `Session.validate`.
+
+    All take the same decisions at the same points, so that nobody stops while others train on: metrics are
+    acted on once `max_pending` + 1 further epochs have been validated and not before, and training waits for
+    them there. With "sync", and in the end, it waits for all.
+
+    Args:
+        model, evaluate, data: see `Validator`.
+        member: the control side of this worker.
+        is_current: whether this worker's model is one to validate with.
+        goes_back: whether the strategy allows for "rollback".
+        is_alone: no other thread of this process trains.
+        options: of `Validator`.
+
+    Raises:
+        ValueError: an argument out of range, or one that several workers cannot do.
+        OffbeatError: see `Validator`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Evaluate,
+        data: Data,
+        *,
+        member: Member,
+        is_current: Callable[[], bool],
+        goes_back: bool,
+        is_alone: bool,
+        **options: Any,
+    ) -> None:
+        _check(options, goes_back=goes_back)
+        self._member, self._is_current = member, is_current
+        self._max_pending: int = options.get("max_pending", PENDING_MAX)
+        self._evaluators: int = options.get("workers", 1)
+        self._shares: Shares
+        self._is_ending = False
+        self._best_owner: int | None = None
+        self._has_begun = False
+        self._read: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # by threads that nobody waits for
+        if options.get("backend", "auto") == "auto":
+            options["backend"] = "thread"
+        super().__init__(model, evaluate, data, **options)
+        self._is_rehearsed = not is_alone  # else what another thread draws would be taken for evaluate's
+        self._ledger.what_is_missing = self._shares.what_is_missing
+        self._shares.begin()
+
+    def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
+        shares = Shares(
+            member=self._member,
+            ledger=self._ledger,
+            samples=samples_of(self._data),
+            deadline_s=self._deadline_s,
+        )
+        self._shares = shares
+        crew = Crew([_WithTheRightSnapshot(evaluator, shares) for evaluator in evaluators], shares.done)
+        shares.crew = crew
+        return crew
+
+    # The end of an epoch --------------------------------------------------------------------------------
+
+    def _begin(self, epoch: int) -> Validation:
+        if not self._has_begun:
+            self._has_begun = True
+            self._catch_up(epoch)
+        return super()._begin(epoch)
+
+    def _catch_up(self, epoch: int) -> None:
+        """Act on what was validated before this worker came, as the others have."""
+        for over in self._shares.earlier(epoch):
+            self.history[over.epoch] = None if over.owner is None else _metrics(over)
+            if over.owner is None or self._monitor is None:
+                continue
+            verdict = self._monitor.observe(over.epoch, _metrics(over))
+            if self._plateau is not None:
+                self._plateau.step(self._monitor.value_of(_metrics(over)))
+            self.stopped = self.stopped or verdict.stop
+            if verdict.improved:
+                self._best_owner = over.owner
+
+    def _give(self, take: Take, moment: Moment) -> None:
+        self._shares.offer(take.epoch, moment, is_current=self._is_current(), evaluators=self._evaluators)
+
+    def _take_in(self) -> None:
+        """Act on what all workers act on here; wait for it."""
+        is_begun = self._ended in self._moments
+        waits = 0 if self._is_ending or self._decision == "sync" else self._max_pending + is_begun
+        while len(self._moments) > waits:
+            self._ledger.wait_for_oldest()
+            self._take_in_next()
+            self._shares.keep(self._moments)
+
+    def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
+        digest, over = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)
+        if self._shares.is_read(epoch):
+            self._read.add(moment.snapshot)
+        super()._act(epoch, metrics, moment)
+        if self._best is moment.snapshot:
+            self._best_owner = over.owner
+            if digest != over.digest:  # it was evaluated with another one, which is the best
+                self._best = None
+                self._use_again(moment.snapshot)
+
+    def _use_again(self, unused: Snapshot | None) -> None:
+        if unused not in self._read:
+            super()._use_again(unused)
+
+    def finish(self) -> None:
+        """See `Validator.finish`."""
+        self._is_ending = True
+        super().finish()
+
+    def best_state_dict(self) -> dict[str, Any]:
+        """See `Validator.best_state_dict`; where `has_best` is false, this worker cannot return it.
+
+        Raises:
+            OffbeatError: another worker has it; names that one.
+        """
+        if self._best is None and self._best_owner is not None:
+            raise OffbeatError(
+                f"the best snapshot is worker {self._best_owner}'s, and this is worker "
+                f"{self._member.worker}: save it where session.validator.has_best is true"
+            )
+        return super().best_state_dict()
+
+    def abandon(self, error: WorkerError) -> None:
+        """End all waiting with the job's failure; any thread may call it."""
+        self._ledger.abandon(error)
+
+
+def _check(options: dict[str, Any], *, goes_back: bool) -> None:
+    if options.get("backend") == "inline":
+        raise ValueError(
+            "expected a backend of thread, process or stream with several workers, got 'inline': parts come "
+            "when they are dealt; decision='sync' makes training wait for them"
+        )
+    if options.get("when_full", "block") != "block":
+        raise ValueError(
+            "expected when_full='block' with several workers, got 'skip': which epochs are skipped would "
+            "depend on who is how fast"
+        )
+    if options.get("decision") == "rollback" and not goes_back:
+        raise ValueError(
+            "expected a decision of sync or lag with this strategy, got 'rollback': not all workers have the "
+            "same parameters at the same time, so that they cannot all go back to them"
+        )
+
+
+def _told(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return means and counts, as they are told."""
+    means: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, float):
+            means[name] = value
+        elif isinstance(value, int):
+            counts[name] = float(value)
+        else:
+            raise OffbeatError(
+                f"expected the metric {name!r} to be a mean or a count where several workers share a "
+                f"validation out, got {type(value).__name__}: return its numbers, or validate on one worker "
+                "with offbeat.Validator"
+            )
+    return means, counts
+
+
+def _metrics(over: Validated) -> dict[str, float]:
+    return {**over.means, **{name: int(count) for name, count in over.counts.items()}}
+
+
+def _memory(values: torch.Tensor) -> memoryview:
+    raw: Any = values.numpy()
+    return memoryview(raw)
+
+
+def _keep(_: torch.Tensor) -> None:
+    """Holds what is sent for as long as it is being sent."""
