@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections import Counter
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -15,12 +10,10 @@ from torch.utils.data import Dataset
 
 import offbeat
 from cluster import run
-from jobs import job
-from offbeat.errors import OffbeatError
-from offbeat.events import EvaluatePart, Group, LendSnapshot, Lost, PartEvaluated, SnapshotTaken, Validated
+from offbeat.events import EvaluatePart, LendSnapshot, SnapshotTaken, Validated
 from offbeat.record import read_log, replay
 from offbeat.strategies import DPAR, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
-from runlogs import entries_of, wait_until
+from runlogs import entries_of
 
 STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
 
@@ -104,7 +97,13 @@ def evaluated(state, kind):
     return {"loss": pytest.approx(float(metrics["loss"]), abs=1e-6), "right": metrics["right"]}
 
 
-STRATEGIES = {"bsp": AllReduce(), "hybrid": Hybrid(), "partial": STEADY, "dpar": DPAR(threshold_ms=1000.0), "ssp": SSP(s=2)}
+STRATEGIES = {
+    "bsp": AllReduce(),
+    "hybrid": Hybrid(),
+    "partial": STEADY,
+    "dpar": DPAR(threshold_ms=1000.0),
+    "ssp": SSP(s=2),
+}
 
 
 @pytest.mark.parametrize("kind", ["plain", "norm"])

@@ -203,8 +203,6 @@ class SharedValidation:
         self._reached.pop(worker, None)
         for one in self._epochs.values():
             one.offers.pop(worker, None)
-            one.holders.discard(worker)
-            one.lent.pop(worker, None)
             one.take_back(worker)
             if one.owner == worker:
                 one.owner = next((other for other in one.offers if other in one.holders), None)

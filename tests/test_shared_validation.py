@@ -1,0 +1,416 @@
+"""The policy that shares validations out: metrics are of one snapshot and come once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.errors import ProtocolError
+from offbeat.events import (
+    EvaluatePart,
+    Finished,
+    Joined,
+    Left,
+    LendSnapshot,
+    Lost,
+    PartEvaluated,
+    SnapshotTaken,
+    Stop,
+    Tick,
+    Validated,
+)
+from offbeat.policies.shared_validation import BACKUP_FACTOR, PARTS_PER_EVALUATOR, SharedValidation
+
+DEADLINE_S = 100.0
+
+
+def joined(worker, now_s=0.0):
+    return Joined(
+        now_s=now_s,
+        worker=worker,
+        world=3,
+        peer=f"worker-{worker}",
+        place="here",
+        addresses=(),
+        model=(),
+        strategy="bsp",
+    )
+
+
+def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=100, evaluators=1):
+    return SnapshotTaken(
+        now_s=now_s,
+        worker=worker,
+        epoch=epoch,
+        digest=digest,
+        is_current=is_current,
+        samples=samples,
+        evaluators=evaluators,
+        deadline_s=DEADLINE_S,
+    )
+
+
+def evaluated(part, now_s=0.0, **changes):
+    """What a worker says of a part that it was given: means tell the snapshot, counts add up to samples."""
+    samples = range(part.start, part.stop)
+    said = {
+        "worker": part.worker,
+        "epoch": part.epoch,
+        "digest": part.digest,
+        "part": part.part,
+        "means": {"loss": value_of(part.digest) + sum(samples) / len(samples)},
+        "counts": {"right": float(len(samples))},
+    }
+    return PartEvaluated(now_s=now_s, **{**said, **changes})
+
+
+def value_of(digest):
+    return float(sum(map(ord, digest)))
+
+
+def is_of_one_snapshot(over, samples=100):
+    return over.counts == {"right": samples} and over.means == {
+        "loss": pytest.approx(value_of(over.digest) + (samples - 1) / 2)
+    }
+
+
+def started(workers, *events):
+    policy = SharedValidation()
+    actions = []
+    for event in [*map(joined, range(workers)), *events]:
+        actions += policy.handle(event)
+    return policy, actions
+
+
+def of(kind, actions):
+    return [action for action in actions if isinstance(action, kind)]
+
+
+# In order -----------------------------------------------------------------------------------------------
+
+
+def test_each_evaluates_its_share_and_all_hear_the_mean():
+    policy, actions = started(3, taken(0), taken(1), taken(2))
+    assert not of(LendSnapshot, actions)
+    parts = of(EvaluatePart, actions)
+    assert [part.worker for part in parts] == [0, 1, 2]
+    done, over = [], []
+    while parts:
+        part = parts.pop(0)
+        done.append(part)
+        answers = policy.handle(evaluated(part))
+        parts += of(EvaluatePart, answers)
+        over += of(Validated, answers)
+    assert len(done) == 3 * PARTS_PER_EVALUATOR
+    assert sorted(position for part in done for position in range(part.start, part.stop)) == list(range(100))
+    assert len(over) == 1
+    assert (over[0].worker, over[0].owner, over[0].digest) == (None, 0, "same")
+    assert is_of_one_snapshot(over[0])
+
+
+def test_who_evaluates_alone_and_one_part_at_a_time_gets_the_whole_set():
+    _, actions = started(1, taken(0))
+    assert [(part.start, part.stop) for part in of(EvaluatePart, actions)] == [(0, 100)]
+
+
+def test_a_worker_gets_as_many_parts_as_it_evaluates_at_once():
+    _, actions = started(2, taken(0, evaluators=3))
+    assert [part.worker for part in of(EvaluatePart, actions)] == [0, 0, 0]
+
+
+def test_a_slow_worker_evaluates_less():
+    """One takes four seconds for a part, two others one."""
+    policy, actions = started(3, taken(0), taken(1), taken(2))
+    ends = {part: 4.0 if part.worker == 2 else 1.0 for part in of(EvaluatePart, actions)}
+    count = {0: 0, 1: 0, 2: 0}
+    while ends:
+        part = min(ends, key=ends.get)
+        now_s = ends.pop(part)
+        count[part.worker] += 1
+        for more in of(EvaluatePart, policy.handle(evaluated(part, now_s))):
+            ends[more] = now_s + (4.0 if more.worker == 2 else 1.0)
+    assert count[2] <= 2
+    assert count[0] + count[1] + count[2] >= 12
+    assert abs(count[0] - count[1]) <= 1
+
+
+def test_older_epochs_are_evaluated_first():
+    policy, actions = started(2, taken(0), taken(0, epoch=1))
+    assert {part.epoch for part in of(EvaluatePart, actions)} == {0}
+    parts = of(EvaluatePart, actions)
+    epochs = []
+    while parts:
+        part = parts.pop()
+        epochs.append(part.epoch)
+        parts += of(EvaluatePart, policy.handle(evaluated(part)))
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1}
+
+
+# Whose snapshot -----------------------------------------------------------------------------------------
+
+
+def test_who_has_another_snapshot_is_lent_the_one_that_is_evaluated_once():
+    policy, actions = started(2, taken(0, digest="mine"), taken(1, digest="yours"))
+    (loan,) = of(LendSnapshot, actions)
+    assert (loan.worker, loan.borrower, loan.digest) == (0, 1, "mine")
+    parts = of(EvaluatePart, actions)
+    assert {part.digest for part in parts} == {"mine"}
+    more = policy.handle(evaluated(next(part for part in parts if part.worker == 1)))
+    assert not of(LendSnapshot, more)
+
+
+def test_a_worker_that_is_left_out_helps_but_its_snapshot_is_not_the_one():
+    policy, actions = started(2, taken(1, digest="old", is_current=False))
+    assert actions == []
+    actions = policy.handle(taken(0, digest="new"))
+    assert {part.digest for part in of(EvaluatePart, actions)} == {"new"}
+    assert {part.worker for part in of(EvaluatePart, actions)} == {0, 1}
+
+
+@pytest.mark.parametrize("end", [Finished, Left, Lost])
+def test_where_nobody_is_current_the_first_is_taken_once_nobody_is_to_come(end):
+    details = {
+        Finished: {"epoch": 0, "step": 4},
+        Left: {"step": 4},
+        Lost: {"cause": "it was silent"},
+    }[end]
+    policy, actions = started(3, taken(1, digest="b", is_current=False), taken(2, is_current=False))
+    assert actions == []
+    actions = policy.handle(end(now_s=1.0, worker=0, **details))
+    assert {part.digest for part in of(EvaluatePart, actions)} == {"b"}
+
+
+def test_others_go_on_where_the_owner_is_lost():
+    policy, actions = started(3, taken(0), taken(1), taken(2, digest="other"))
+    answers = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
+    parts = [part for part in of(EvaluatePart, [*actions, *answers]) if part.worker != 0]
+    (loan,) = of(LendSnapshot, answers)
+    assert (loan.worker, loan.borrower) == (1, 2)
+    assert finish(policy, parts).owner == 1
+
+
+def test_without_anybody_who_has_it_another_snapshot_is_evaluated_from_the_beginning():
+    policy, actions = started(2, taken(0, digest="a"))
+    (part,) = of(EvaluatePart, actions)
+    policy.handle(evaluated(part))
+    answers = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
+    assert answers == []
+    answers = policy.handle(taken(1, digest="b"))
+    over = finish(policy, of(EvaluatePart, answers))
+    assert over.digest == "b"
+    assert is_of_one_snapshot(over)
+
+
+def test_where_nobody_has_a_snapshot_of_its_own_left_there_are_no_metrics():
+    policy, _ = started(2, taken(0, digest="a"), taken(1, digest="b"))  # which worker 1 may have overwritten
+    (over,) = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
+    assert isinstance(over, Validated)
+    assert over.owner is None
+    assert "nobody is left that has the snapshot" in over.reason
+
+
+def test_what_a_lost_worker_had_goes_to_others_at_once():
+    policy, actions = started(2, taken(0), taken(1))
+    mine, lost = of(EvaluatePart, actions)
+    assert policy.handle(Lost(now_s=0.0, worker=1, cause="it was killed")) == []
+    (next_,) = of(EvaluatePart, policy.handle(evaluated(mine)))
+    assert (next_.worker, next_.part) == (0, lost.part)
+
+
+def test_a_result_that_is_of_the_snapshot_before_does_not_count():
+    policy, actions = started(3, taken(0, digest="a"), taken(1, digest="b"))
+    (old,) = [part for part in of(EvaluatePart, actions) if part.worker == 1]
+    policy.handle(Lost(now_s=0.0, worker=0, cause="it was killed"))
+    parts = of(EvaluatePart, policy.handle(taken(2, digest="c")))
+    (new,) = [part for part in parts if part.worker == 1]
+    policy.handle(replace(evaluated(old), part=new.part))
+    over = finish(policy, parts)
+    assert over.digest == "c"
+    assert is_of_one_snapshot(over)
+
+
+def finish(policy, parts):
+    """Has all parts evaluated; returns what the epoch came to."""
+    parts = list(parts)
+    while True:
+        answers = policy.handle(evaluated(parts.pop(0), now_s=1.0))
+        if over := of(Validated, answers):
+            return over[0]
+        parts += of(EvaluatePart, answers)
+
+
+def test_a_newcomer_hears_what_earlier_epochs_came_to():
+    policy, actions = started(2, taken(0))
+    over = finish(policy, of(EvaluatePart, actions))
+    (told,) = policy.handle(joined(7))
+    assert (told.worker, told.epoch, told.means) == (7, 0, over.means)
+
+
+# Those that take long -----------------------------------------------------------------------------------
+
+
+def test_a_part_that_takes_long_is_given_to_a_second_worker_and_the_first_result_counts():
+    policy, actions = started(2, taken(0), taken(1))
+    stuck = next(part for part in of(EvaluatePart, actions) if part.worker == 1)
+    parts = [part for part in of(EvaluatePart, actions) if part.worker == 0]
+    now_s = 0.0
+    while parts:
+        now_s += 1.0
+        parts = of(EvaluatePart, policy.handle(evaluated(parts[0], now_s)))
+        if parts and parts[0].part == stuck.part:
+            break
+    assert parts, "nobody else was given the part"
+    assert parts[0].worker == 0
+    assert now_s > BACKUP_FACTOR
+    over = of(Validated, policy.handle(evaluated(parts[0], now_s + 1)))
+    assert is_of_one_snapshot(over[0])
+    assert policy.handle(evaluated(stuck, now_s + 2)) == []
+
+
+def test_nobody_is_given_a_part_twice_for_nothing():
+    policy, actions = started(2, taken(0), taken(1))
+    parts = of(EvaluatePart, actions)
+    given = list(parts)
+    while len(parts) > 1:
+        more = of(EvaluatePart, policy.handle(evaluated(parts.pop(0), now_s=1.0)))
+        parts, given = parts + more, given + more
+    assert not of(EvaluatePart, policy.handle(Tick(now_s=1.5)))
+    assert len({part.part for part in given}) == len(given)
+
+
+def test_a_part_that_is_never_evaluated_ends_the_job_and_names_the_worker():
+    policy, _ = started(2, taken(1))
+    assert policy.handle(Tick(now_s=DEADLINE_S)) == []
+    (stop,) = policy.handle(Tick(now_s=DEADLINE_S + 1))
+    assert isinstance(stop, Stop)
+    assert stop.worker == 1
+    assert stop.reason.startswith("worker 1 did not evaluate part 0 of epoch 0 within 100 s")
+    assert policy.handle(Tick(now_s=DEADLINE_S + 2)) == []
+
+
+# What cannot be -----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused():
+    policy, actions = started(2, taken(0))
+    (part,) = of(EvaluatePart, actions)
+    with pytest.raises(ProtocolError, match="100 samples on worker 0 and 99 on worker 1"):
+        policy.handle(taken(1, samples=99))
+    with pytest.raises(ProtocolError, match="worker 0 has taken a second snapshot of epoch 0"):
+        policy.handle(taken(0))
+    with pytest.raises(ProtocolError, match="expected at least one of each"):
+        policy.handle(taken(1, evaluators=0))
+    with pytest.raises(ProtocolError, match="no part of epoch 5 was given to worker 0"):
+        policy.handle(evaluated(part, epoch=5))
+    policy.handle(evaluated(part))
+    (part,) = [one for one in of(EvaluatePart, policy.handle(taken(1))) if one.worker == 1]
+    with pytest.raises(ProtocolError, match=r"got the mean loss, .* and of part \d+ the mean f1"):
+        policy.handle(evaluated(part, means={"f1": 0.5}))
+
+
+# Whatever happens ---------------------------------------------------------------------------------------
+
+
+class World:
+    """Workers that do what they are told, at their own times, with links that lose nothing but the dead."""
+
+    def __init__(self, chance, workers, epochs):
+        self.chance = chance
+        self.policy = SharedValidation()
+        self.now_s = 0.0
+        self.alive = set(range(workers))
+        self.epoch = dict.fromkeys(range(workers), 0)
+        self.epochs = epochs
+        self.digests = {}  # by worker and epoch: what its snapshot holds
+        self.parts = []
+        self.results = []  # on their way to the coordinator
+        self.over = {}
+        for worker in range(workers):
+            self.hear(joined(worker))
+
+    def hear(self, event):
+        if self.chance.random() < 0.2:  # the coordinator is killed and started again
+            state = json.loads(json.dumps(self.policy.state_dict()))
+            self.policy = SharedValidation()
+            self.policy.load_state_dict(state)
+        for action in self.policy.handle(event):
+            self.obey(action)
+
+    def obey(self, action):
+        match action:
+            case EvaluatePart():
+                self.parts.append(action)
+            case LendSnapshot() if {action.worker, action.borrower} <= self.alive:
+                key = (action.worker, action.epoch)
+                assert self.digests[key] == action.digest, "it lends what it does not have"
+                if self.chance.random() < 0.9:  # else it dies before all is sent
+                    self.digests[action.borrower, action.epoch] = action.digest
+                else:
+                    self.digests[action.borrower, action.epoch] = "garbage"
+                    self.lose_later = action.worker
+            case Validated() if action.worker is None:
+                assert action.epoch not in self.over, "an epoch ends twice"
+                self.over[action.epoch] = action
+                assert action.owner is None or is_of_one_snapshot(action)
+            case Validated():
+                assert action.epoch in self.over
+
+    def step(self):
+        self.now_s += self.chance.random()
+        self.lose_later = None
+        training = [worker for worker in self.alive if self.epoch[worker] < self.epochs]
+        choices = ["train"] * 3 * bool(training) + ["evaluate"] * 4 * bool(self.parts) + ["tick"]
+        choices += ["tell"] * 2 * bool(self.results)
+        choices += ["lose"] * (len(self.alive) > 1 and self.chance.random() < 0.2)
+        match self.chance.choice(choices):
+            case "train":
+                self.train(self.chance.choice(sorted(training)))
+            case "evaluate":
+                part = self.parts.pop(self.chance.randrange(len(self.parts)))
+                if self.digests[part.worker, part.epoch] == part.digest:
+                    self.results.append(part)
+            case "tell":
+                part = self.results.pop(self.chance.randrange(len(self.results)))
+                if part.worker in self.alive:
+                    self.hear(evaluated(part, self.now_s))
+            case "lose":
+                self.lose(self.chance.choice(sorted(self.alive)))
+            case "tick":
+                self.hear(Tick(now_s=self.now_s))
+        if self.lose_later in self.alive:
+            self.lose(self.lose_later)
+
+    def train(self, worker):
+        epoch = self.epoch[worker]
+        self.epoch[worker] += 1
+        digest = f"{epoch} {self.chance.choice('aab')}"
+        self.digests[worker, epoch] = digest
+        is_current = self.chance.random() < 0.8
+        self.hear(taken(worker, epoch, self.now_s, digest, is_current))
+        if self.epoch[worker] == self.epochs:
+            self.hear(Finished(now_s=self.now_s, worker=worker, epoch=epoch, step=9))
+
+    def lose(self, worker):
+        self.alive.discard(worker)
+        self.hear(Lost(now_s=self.now_s, worker=worker, cause="it was killed"))
+
+
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32), workers=st.integers(1, 4), epochs=st.integers(1, 3))
+def test_whatever_happens_each_epoch_ends_once_with_the_metrics_of_one_snapshot(seed, workers, epochs):
+    world = World(random.Random(seed), workers, epochs)
+    for _ in range(2000):
+        done = world.over.keys() >= set(range(epochs))
+        if done and all(world.epoch[worker] == epochs for worker in world.alive):
+            break
+        world.step()
+    else:
+        pytest.fail(
+            f"epochs {set(range(epochs)) - world.over.keys()} never ended: {world.policy.state_dict()}"
+        )
