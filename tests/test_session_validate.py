@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +15,23 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import offbeat
-from cluster import run
-from offbeat.events import EvaluatePart, LendSnapshot, SnapshotTaken, Validated
+from cluster import run, values
+from jobs import job
+from offbeat.errors import OffbeatError
+from offbeat.events import (
+    EvaluatePart,
+    Group,
+    Joined,
+    LendSnapshot,
+    Lost,
+    PartEvaluated,
+    SnapshotTaken,
+    Validated,
+)
 from offbeat.record import read_log, replay
 from offbeat.strategies import DPAR, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
-from runlogs import entries_of
+from runlogs import entries_of, wait_until
+from test_groups import compute
 
 STEADY = PartialAllReduce(limit=10**6)  # nobody is left out for being slow
 
@@ -46,9 +64,10 @@ def a_model(kind="plain"):
     return nn.Sequential(nn.Linear(6, 8), *between, nn.ReLU(), nn.Linear(8, 3))
 
 
-def train_epoch(model, optimizer, session):
+def train_epoch(model, optimizer, session, compute_s=0.0):
     for inputs, labels in session.batches(TRAINING, batch_size=8):
         optimizer.zero_grad()
+        compute(compute_s)
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
 
@@ -69,7 +88,7 @@ class Trained:
             self.best = {name: value.numpy() for name, value in validator.best_state_dict().items()}
 
 
-def train(rank, say, strategy, epochs=3, kind="plain", judge=evaluate, **options):
+def train(rank, say, strategy, epochs=3, kind="plain", judge=evaluate, compute_s=0.0, **options):
     torch.set_num_threads(1)
     model, ends = a_model(kind), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,16 +96,10 @@ def train(rank, say, strategy, epochs=3, kind="plain", judge=evaluate, **options
         options["monitor"] = offbeat.Monitor("loss", patience=options.pop("patience"))
     with offbeat.join(model, optimizer, strategy) as session:
         for epoch in session.epochs(epochs):
-            train_epoch(model, optimizer, session)
+            train_epoch(model, optimizer, session, compute_s)
             session.validate(judge, VALIDATION, **options)
             ends[epoch] = state_of(model)
     return Trained(session, model, ends)
-
-
-def values(ended):
-    errors = [one.trace for one in ended if one.error]
-    assert not errors, errors[0]
-    return [one.value for one in ended]
 
 
 @torch.no_grad()
@@ -127,3 +140,301 @@ def test_all_hear_the_metrics_of_one_snapshot_to_which_each_has_contributed(stra
         assert {one.worker for one in parts} <= {*same, *lent}
         assert not lent & {*same}
     replay(read_log(log))
+
+
+def train_only(rank, say, strategy, epochs, kind):
+    torch.set_num_threads(1)
+    model = a_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(epochs):
+            train_epoch(model, optimizer, session)
+    return state_of(model)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "hybrid"])
+def test_training_is_bit_for_bit_what_it_is_without(strategy):
+    chosen, slow = STRATEGIES[strategy], {"OFFBEAT_SLOW": "1:3"}
+    without = values(run(train_only, 2, chosen, 3, "dropout"))
+    for one, expected in zip(values(run(train, 2, chosen, 3, "dropout", env=slow)), without, strict=True):
+        assert one.last.keys() == expected.keys()
+        assert all((one.last[name] == expected[name]).all() for name in expected)
+
+
+def test_in_processes_of_its_own(tmp_path):
+    options = {"backend": "process", "workers": 1}
+    for one in values(run(with_options, 2, AllReduce(), options)):
+        assert list(one.history) == [0, 1]
+        assert one.history[1] == evaluated(one.ends[1], "plain")
+
+
+def with_options(rank, say, strategy, options, **more):
+    return train(rank, say, strategy, 2, **options, **more)
+
+
+# Slow, stopped, dead and new ----------------------------------------------------------------------------
+
+
+def is_worker(rank):
+    return os.environ["RANK"] == str(rank) and threading.current_thread() is not threading.main_thread()
+
+
+def stuck_on_one(model, part):
+    """On worker 2, the first part takes until the epoch is over without it."""
+    log = Path(os.environ["OFFBEAT_RUN_LOG"])
+    if is_worker(2) and not entries_of(log, Validated):
+        wait_until(lambda: bool(entries_of(log, Validated)), "an epoch that is over")
+    return evaluate(model, part)
+
+
+def test_a_worker_that_does_not_get_on_keeps_nobody_waiting(tmp_path):
+    log = tmp_path / "log"
+    ended = values(run(train, 3, AllReduce(), 3, "plain", stuck_on_one, env={"OFFBEAT_RUN_LOG": str(log)}))
+    for one in ended:
+        assert one.history == ended[0].history
+        assert one.history[0] == evaluated(ended[0].ends[0], "plain")
+    share = Counter(one.worker for one in entries_of(log, PartEvaluated) if one.epoch == 0)
+    assert share[2] < min(share[0], share[1])
+
+
+def dies_at_once(model, part):
+    if is_worker(1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return evaluate(model, part)
+
+
+def test_what_a_killed_worker_was_to_evaluate_is_evaluated_by_others(tmp_path):
+    log = tmp_path / "log"
+    ended = run(train, 3, STEADY, 3, "plain", dies_at_once, env={"OFFBEAT_RUN_LOG": str(log)})
+    assert ended[1].exitcode == -signal.SIGKILL
+    first, other = values([ended[0], ended[2]])
+    assert first.history == other.history
+    assert list(first.history) == [0, 1, 2]
+    assert first.history[2] == evaluated(first.ends[2], "plain")
+    assert any(isinstance(one, Lost) for one in entries_of(log))
+
+
+def test_a_worker_that_is_left_out_hears_the_metrics_too(tmp_path):
+    log = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(log), "OFFBEAT_SLOW": "2:20"}
+    ended = values(run(train, 3, PartialAllReduce(limit=3, n_profile=2), 6, "plain", evaluate, 0.01, env=env))
+    assert any(2 not in group.members for group in entries_of(log, Group))
+    assert [list(one.history) for one in ended] == [list(range(6))] * 3
+    assert ended[0].history == ended[1].history == ended[2].history
+
+
+def comes_late(rank, say, log):
+    wait_until(lambda: bool(entries_of(log, Validated)), "an epoch that is over")
+    return train(rank, say, STEADY, 8)
+
+
+def trains_until_it_has_come(rank, say, log):
+    def wait_for_it(model, part):
+        if threading.current_thread() is not threading.main_thread() and entries_of(log, Validated):
+            wait_until(
+                lambda: any(one.worker == 3 for one in entries_of(log, SnapshotTaken, Joined)),
+                "the newcomer",
+            )
+        return evaluate(model, part)
+
+    return train(rank, say, STEADY, 8, judge=wait_for_it)
+
+
+def test_a_newcomer_knows_what_was_validated_before_it_came(tmp_path):
+    log = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(log)}
+    with job(trains_until_it_has_come, 3, log, env=env) as running:
+        running.add(comes_late, log)
+        *_, first, newcomer = values(running.ends())
+    assert newcomer.history == first.history
+    assert list(newcomer.history) == list(range(8))
+    assert min(newcomer.ends) > 0
+
+
+def says_when_it_validates(rank, say, log):
+    def judge(model, part):
+        if is_worker(0):
+            say("evaluating")
+        return evaluate(model, part)
+
+    return train(rank, say, AllReduce(), 4, judge=judge)
+
+
+def test_a_coordinator_that_is_killed_goes_on_with_the_validation(tmp_path):
+    log = tmp_path / "log"
+    with job(says_when_it_validates, 2, log, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.said(0)
+        os.kill(running.coordinator(), signal.SIGKILL)
+        ended = values(running.ends())
+    assert [list(one.history) for one in ended] == [[0, 1, 2, 3]] * 2
+    assert ended[0].history[3] == evaluated(ended[0].ends[3], "plain")
+
+
+# Decisions ----------------------------------------------------------------------------------------------
+
+LOSSES = [3.0, 2.0, 1.0, 1.5, 1.6, 0.5, 0.4, 0.3]
+
+
+class Counting(nn.Module):
+    """Knows how many epochs it has been trained for."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = a_model()
+        self.register_buffer("epochs", torch.tensor(-1))
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def judge_epoch(model, part):
+    return {"loss": LOSSES[int(model.epochs)]}
+
+
+def stops_early(rank, say, strategy, decision, max_pending):
+    torch.set_num_threads(1)
+    model, ends = Counting(), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    monitor = offbeat.Monitor("loss", patience=2)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(len(LOSSES)):
+            model.epochs += 1
+            train_epoch(model, optimizer, session)
+            ends[epoch] = state_of(model)
+            session.validate(
+                judge_epoch,
+                VALIDATION,
+                monitor=monitor,
+                decision=decision,
+                max_pending=max_pending,
+                restores=[optimizer],
+            )
+    return Trained(session, model, ends)
+
+
+def same(state, other):
+    return state.keys() == other.keys() and all((state[name] == other[name]).all() for name in state)
+
+
+def stopped_early(strategy, decision, max_pending=0):
+    ended = values(run(stops_early, 3, strategy, decision, max_pending, env={"OFFBEAT_SLOW": "1:3"}))
+    assert all(one.stopped for one in ended)
+    assert all(list(one.ends) == list(ended[0].ends) for one in ended), "not all stopped at the same point"
+    assert all(one.history == ended[0].history for one in ended)
+    return ended
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "partial"])
+def test_in_step_all_stop_where_patience_is_at_its_end(strategy):
+    for one in stopped_early(STRATEGIES[strategy], "sync"):
+        assert list(one.ends) == [0, 1, 2, 3, 4]
+        assert same(one.best, one.ends[2])
+
+
+@pytest.mark.parametrize("max_pending", [0, 2])
+@pytest.mark.parametrize("strategy", ["bsp", "ssp"])
+def test_with_a_lag_all_stop_as_many_epochs_later_as_may_be_pending_and_one(strategy, max_pending):
+    for one in stopped_early(STRATEGIES[strategy], "lag", max_pending):
+        assert list(one.ends) == list(range(6 + max_pending))
+        assert list(one.history) == list(one.ends)
+
+
+def test_rollback_ends_with_the_weights_of_early_stopping_in_step():
+    in_step = stopped_early(AllReduce(), "sync")
+    for one, expected in zip(stopped_early(AllReduce(), "rollback"), in_step, strict=True):
+        assert list(one.ends) == [0, 1, 2, 3, 4, 5]  # the last one in vain
+        assert same(one.last, expected.last)
+        assert same(one.best, expected.best)
+
+
+# Errors -------------------------------------------------------------------------------------------------
+
+
+def fails_on_one(model, part):
+    if is_worker(1):
+        raise ZeroDivisionError("no samples of this class")
+    return evaluate(model, part)
+
+
+def test_an_error_in_evaluate_ends_the_job_and_names_the_worker():
+    ended = run(train, 2, AllReduce(), 5, "plain", fails_on_one)
+    assert (ended[1].error_type, ended[1].error) == ("ZeroDivisionError", "no samples of this class")
+    assert "fails_on_one" in ended[1].trace
+    assert ended[0].error_type == "WorkerError"
+    assert "worker 1 failed" in ended[0].error
+    assert "ZeroDivisionError" in ended[0].error
+
+
+class Merging:
+    def merge_state(self, other):
+        raise AssertionError
+
+    def compute(self):
+        raise AssertionError
+
+
+def returns_a_metric(model, part):
+    return {"f1": Merging()}
+
+
+def test_metrics_that_cannot_be_told_are_refused():
+    ended = run(train, 2, AllReduce(), 2, "plain", returns_a_metric)
+    errors = {one.error_type: one.error for one in ended}
+    assert "expected the metric 'f1' to be a mean or a count" in errors["OffbeatError"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "text"),
+    [
+        (
+            "bsp",
+            {"backend": "inline"},
+            "a backend of thread, process or stream with several workers, got 'in",
+        ),
+        ("bsp", {"when_full": "skip"}, "expected when_full='block' with several workers, got 'skip'"),
+        ("partial", {"decision": "rollback"}, "a decision of sync or lag with this strategy, got 'rollback'"),
+        ("ssp", {"decision": "rollback"}, "a decision of sync or lag with this strategy, got 'rollback'"),
+        ("bsp", {"decision": "rollback", "plateau": 3}, "sync or lag with a plateau in a session"),
+    ],
+)
+def test_what_several_workers_cannot_do_is_refused(strategy, options, text):
+    for one in run(with_options, 2, STRATEGIES[strategy], options):
+        assert one.error_type in ("ValueError", "WorkerError")
+        assert text in one.error
+
+
+def test_another_set_or_evaluate_is_refused():
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, AllReduce()) as session:
+        for epoch in session.epochs(2):
+            train_epoch(model, optimizer, session)
+            if epoch == 0:
+                session.validate(lambda model, part: {"loss": 0.0}, VALIDATION)
+                continue
+            with pytest.raises(OffbeatError, match="the same evaluate, data set and options at every epoch"):
+                session.validate(lambda model, part: {"loss": 0.0}, VALIDATION)
+
+
+def test_alone_a_worker_validates_as_without_a_job_also_not_every_epoch():
+    model, ends = a_model(), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, AllReduce()) as session:
+        for epoch in session.epochs(5):
+            train_epoch(model, optimizer, session)
+            if epoch % 2:
+                session.validate(evaluate, VALIDATION, backend="thread")
+                ends[epoch] = state_of(model)
+    assert session.validator.history == {epoch: evaluated(ends[epoch], "plain") for epoch in (1, 3)}
+
+
+def test_alone_a_monitor_ends_the_epochs():
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = offbeat.Monitor("loss", patience=2)
+    with offbeat.join(model, optimizer, AllReduce()) as session:
+        for _ in session.epochs(len(LOSSES)):
+            model.epochs += 1
+            train_epoch(model, optimizer, session)
+            session.validate(judge_epoch, VALIDATION, monitor=monitor, decision="sync")
+    assert session.epoch == 5

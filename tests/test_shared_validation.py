@@ -23,6 +23,7 @@ from offbeat.events import (
     Stop,
     Tick,
     Validated,
+    Validating,
 )
 from offbeat.policies.shared_validation import BACKUP_FACTOR, PARTS_PER_EVALUATOR, SharedValidation
 
@@ -167,7 +168,7 @@ def test_who_has_another_snapshot_is_lent_the_one_that_is_evaluated_once():
 
 def test_a_worker_that_is_left_out_helps_but_its_snapshot_is_not_the_one():
     policy, actions = started(2, taken(1, digest="old", is_current=False))
-    assert actions == []
+    assert not of(EvaluatePart, actions)
     actions = policy.handle(taken(0, digest="new"))
     assert {part.digest for part in of(EvaluatePart, actions)} == {"new"}
     assert {part.worker for part in of(EvaluatePart, actions)} == {0, 1}
@@ -181,7 +182,7 @@ def test_where_nobody_is_current_the_first_is_taken_once_nobody_is_to_come(end):
         Lost: {"cause": "it was silent"},
     }[end]
     policy, actions = started(3, taken(1, digest="b", is_current=False), taken(2, is_current=False))
-    assert actions == []
+    assert not of(EvaluatePart, actions)
     actions = policy.handle(end(now_s=1.0, worker=0, **details))
     assert {part.digest for part in of(EvaluatePart, actions)} == {"b"}
 
@@ -248,8 +249,11 @@ def finish(policy, parts):
 def test_a_newcomer_hears_what_earlier_epochs_came_to():
     policy, actions = started(2, taken(0))
     over = finish(policy, of(EvaluatePart, actions))
-    (told,) = policy.handle(joined(7))
+    policy.handle(taken(1, epoch=1))
+    told, under_way = policy.handle(joined(7))
     assert (told.worker, told.epoch, told.means) == (7, 0, over.means)
+    assert isinstance(under_way, Validating)
+    assert (under_way.worker, under_way.epoch) == (7, 1)
 
 
 # Those that take long -----------------------------------------------------------------------------------

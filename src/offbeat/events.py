@@ -756,6 +756,19 @@ class Settle:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validating:
+    """The validation of an epoch has begun: somebody has a copy of the model as it was at its end.
+
+    Attributes:
+        worker: whom it is for, None for all.
+    """
+
+    worker: int | None
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LendSnapshot:
     """A worker evaluates parts with another one's copy of the model; nobody else hears it.
 
@@ -1035,6 +1048,7 @@ Action: TypeAlias = (
     | Recall
     | Lend
     | Settle
+    | Validating
     | LendSnapshot
     | EvaluatePart
     | Validated

@@ -26,6 +26,7 @@ from offbeat.events import (
     Stop,
     Tick,
     Validated,
+    Validating,
 )
 from offbeat.policies.validation import split_even
 
@@ -119,9 +120,10 @@ class SharedValidation:
         match event:
             case Joined():
                 self._reached[event.worker] = -1.0
-                return [self._told(over, event.worker) for over in self._over.values()]
+                return self._history(event.worker)
             case SnapshotTaken():
-                self._offered(event)
+                begun = self._offered(event)
+                return [*begun, *self._answers(event.now_s)]
             case PartEvaluated():
                 self._evaluated(event)
             case Finished():
@@ -154,7 +156,7 @@ class SharedValidation:
 
     # What is heard ---------------------------------------------------------------------------------------
 
-    def _offered(self, event: SnapshotTaken) -> None:
+    def _offered(self, event: SnapshotTaken) -> list[Action]:
         if event.samples < 1 or event.evaluators < 1:
             raise ProtocolError(
                 f"worker {event.worker} offers to evaluate {event.evaluators} parts at once of a set of "
@@ -162,11 +164,14 @@ class SharedValidation:
             )
         self._reached[event.worker] = max(self._reached.get(event.worker, -1.0), event.epoch)
         if event.epoch in self._over:
-            return
+            return []
+        begun: list[Action] = []
         one = self._epochs.get(event.epoch)
         if one is None:
             one = _Epoch(samples=event.samples, deadline_s=event.deadline_s)
             self._epochs[event.epoch] = one
+            reason = f"worker {event.worker} is through with the epoch"
+            begun.append(Validating(worker=None, epoch=event.epoch, reason=reason))
         if event.samples != one.samples:
             other = next(iter(one.offers))
             raise ProtocolError(
@@ -180,6 +185,7 @@ class SharedValidation:
         )
         if one.owner is not None and one.digest == event.digest:
             one.holders.add(event.worker)
+        return begun
 
     def _evaluated(self, event: PartEvaluated) -> None:
         one = self._epochs.get(event.epoch)
@@ -279,9 +285,11 @@ class SharedValidation:
         del self._epochs[epoch]
         return over
 
-    def _told(self, over: Validated, worker: int) -> Validated:
-        """Return for one worker what all others have heard."""
-        return Validated(**{**asdict(over), "worker": worker, "reason": "it was over when the worker came"})
+    def _history(self, worker: int) -> list[Action]:
+        """Tell a worker that comes what the others have heard."""
+        why = "it was before the worker came"
+        over = [Validated(**{**asdict(one), "worker": worker, "reason": why}) for one in self._over.values()]
+        return [*over, *(Validating(worker=worker, epoch=epoch, reason=why) for epoch in self._epochs)]
 
     def _late(self, epoch: int, one: _Epoch, now_s: float) -> list[Action]:
         """Stop the job where a part takes for ever, wherever it is evaluated."""

@@ -51,6 +51,7 @@ from offbeat.events import (
     Tick,
     Used,
     Validated,
+    Validating,
     Viewed,
     WorkerRefused,
 )
@@ -416,7 +417,7 @@ class Coordinator:
                 return action.worker == speaker
             case LendSnapshot():
                 return speaker in (action.worker, action.borrower)
-            case Validated():
+            case Validating() | Validated():
                 return isinstance(speaker, int) and action.worker in (None, speaker)
             case Lend():
                 return speaker in (action.worker, action.patron)

@@ -28,6 +28,7 @@ from offbeat.events import (
     Stop,
     Used,
     Validated,
+    Validating,
 )
 from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
@@ -66,7 +67,7 @@ class Member:
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         on_loan: called, in the links' thread, with all that is said of loans.
         on_validation: called, in the links' thread, with all that is said of validations.
-        validated: what epochs have come to that were validated, in the order in which that was heard.
+        validated: what the validations of epochs have come to, None for those under way.
         failure: why the job has failed, None as long as it has not.
         coordinator_knows: the coordinator is the one who said so, or is gone itself.
     """
@@ -91,7 +92,7 @@ class Member:
         self.on_abandon: Callable[[], None] = _do_nothing
         self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
         self.on_validation: Callable[[LendSnapshot | EvaluatePart | Validated], None] = _do_nothing
-        self.validated: list[Validated] = []
+        self.validated: dict[int, Validated | None] = {}
         self._survives = survives
         self._is_closing = False
         self.failure: WorkerError | None = None
@@ -225,9 +226,11 @@ class Member:
                     self.used = action
                 case Lend() | Settle():
                     self.on_loan(action)
+                case Validating():
+                    self.validated.setdefault(action.epoch, None)
                 case LendSnapshot() | EvaluatePart() | Validated():
                     if isinstance(action, Validated):
-                        self.validated.append(action)
+                        self.validated[action.epoch] = action
                     self.on_validation(action)
                 case EpochEnded():
                     self.epochs_ended = action.epoch + 1

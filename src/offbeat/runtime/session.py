@@ -375,7 +375,7 @@ class Session:
     # The loop ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the first unfinished one to `count` - 1, or to that where `validate` stops."""
+        """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` says stop."""
         self._last_epoch = count - 1
         while self.epoch < count and not (self.validator is not None and self.validator.stopped):
             epoch = self.epoch

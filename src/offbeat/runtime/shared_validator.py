@@ -82,25 +82,16 @@ class Shares:
     deadline_s: float
     crew: Crew[Snapshot] | None = None
     _held: dict[int, _Held] = field(default_factory=dict)
-    _over: dict[int, Validated] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def begin(self) -> None:
         """Listen to what is said of validations."""
         self.member.on_validation = self.hear
-        for over in list(self.member.validated):
-            self.hear(over)
 
     def offer(self, epoch: int, moment: Moment, *, is_current: bool, evaluators: int) -> None:
         """Say that this worker can evaluate parts of an epoch."""
         digest = moment.snapshot.digest()
-        with self._changed:
-            self._held[epoch] = _Held(
-                snapshot=moment.snapshot, cancelled=moment.cancelled, digest=digest, wanted=digest
-            )
-            over = self._over.get(epoch)
-        if over is not None:
-            self._end(over)
+        if self.watch(epoch, moment, digest):
             return
         self.member.tell(
             SnapshotTaken(
@@ -115,18 +106,26 @@ class Shares:
             )
         )
 
+    def watch(self, epoch: int, moment: Moment, digest: str = "") -> bool:
+        """Have the ledger hear what the validation of an epoch comes to; return whether it is over."""
+        with self._changed:
+            self._held[epoch] = _Held(
+                snapshot=moment.snapshot, cancelled=moment.cancelled, digest=digest, wanted=digest
+            )
+        over = self.member.validated.get(epoch)
+        if over is not None:
+            self._end(over)
+        return over is not None
+
     def digest_of(self, epoch: int) -> str:
         """Return the digest of the snapshot that this worker has of an epoch."""
         return self._held[epoch].digest
 
     def outcome_of(self, epoch: int) -> Validated:
         """Return what the validation of an epoch came to, which is over."""
-        return self._over[epoch]
-
-    def earlier(self, epoch: int) -> list[Validated]:
-        """Return what epochs before this one came to, as far as is known, in order."""
-        with self._changed:
-            return [self._over[one] for one in sorted(self._over) if one < epoch]
+        over = self.member.validated[epoch]
+        assert over is not None
+        return over
 
     def is_read(self, epoch: int) -> bool:
         """Whether the snapshot of an epoch that is over may still be read, or written, here."""
@@ -156,8 +155,6 @@ class Shares:
         """Do what the coordinator says."""
         match action:
             case Validated():
-                with self._changed:
-                    self._over[action.epoch] = action
                 self._end(action)
             case EvaluatePart():
                 self._take(action)
@@ -387,24 +384,26 @@ class SharedValidator(Validator):
 
     # The end of an epoch --------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int) -> Validation:
-        if not self._has_begun:
-            self._has_begun = True
-            self._catch_up(epoch)
-        return super()._begin(epoch)
+    def validate(self, epoch: int | None = None) -> Validation:
+        """See `Validator.validate`."""
+        if self._ended < 0:
+            self._catch_up(self.epoch if epoch is None else epoch)
+        return super().validate(epoch)
 
     def _catch_up(self, epoch: int) -> None:
-        """Act on what was validated before this worker came, as the others have."""
-        for over in self._shares.earlier(epoch):
-            self.history[over.epoch] = None if over.owner is None else _metrics(over)
-            if over.owner is None or self._monitor is None:
-                continue
-            verdict = self._monitor.observe(over.epoch, _metrics(over))
-            if self._plateau is not None:
-                self._plateau.step(self._monitor.value_of(_metrics(over)))
-            self.stopped = self.stopped or verdict.stop
-            if verdict.improved:
-                self._best_owner = over.owner
+        """Act on what was validated before this worker came, as the others do, at the same points."""
+        for earlier in sorted(one for one in self._member.validated if one < epoch):
+            self._ended = earlier
+            self._take_in()
+            self._ledger.begin(earlier, (range(self._samples),))
+            self._moments[earlier] = Moment(
+                snapshot=Snapshot(shared=self.backend == "process"),  # which stays empty
+                cancelled=threading.Event(),
+                states=[],
+                randomness=None,
+            )
+            self._shares.watch(earlier, self._moments[earlier])
+            self._take_in()
 
     def _give(self, take: Take, moment: Moment) -> None:
         self._shares.offer(take.epoch, moment, is_current=self._is_current(), evaluators=self._evaluators)
@@ -417,6 +416,7 @@ class SharedValidator(Validator):
             self._ledger.wait_for_oldest()
             self._take_in_next()
             self._shares.keep(self._moments)
+            self._raise()  # others wait for this worker: the job is to know
 
     def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
         digest, over = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)

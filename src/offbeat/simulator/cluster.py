@@ -42,6 +42,7 @@ from offbeat.events import (
     Tick,
     Used,
     Validated,
+    Validating,
     Viewed,
     WorkerRefused,
 )
@@ -397,7 +398,7 @@ class Cluster:
                     continue
                 case Lend() | Settle():
                     continue  # no simulated worker computes for another: what is lent is called in
-                case LendSnapshot() | EvaluatePart() | Validated():
+                case Validating() | LendSnapshot() | EvaluatePart() | Validated():
                     continue  # no simulated worker validates
                 case Dismiss():
                     self.is_dismissed = True
