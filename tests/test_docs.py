@@ -155,10 +155,13 @@ def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(monkeypatch):
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
         "train_set": TensorDataset(x, (x[:, 0] > 0).long()),
+        "validation_set": TensorDataset(x),
+        "evaluate": lambda model, part: {"positive": int((model(part.tensors[0])[:, 1] > 0).sum())},
     }
     exec(compile(python_of_the_readme(), "README.md", "exec"), names)
     assert names["session"].epoch == 10
     assert names["session"].step == 30
+    assert list(names["session"].validator.history) == list(range(10))
     assert (model(x).argmax(1) == (x[:, 0] > 0)).float().mean() > 0.9
 
 
