@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -345,6 +346,62 @@ def test_rollback_ends_with_the_weights_of_early_stopping_in_step():
         assert list(one.ends) == [0, 1, 2, 3, 4, 5]  # the last one in vain
         assert same(one.last, expected.last)
         assert same(one.best, expected.best)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "ssp"])
+def test_who_has_the_best_snapshot_has_the_one_that_was_evaluated(strategy, tmp_path):
+    log = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(log)}
+    ended = values(run(with_options, 3, STRATEGIES[strategy], {"patience": 100}, env=env))
+    best = min(ended[0].history, key=lambda epoch: ended[0].history[epoch]["loss"])
+    (owner,) = [one.owner for one in entries_of(log, Validated) if one.epoch == best]
+    evaluated_it = {one.worker for one in entries_of(log, PartEvaluated) if one.epoch == best}
+    assert evaluated_it <= {rank for rank, one in enumerate(ended) if one.best is not None}
+    assert all(same(one.best, ended[owner].ends[best]) for one in ended if one.best is not None)
+
+
+def comes_to_the_end_last(rank, say, log):
+    torch.set_num_threads(1)
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, SSP(s=2)) as session:
+        train_epoch(model, optimizer, session)
+        if rank == 2:
+            wait_until(lambda: bool(entries_of(log, Validated)), "an epoch that is over")
+        session.validate(evaluate, VALIDATION, monitor=offbeat.Monitor("loss"))
+    try:
+        session.validator.best_state_dict()
+    except OffbeatError as error:
+        return session.validator.has_best, str(error)
+    return session.validator.has_best, None
+
+
+def test_who_has_another_snapshot_than_the_best_says_who_has_that(tmp_path):
+    log = tmp_path / "log"
+    *_, late = values(run(comes_to_the_end_last, 3, log, env={"OFFBEAT_RUN_LOG": str(log)}))
+    (owner,) = [one.owner for one in entries_of(log, Validated)]
+    assert late[0] is False
+    assert late[1].startswith(f"the best snapshot is worker {owner}'s, and this is worker 2")
+
+
+def two_loops(rank, say):
+    def loop(thread):
+        model = a_model("dropout")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.join(model, optimizer, SSP(s=2), thread=thread, threads=2) as session:
+            for _ in session.epochs(3):
+                train_epoch(model, optimizer, session)
+                session.validate(evaluate, VALIDATION)
+        return session.validator.history
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(loop, range(2)))
+
+
+def test_threads_that_train_in_one_process_validate_together():
+    histories = [history for of_one in values(run(two_loops, 2)) for history in of_one]
+    assert list(histories[0]) == [0, 1, 2]
+    assert histories == histories[:1] * 4
 
 
 # Errors -------------------------------------------------------------------------------------------------
