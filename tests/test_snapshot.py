@@ -162,3 +162,19 @@ def test_wrappers_are_taken_off():
 def test_a_model_without_shapes_is_refused():
     with pytest.raises(OffbeatError, match="weight has no shape yet: run one batch"):
         unwrapped(nn.LazyLinear(3))
+
+
+def test_a_digest_tells_snapshots_apart_by_every_bit_and_by_nothing_else():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    first, second = Snapshot(shared=False), Snapshot(shared=True)
+    first.take(model)
+    second.take(copy.deepcopy(model))
+    assert first.digest() == second.digest()
+    with torch.no_grad():
+        model[1].running_mean[4] += 1e-6
+    second.take(model)
+    assert first.digest() != second.digest()
+    second.overwrite(first.to_bytes())
+    assert first.digest() == second.digest()
+    assert torch.equal(second.model()[1].running_mean, first.model()[1].running_mean)

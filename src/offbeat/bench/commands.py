@@ -511,7 +511,8 @@ def validate(
     side: Annotated[
         list[str] | None,
         typer.Option(
-            help="Some of numpy, prefetch, dataloader, overlap, overlap_prefetch, auto, auto_prefetch."
+            help="Some of numpy, prefetch, dataloader, overlap, overlap_prefetch, overlap_process, auto, "
+            "auto_prefetch."
         ),
     ] = None,
     threads: Annotated[
@@ -522,6 +523,7 @@ def validate(
         typer.Option(help="'real' computes on one core, 'timed' waits for --step-ms, as for an accelerator."),
     ] = "real",
     step_ms: StepMs = 5.0,
+    runs: Annotated[int, typer.Option(min=1, help="Of each side; figures are of the medians.")] = 1,
     epochs: Epochs = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
     samples: Annotated[int, typer.Option(min=1, help="Of the set, that train.")] = 12_000,
@@ -549,6 +551,7 @@ def validate(
         held_out=held_out,
         size_bytes=int(gigabytes * 1e9),
         step_s=None if _compute(compute) == "real" else step_ms / 1e3,
+        runs=runs,
         data=data,
         data_dir=str(data_dir or DEFAULT_DIR),
         seed=seed,

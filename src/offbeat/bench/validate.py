@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import msgspec
@@ -64,6 +66,7 @@ SIDES: Final[Mapping[str, Side]] = {
     "dataloader": Side(loader="dataloader", backend="inline"),
     "overlap": Side(loader="numpy", backend="thread"),
     "overlap_prefetch": Side(loader="prefetch", backend="thread"),
+    "overlap_process": Side(loader="numpy", backend="process"),
     "auto": Side(loader="numpy", backend="auto"),
     "auto_prefetch": Side(loader="prefetch", backend="auto"),
 }
@@ -71,6 +74,7 @@ SIDES: Final[Mapping[str, Side]] = {
 _SERIAL_OF: Final = {
     "overlap": "numpy",
     "overlap_prefetch": "prefetch",
+    "overlap_process": "numpy",
     "auto": "numpy",
     "auto_prefetch": "prefetch",
 }
@@ -135,6 +139,7 @@ class Plan:
 
     Attributes:
         data: grey images, "mnist" or "digits".
+        runs: of each side, one after the other by side; figures are of the medians.
         step_s: what forward and backward pass are scaled to, waited for; None computes them.
     """
 
@@ -147,6 +152,7 @@ class Plan:
     held_out: int
     size_bytes: int
     step_s: float | None
+    runs: int = 1
     data: str = "mnist"
     data_dir: str = str(DEFAULT_DIR)
     seed: int = 0
@@ -160,7 +166,7 @@ class Plan:
             for name in given:
                 if name not in known:
                     raise ValueError(f"unknown {kind} {name!r}: expected one of {', '.join(known)}")
-        for name in ("epochs", "batch_size", "samples", "held_out"):
+        for name in ("epochs", "batch_size", "samples", "held_out", "runs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -174,16 +180,15 @@ def run(plan: Plan, *, command: str) -> Result:
     times = None if plan.step_s is None else _times(plan)
     rows: list[dict[str, Any]] = []
     looks: list[dict[str, Any]] = []
-    for name in plan.loads:
-        for threads in plan.threads:
-            for side in plan.sides:
-                took = _trained(plan, name, side, threads, times)
-                rows.append(_row(name, side, threads, took, plan))
-                looks += _looks(name, side, threads, took)
-                print(f"{name}, {threads} threads, {side}: {took.run_s:.2f} s", file=sys.stderr, flush=True)
+    for name, threads, number in product(plan.loads, plan.threads, range(plan.runs)):
+        for side in plan.sides:
+            took = _trained(plan, name, side, threads, times)
+            rows.append(_row(name, side, threads, number, took, plan))
+            looks += _looks(name, side, threads, took) if not number else []
+            print(f"{name}, {threads} threads, {side}: {took.run_s:.2f} s", file=sys.stderr, flush=True)
     if "overlap" in plan.sides:
         took = _trained(plan, plan.loads[0], "overlap", MANY_THREADS, times)
-        rows.append(_row(plan.loads[0], "overlap", MANY_THREADS, took, plan))
+        rows.append(_row(plan.loads[0], "overlap", MANY_THREADS, 0, took, plan))
     kind: Kind = "real" if times is None else "timed"
     return Result(
         name="validate",
@@ -226,11 +231,12 @@ def _trained(plan: Plan, name: str, side: str, threads: int, times: dict[str, An
     return msgspec.convert(told, Took)
 
 
-def _row(name: str, side: str, threads: int, took: Took, plan: Plan) -> dict[str, Any]:
+def _row(name: str, side: str, threads: int, number: int, took: Took, plan: Plan) -> dict[str, Any]:
     return {
         "load": name,
         "threads": threads,
         "side": side,
+        "run": number,
         "run_s": took.run_s,
         "train_s": took.train_s / plan.epochs,
         "validate_s": took.validate_s / plan.epochs,
@@ -252,7 +258,7 @@ def _looks(name: str, side: str, threads: int, took: Took) -> list[dict[str, Any
 
 def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:
     """Return what overlapping saves, also of what it could, what copies cost, and how `auto` compares."""
-    of = {(row["load"], row["threads"], row["side"]): row for row in rows}
+    of = _medians(rows)
     found: dict[str, float] = {}
     waiting: list[float] = []
     bounds: list[float] = []
@@ -282,6 +288,15 @@ def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:
         if threads == MANY_THREADS:
             found[f"copy_share_{MANY_THREADS}"] = row["copy_s"] / (row["run_s"] / epochs)
     return found
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], dict[str, float]]:
+    """Return the medians of all runs, by load, threads and side."""
+    runs: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault((row["load"], row["threads"], row["side"]), []).append(row)
+    timed = ("run_s", "train_s", "validate_s", "copy_s")
+    return {key: {name: median(row[name] for row in some) for name in timed} for key, some in runs.items()}
 
 
 # One training -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ that was added, is as it was. Nothing here waits, or knows of validation.
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import itertools
 import threading
@@ -24,8 +25,6 @@ from offbeat.errors import OffbeatError
 
 Blocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
-_DIGESTED_WORDS: Final = 1 << 17  # at once: a mebibyte, which fits into a core's cache
-_ODD: Final = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D, 0x27D4EB2F165667C5)  # for 64-bit products
 _WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _rooms = itertools.count()
 _read = threading.local()  # the tensors of the snapshot that a process of its own is about to read
@@ -222,20 +221,12 @@ class Snapshot:
             block.copy_(part)
 
     def digest(self) -> str:
-        """Return 16 digits: the same for the same values, bit for bit, and else all but surely others.
-
-        It costs about as much as reading the values six times.
-        """
-        total = 0
+        """Return 16 digits: the same for the same values, bit for bit, and else all but surely others."""
+        mixed = hashlib.sha256()
         for block in self.blocks.values():
-            words = block.view(torch.int64)
-            for start in range(0, len(words), _DIGESTED_WORDS):
-                some = words[start : start + _DIGESTED_WORDS]
-                # Numbers are mixed with their place, so that those that change places count as others.
-                mixed = torch.arange(start, start + len(some), device=some.device).mul_(_ODD[0]).add_(some)
-                mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[1]).bitwise_xor_(mixed >> 32).mul_(_ODD[2])
-                total += int(mixed.sum())
-        return f"{total % (1 << 64):016x}"
+            raw: Any = block.cpu().numpy()
+            mixed.update(raw)
+        return mixed.hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state."""
