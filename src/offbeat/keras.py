@@ -277,13 +277,13 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
     def _take_in(self) -> None:
         """Act on what has come, in the order of epochs."""
         while (reported := self._ledger.report()) is not None:
-            report, validation = reported
+            epoch, validation = reported
             if validation is None:
-                self.history[report.epoch] = None
+                self.history[epoch] = None
                 continue
             metrics = validation.result()
-            self.history[report.epoch] = metrics
-            self._act(report.epoch, metrics, self._taken.pop(report.epoch))
+            self.history[epoch] = metrics
+            self._act(epoch, metrics, self._taken.pop(epoch))
 
     def _act(self, epoch: int, metrics: Mapping[str, float], values: _Values) -> None:
         unused: _Values | None = values

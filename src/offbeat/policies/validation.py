@@ -38,14 +38,6 @@ class Skip:
     epoch: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """The validation of an epoch has ended; `results` are its parts', in order, None where there are none."""
-
-    epoch: int
-    results: tuple[Any, ...] | None
-
-
 def split_even(samples: int, parts: int) -> tuple[range, ...]:
     """Share positions 0 to `samples` - 1 out in contiguous parts whose sizes differ by at most 1.
 
@@ -73,10 +65,6 @@ class _Pending:
     @property
     def is_over(self) -> bool:
         return self.results is None or len(self.results) == self.parts
-
-    @property
-    def in_order(self) -> tuple[Any, ...] | None:
-        return None if self.results is None else tuple(self.results[part] for part in sorted(self.results))
 
 
 class ValidationScheduler:
@@ -149,19 +137,19 @@ class ValidationScheduler:
         if pending is None or pending.results is None or part not in self.missing(epoch):
             raise ProtocolError(f"part {part} of epoch {epoch} was not being evaluated")
         pending.results[part] = result
-        return pending.in_order if pending.is_over else None
+        return tuple(pending.results[one] for one in range(pending.parts)) if pending.is_over else None
 
     def give_up(self, epoch: int) -> None:
         """End an epoch under way without results, for a part has failed."""
         self._pending[epoch].results = None
 
-    def report(self) -> Report | None:
+    def report(self) -> int | None:
         """Return the next epoch that has ended, each once and in order; None where there is none."""
         for epoch, pending in self._pending.items():
             if not pending.is_over:
                 return None
             del self._pending[epoch]
-            return Report(epoch=epoch, results=pending.in_order)
+            return epoch
         return None
 
     def forget(self, after: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, joined
-from offbeat.policies.validation import Block, Report, Skip, Take, ValidationScheduler
+from offbeat.policies.validation import Block, Skip, Take, ValidationScheduler
 from offbeat.runtime.evaluators import Part
 
 
@@ -123,11 +123,11 @@ class Ledger:
             self._scheduler.give_up(validation.epoch)
             validation.finish({}, error)
 
-    def report(self) -> tuple[Report, Validation | None] | None:
+    def report(self) -> tuple[int, Validation | None] | None:
         """Return the next epoch that is over, in order, with what came of it; None for a skipped one."""
         with self._lock:
-            report = self._scheduler.report()
-            return None if report is None else (report, self._open.pop(report.epoch, None))
+            epoch = self._scheduler.report()
+            return None if epoch is None else (epoch, self._open.pop(epoch, None))
 
     def without_metrics(self, epoch: int, why: str) -> Validation:
         """Return what comes of an epoch that is not validated."""

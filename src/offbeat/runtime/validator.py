@@ -446,20 +446,20 @@ class Validator:
         reported = self._ledger.report()
         if reported is None:
             return False
-        report, validation = reported
+        epoch, validation = reported
         if validation is None:
-            self.history[report.epoch] = None
+            self.history[epoch] = None
             return True
-        moment = self._moments.pop(report.epoch)
+        moment = self._moments.pop(epoch)
         try:
             metrics = validation.result()
         except NoMetricsError:
-            self.history[report.epoch] = None
+            self.history[epoch] = None
         except Exception as error:
             self._error = self._error or error
         else:
-            self.history[report.epoch] = metrics
-            self._act(report.epoch, metrics, moment)
+            self.history[epoch] = metrics
+            self._act(epoch, metrics, moment)
         return True  # where there are no metrics, other threads may still read the snapshot
 
     def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
