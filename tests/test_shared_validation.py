@@ -236,6 +236,18 @@ def test_a_result_that_is_of_the_snapshot_before_does_not_count():
     assert is_of_one_snapshot(over)
 
 
+def test_a_result_that_comes_after_the_owner_has_gone_is_of_the_samples_it_says():
+    """Worker 1 has the same as worker 0, and fewer workers are left; worker 2's first result comes late."""
+    policy, actions = started(3, taken(2, digest="another", is_current=False), taken(0))
+    (old,) = [part for part in of(EvaluatePart, actions) if part.worker == 2]
+    policy.handle(Lost(now_s=0.0, worker=0, cause="it was killed"))
+    parts = of(EvaluatePart, policy.handle(taken(1)))
+    (new,) = [part for part in parts if part.worker == 2]
+    assert new.part == old.part
+    parts[parts.index(new)] = old
+    assert is_of_one_snapshot(finish(policy, parts))
+
+
 def finish(policy, parts):
     """Has all parts evaluated; returns what the epoch came to."""
     parts = list(parts)
@@ -329,6 +341,7 @@ class World:
         self.policy = SharedValidation()
         self.now_s = 0.0
         self.alive = set(range(workers))
+        self.dying = set()
         self.epoch = dict.fromkeys(range(workers), 0)
         self.epochs = epochs
         self.digests = {}  # by worker and epoch: what its snapshot holds
@@ -353,11 +366,13 @@ class World:
             case LendSnapshot() if {action.worker, action.borrower} <= self.alive:
                 key = (action.worker, action.epoch)
                 assert self.digests[key] == action.digest, "it lends what it does not have"
+                borrowed = (action.borrower, action.epoch)
                 if self.chance.random() < 0.9:  # else it dies before all is sent
-                    self.digests[action.borrower, action.epoch] = action.digest
+                    self.digests[borrowed] = action.digest
                 else:
-                    self.digests[action.borrower, action.epoch] = "garbage"
-                    self.lose_later = action.worker
+                    if self.digests[borrowed] != action.digest:  # the same over the same changes nothing
+                        self.digests[borrowed] = "garbage"
+                    self.dying.add(action.worker)
             case Validated() if action.worker is None:
                 assert action.epoch not in self.over, "an epoch ends twice"
                 self.over[action.epoch] = action
@@ -367,7 +382,6 @@ class World:
 
     def step(self):
         self.now_s += self.chance.random()
-        self.lose_later = None
         training = [worker for worker in self.alive if self.epoch[worker] < self.epochs]
         choices = ["train"] * 3 * bool(training) + ["evaluate"] * 4 * bool(self.parts) + ["tick"]
         choices += ["tell"] * 2 * bool(self.results)
@@ -387,8 +401,8 @@ class World:
                 self.lose(self.chance.choice(sorted(self.alive)))
             case "tick":
                 self.hear(Tick(now_s=self.now_s))
-        if self.lose_later in self.alive:
-            self.lose(self.lose_later)
+        while dying := self.dying & self.alive:
+            self.lose(min(dying))
 
     def train(self, worker):
         epoch = self.epoch[worker]

@@ -103,9 +103,7 @@ class SharedValidation:
     """
 
     def __init__(self) -> None:
-        self._reached: dict[
-            int, float
-        ] = {}  # by worker that is here: the last epoch of which it will say more
+        self._reached: dict[int, float] = {}  # by worker that is here: its last snapshot's epoch
         self._epochs: dict[int, _Epoch] = {}  # by epoch, those not over
         self._over: dict[int, Validated] = {}  # by epoch
         self._loans = 0
@@ -215,7 +213,7 @@ class SharedValidation:
                 for borrower in one.lent.keys() - one.holders:  # what it was sent may not have come whole
                     one.take_back(borrower)
                 if one.owner is None:  # nobody has any more what was evaluated
-                    one.parts, one.waiting, one.results = 0, [], {}
+                    one.results = {}
 
     # What follows ----------------------------------------------------------------------------------------
 
@@ -247,9 +245,11 @@ class SharedValidation:
         if owner is None:
             return [self._without_metrics(epoch)]
         one.owner, one.digest = owner, one.offers[owner].digest
-        evaluators = one.offers[owner].evaluators * len(self._reached)
-        parts = split_even(one.samples, evaluators * PARTS_PER_EVALUATOR if evaluators > 1 else 1)
-        one.parts, one.waiting = len(parts), list(range(len(parts)))[::-1]
+        if not one.parts:  # once made they stay: a part's result may come late, and must mean its samples
+            evaluators = one.offers[owner].evaluators * len(self._reached)
+            parts = evaluators * PARTS_PER_EVALUATOR if evaluators > 1 else 1
+            one.parts = len(split_even(one.samples, parts))
+        one.waiting = list(range(one.parts))[::-1]
         one.holders = {worker for worker in whole if one.offers[worker].digest == one.digest}
         return []
 
