@@ -157,13 +157,14 @@ def test_bad_arguments_of_a_monitor_are_refused(arguments, text):
 # Whether it pays --------------------------------------------------------------------------------------------
 
 
-def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, held_up_share=0.0):
+def spent(train_s=10.0, train_cpu_s=10.0, validate_s=4.0, validate_cpu_s=1.0, held_up_share=0.0, calls=0):
     return Spent(
         train_s=train_s,
         train_cpu_s=train_cpu_s,
         validate_s=validate_s,
         validate_cpu_s=validate_cpu_s,
         held_up_share=held_up_share,
+        calls=calls,
     )
 
 
@@ -228,6 +229,25 @@ def test_what_cannot_be_had_is_not_tried_and_the_reason_is_said():
     choice = choosing.in_line(spent())
     assert choice.backend == "inline"
     assert choice.reason.endswith("not thread: it draws; not process: it cannot be pickled")
+
+
+def test_threads_are_asked_for_half_the_pace_of_evaluating_in_line():
+    choosing = chooser(["thread"])
+    assert choosing.pace() is None
+    choosing.in_line(spent(validate_s=4.0, calls=400))
+    pace = choosing.pace()
+    assert (pace.look_after_s, pace.calls_per_s_min, pace.rest_s) == (0.4, 50.0, 28.0)
+    choosing.in_line(spent(validate_s=4.0, calls=10))
+    assert choosing.pace() is None  # too few to tell
+
+
+def test_threads_that_do_not_keep_the_pace_are_not_tried_again():
+    choosing = chooser(["thread"])
+    assert choosing.in_line(spent()).backend == "thread"
+    assert choosing.too_slow("thread").backend == "inline"
+    choice = choosing.in_line(spent())
+    assert choice.backend == "inline"
+    assert "not thread: beside the training evaluating is more than 2 times as slow" in choice.reason
 
 
 @pytest.mark.parametrize("arguments", [{"cores": 0, "start_s": 1.0}, {"cores": 1, "start_s": -1.0}])

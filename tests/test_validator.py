@@ -38,8 +38,9 @@ from torchmetrics.classification import MulticlassF1Score
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import joined
-from offbeat.policies.overlap import Choice
+from offbeat.policies.overlap import Choice, OverlapChooser
 from offbeat.runtime.isolation import GlobalRandomness
+from offbeat.runtime.pace import Pacer
 from offbeat.strategies import AllReduce, Hybrid
 from runlogs import wait_until
 
@@ -828,6 +829,48 @@ def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
             assert validator.backend == "process"
     losses = [metrics["loss"] for metrics in validator.history.values()]
     assert losses == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
+
+
+def slow_in_threads(model, part):
+    """Begins slower in a thread, and computes the same."""
+    total = torch.zeros(())
+    for call in range(2000):
+        if call < 50 and threading.current_thread() is not threading.main_thread():
+            threading.Event().wait(0.002)
+        total = total + 1
+    return {"loss": float(total) + int(model.epochs)}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(waits):
+    model = Counting()
+    with offbeat.Validator(model, slow_in_threads, Samples(50)) as validator:
+        validator._chooser = OverlapChooser(("thread",), cores=10**6, start_s=0.0)
+        for _ in validator.epochs(5):
+            model.epochs += 1
+            threading.Event().wait(0.05)  # trains
+            validation = validator.validate()
+            if waits:
+                assert validation.result() == {"loss": 2000.0 + int(model.epochs)}
+        if not waits:
+            assert validator.backend == "inline"
+            assert "beside the training evaluating is more than 2 times as slow" in validator.reason
+    assert validator.history == {epoch: {"loss": 2000.0 + epoch} for epoch in range(5)}
+
+
+def test_a_pacer_lets_those_go_on_that_are_fast_enough_and_the_others_when_the_training_waits():
+    fast = Pacer(look_after_s=0.0, calls_per_s_min=0.0, rest_s=60.0)
+    fast.called()
+    fast.called()
+    assert not fast.is_slow
+    slow = Pacer(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0)
+    thread = threading.Thread(target=lambda: [slow.called() for _ in range(3)])
+    thread.start()
+    wait_until(lambda: slow.is_slow, "a thread that is too slow")
+    assert thread.is_alive()
+    slow.go()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_auto_in_step_stays_in_line():

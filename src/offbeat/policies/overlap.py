@@ -13,6 +13,12 @@ _MARGIN: Final = 0.05
 """The least saving, as a share of an epoch, for which overlapping is tried: it is a prediction."""
 _START_SHARE: Final = 0.01
 """How much of the time spent so far starting processes may take; less than what is asked of `auto`, 1.02."""
+_LOOK_SHARE: Final = 0.1
+"""After which share of what validating takes in line it is seen whether threads hold each other up."""
+_SLOW_FACTOR: Final = 2.0
+"""Evaluating so many times as slow as in line costs the training more than it saves: see `OverlapChooser`."""
+_CALLS_MIN: Final = 50
+"""Calls in line from which on their pace says something."""
 _CORES_FULL: Final = 0.85
 """The share of the cores' time from which on more of it is not to be had."""
 
@@ -22,6 +28,7 @@ class Spent:
     """What an epoch took: seconds of wall time and of all this machine's cores that this process used.
 
     Attributes:
+        calls: of functions of torch while it was validated.
         train_s, train_cpu_s: from the end of the last validation to the end of the epoch.
         validate_s, validate_cpu_s: validating while nothing trains.
         held_up_share: by how much one thread that evaluates holds up another one: 0 if two of them need half
@@ -33,11 +40,21 @@ class Spent:
     validate_s: float
     validate_cpu_s: float
     held_up_share: float | None
+    calls: int
 
     @property
     def serial_s(self) -> float:
         """One after the other."""
         return self.train_s + self.validate_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What is asked of threads that evaluate beside the training: see `OverlapChooser.pace`."""
+
+    look_after_s: float
+    calls_per_s_min: float
+    rest_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +73,9 @@ class OverlapChooser:
     lock or elsewhere: t' = max(v, (cpu_t + cpu_v) / cores, t + held_up v). Processes do not, but starting
     them takes a while, and has to be little beside what was spent so far. The first of `backends` that saves
     more than a twentieth of t + v is tried. An overlapped epoch that then takes longer than t + v ends the
-    trial.
+    trial. So does, in threads, a tenth of a validation that is r > 2 times as slow as in line: if it slows
+    the training as much as the training slows it, the training loses (r - 1) v of the r v that it takes,
+    and the v that is saved is less. What is left of it rests until the epoch is over.
 
     Source: the overlapped validation paper always overlaps; its time model is E (t + v) for E epochs in
     line, and t + (E - 1) max(t, v) + v overlapped. Deviation: the cores' time, and threads that hold
@@ -111,6 +130,23 @@ class OverlapChooser:
         if spent.held_up_share is not None:
             used += f", and two threads that evaluate hold each other up by {spent.held_up_share:.0%}"
         return Choice(backend="inline", reason="; ".join([times, used, *why_not]))
+
+    def pace(self) -> Pace | None:
+        """Return what is asked of threads beside the next epoch; None where the last one does not say."""
+        spent = self._spent
+        if spent is None or spent.calls < _CALLS_MIN or not spent.validate_s:
+            return None
+        return Pace(
+            look_after_s=_LOOK_SHARE * spent.validate_s,
+            calls_per_s_min=spent.calls / (_SLOW_FACTOR * spent.validate_s),
+            rest_s=2 * spent.serial_s,
+        )
+
+    def too_slow(self, backend: str) -> Choice:
+        """Say how to go on after evaluating in threads has not kept the pace."""
+        why = f"beside the training evaluating is more than {_SLOW_FACTOR:g} times as slow"
+        self.exclude(backend, why)
+        return Choice(backend="inline", reason=why)
 
     def overlapped(self, backend: str, epoch_s: float, cpu_s: float) -> Choice:
         """Say how to go on after an epoch beside which another one was validated.

@@ -17,6 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
 from offbeat.policies.validation import Take
 from offbeat.runtime.isolation import OwnRandomness, Watch
+from offbeat.runtime.pace import Pacer
 from offbeat.runtime.parts import Data, part_of
 from offbeat.runtime.snapshot import Snapshot
 
@@ -105,16 +106,32 @@ class InThisThread:
         data: the whole set.
         device: of the model.
         has_stream: on a GPU, a stream of its own, so that it computes beside the training.
+        pacer: lets it rest where it holds the training up.
+
+    Attributes:
+        calls: of functions of torch so far.
     """
 
-    def __init__(self, evaluate: Evaluate, data: Data, device: torch.device, *, has_stream: bool) -> None:
-        self._evaluate, self._data, self._device = evaluate, data, device
+    def __init__(
+        self,
+        evaluate: Evaluate,
+        data: Data,
+        device: torch.device,
+        *,
+        has_stream: bool,
+        pacer: Pacer | None = None,
+    ) -> None:
+        self._evaluate, self._data, self._device, self._pacer = evaluate, data, device, pacer
+        self.calls = 0
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
     def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
         """Return the part's metrics; ends soon after the part is cancelled, at the next call of torch."""
 
-        def end_if_cancelled(*_: Any) -> None:
+        def watch(*_: Any) -> None:
+            self.calls += 1
+            if self._pacer is not None:
+                self._pacer.called()
             if part.cancelled.is_set():
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
@@ -127,7 +144,7 @@ class InThisThread:
                 self._data,
                 part.positions,
                 seed=part.seed,
-                watch=end_if_cancelled,
+                watch=watch,
             )
             if self._stream is not None:
                 self._stream.synchronize()  # nobody reads the snapshot any more, and metrics are there
@@ -140,6 +157,8 @@ class InThisThread:
 
     def close(self) -> None:
         """There is nothing to give back."""
+        if self._pacer is not None:
+            self._pacer.go()
 
 
 class Crew(Generic[AtOneMoment]):

@@ -24,9 +24,9 @@ class Validation:
         deadline_s: how long `result` waits unless it is told otherwise, in seconds.
     """
 
-    def __init__(self, epoch: int, waits_for: Callable[[int], str], deadline_s: float) -> None:
+    def __init__(self, epoch: int, deadline_s: float, ledger: Ledger) -> None:
         self.epoch, self.deadline_s = epoch, deadline_s
-        self._waits_for = waits_for
+        self._ledger = ledger
         self._is_over = threading.Event()
         self._metrics: Mapping[str, float] = {}
         self._error: BaseException | None = None
@@ -56,10 +56,12 @@ class Validation:
             OffbeatError: that took longer; names what is missing.
         """
         timeout_s = self.deadline_s if timeout_s is None else timeout_s
+        if not self._is_over.is_set():
+            self._ledger.on_wait()
         if not self._is_over.wait(timeout_s):
             raise OffbeatError(
                 f"the validation of epoch {self.epoch} is not done after {timeout_s:g} s: "
-                f"{self._waits_for(self.epoch)}"
+                f"{self._ledger.what_is_missing(self.epoch)}"
             )
 
     def finish(self, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
@@ -74,10 +76,12 @@ class Ledger:
 
     Attributes:
         what_is_missing: says of an epoch that is not over what it waits for.
+        on_wait: called before anybody waits for a validation.
     """
 
     def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
         self.what_is_missing: Callable[[int], str] = self._missing_parts
+        self.on_wait: Callable[[], None] = _do_nothing
         self._scheduler, self._deadline_s = scheduler, deadline_s
         self._lock = threading.Lock()
         self._open: dict[int, Validation] = {}
@@ -85,7 +89,7 @@ class Ledger:
 
     def begin(self, epoch: int, parts: tuple[range, ...]) -> tuple[Take | Block | Skip, Validation]:
         """Say what becomes of an epoch that has ended, and what will come of it."""
-        validation = Validation(epoch, self._waits_for, self._deadline_s)
+        validation = Validation(epoch, self._deadline_s, self)
         with self._lock:
             answer = self._scheduler.epoch_ended(epoch, parts)
             if isinstance(answer, Take):
@@ -131,7 +135,7 @@ class Ledger:
 
     def without_metrics(self, epoch: int, why: str) -> Validation:
         """Return what comes of an epoch that is not validated."""
-        validation = Validation(epoch, self._waits_for, self._deadline_s)
+        validation = Validation(epoch, self._deadline_s, self)
         _end(validation, why)
         return validation
 
@@ -155,9 +159,6 @@ class Ledger:
         for validation in dropped:
             _end(validation, why)
 
-    def _waits_for(self, epoch: int) -> str:
-        return self.what_is_missing(epoch)
-
     def _missing_parts(self, epoch: int) -> str:
         with self._lock:
             missing = self._scheduler.missing(epoch)
@@ -167,3 +168,7 @@ class Ledger:
 def _end(validation: Validation, why: str) -> None:
     """End a validation of which there will be no metrics."""
     validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {why}"))
+
+
+def _do_nothing() -> None:
+    return

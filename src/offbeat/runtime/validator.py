@@ -42,6 +42,7 @@ from offbeat.runtime.evaluators import (
     parts_of,
 )
 from offbeat.runtime.isolation import GlobalRandomness, apart
+from offbeat.runtime.pace import Pacer
 from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
 from offbeat.runtime.validation import Ledger, NoMetricsError, Validation
@@ -176,9 +177,10 @@ class Validator:
         self._ended = -1  # the epoch at whose end the model stands, or beyond which it trains
         self._is_rehearsed = self._is_closed = self._has_validated = False
         self._in_line = InThisThread(evaluate, data, self._device, has_stream=False)
-        self._waited = (0.0, 0.0)
+        self._waited: tuple[float, float] | None = None  # by the training, for an epoch that others evaluate
         self._held_up_share: float | None = None
         self._clock = _Clock()
+        self._pacer: Pacer | None = None
         self._chooser: OverlapChooser | None = None
         self.history: dict[int, Mapping[str, float] | None] = {}
         self.stopped = False
@@ -207,6 +209,10 @@ class Validator:
             raise OffbeatError(
                 f"expected a model on the CPU for backend='process', got one on {self._device}: use 'stream'"
             )
+        pace = None if self._chooser is None or backend == "process" else self._chooser.pace()
+        if pace is not None:
+            self._pacer = Pacer(**vars(pace))
+            self._ledger.on_wait = self._pacer.go
         data = _pinned(self._data) if backend == "stream" else self._data
         count = len(self._parts)
         if backend == "process" and self._chooser is not None:
@@ -215,7 +221,9 @@ class Validator:
         evaluators: list[Evaluator[Snapshot]] = [
             InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
             if backend == "process"
-            else InThisThread(self._evaluate, data, self._device, has_stream=backend == "stream")
+            else InThisThread(
+                self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
+            )
             for number in range(count)
         ]
         crew = self._crew(evaluators)
@@ -317,18 +325,16 @@ class Validator:
         self._has_validated = True
         spent_s, spent_cpu_s = self._clock.lap()
         self._ended = epoch = self.epoch if epoch is None else epoch
-        if self._chooser is not None and self.backend != "inline":
-            waited_s, waited_cpu_s = self._waited  # at the last epoch's end
-            self._choose(
-                self._chooser.overlapped(self.backend, waited_s + spent_s, waited_cpu_s + spent_cpu_s)
-            )
+        if self._chooser is not None and self._waited is not None:
+            self._choose(self._judged(spent_s, spent_cpu_s))
         is_in_line = self.backend == "inline"
+        calls = self._in_line.calls
         self._take_in()
         validation = self._begin(epoch)
         if is_in_line or self._decision == "sync":
             validation.wait()
         validate_s, validate_cpu_s = self._clock.lap()
-        self._waited = (0.0, 0.0) if is_in_line else (validate_s, validate_cpu_s)
+        self._waited = None if is_in_line else (validate_s, validate_cpu_s)
         if self._chooser is not None and is_in_line:
             spent = Spent(
                 train_s=spent_s,
@@ -336,11 +342,26 @@ class Validator:
                 validate_s=validate_s,
                 validate_cpu_s=validate_cpu_s,
                 held_up_share=self._held_up_share,
+                calls=self._in_line.calls - calls,
             )
             self._choose(self._chooser.in_line(spent))
         self._take_in()
         self._raise()
         return validation
+
+    def _judged(self, spent_s: float, spent_cpu_s: float) -> Choice:
+        """Say how to go on after an epoch beside which another one was to be evaluated."""
+        assert self._chooser is not None
+        assert self._waited is not None
+        if self._pacer is not None and self._pacer.is_slow:
+            choice = self._chooser.too_slow(self.backend)
+            self._pacer = None
+            while self._ledger.wait_for_oldest():
+                self._take_in()
+            self._clock.lap()
+            return choice
+        waited_s, waited_cpu_s = self._waited  # at the last epoch's end
+        return self._chooser.overlapped(self.backend, waited_s + spent_s, waited_cpu_s + spent_cpu_s)
 
     def _begin(self, epoch: int) -> Validation:
         """Have an epoch evaluated, once there is room for it."""
