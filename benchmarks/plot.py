@@ -1,9 +1,10 @@
 """Draws the committed results of the papers' figures: `python benchmarks/plot.py [FOLDER]`.
 
-Of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json and
-hybrid_sweep.json it takes what is in the folder, by default this one, and writes a PNG beside each, with what
-the paper says where it says so. Beside the predictions of hybrid_sweep.json go the measurements of
-hybrid_sweep_timed.json. Needs matplotlib, which is in the extra `dev`.
+Of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
+hybrid_sweep.json, validate.json and validate_repeated.json it takes what is in the folder, by default this
+one, and writes a PNG beside each, with what the paper says where it says so. Beside the predictions of
+hybrid_sweep.json go the measurements of hybrid_sweep_timed.json. Needs matplotlib, which is in the extra
+`dev`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,20 @@ SIDES = {
     "table4": ("the paper's table 4", "#c2506b"),
     "cost_model": ("cost model, by need", "#2b6ca3"),
     "hierarchical": ("groups of 16, by need", "#4a9a5b"),
+}
+# The fourth paper, figures 4 and 5: what overlapping saves, by data, threads and what it is compared with;
+# figure 14: what copying takes of an epoch, in percent, with 6 and with 48 copies.
+PAPER_SAVINGS = {
+    "MNIST, 1 thread\nNumPy": 16.6,
+    "MNIST, 1 thread\ntf.data": 11.6,
+    "MNIST, 6 threads\ntf.data": 10.8,
+    "1 GB, 6 threads\ntf.data": 22.4,
+}
+PAPER_COPY_PERCENT = {6: 0.01, 48: 0.41}
+OVERLAPPED = {
+    "overlap": ("in threads", "#2b6ca3"),
+    "overlap_process": ("in processes", "#4a9a5b"),
+    "overlap_prefetch": ("in threads, over a prefetching loader", "#8e6bb0"),
 }
 GREY, BLUE, ORANGE, GREEN = "0.75", "#2b6ca3", "#d9822b", "#4a9a5b"
 
@@ -168,6 +183,49 @@ def hybrid_sweep(result: dict[str, Any], path: Path) -> None:
     _save(path)
 
 
+def validate(result: dict[str, Any], path: Path) -> None:
+    """What overlapping saves, what copying costs, and how much of the cores is used when."""
+    figures, rows = result["figures"], result["rows"]
+    runs = [row for row in rows if "run_s" in row]
+    cases = {(row["load"], row["threads"]): None for row in runs if row["side"] == "numpy"}
+    _, (savings, copies, uses) = plt.subplots(3, 1, figsize=(9, 11))
+    savings.bar(list(PAPER_SAVINGS), list(PAPER_SAVINGS.values()), 0.5, color=GREY, label="the paper")
+    width = 0.8 / len(OVERLAPPED)
+    for place, (side, (label, color)) in enumerate(OVERLAPPED.items()):
+        found = {
+            group: 100 * figures[f"saving_{load}_{threads}_{side}"]
+            for group, (load, threads) in enumerate(cases, len(PAPER_SAVINGS))
+            if f"saving_{load}_{threads}_{side}" in figures
+        }
+        at = [group + (place - (len(OVERLAPPED) - 1) / 2) * width for group in found]
+        bars = savings.bar(at, list(found.values()), width, label=label, color=color)
+        savings.bar_label(bars, fmt="%.0f", fontsize=8)
+    names = [*PAPER_SAVINGS, *(f"{load}\n{threads} at once" for load, threads in cases)]
+    savings.set_xticks(range(len(names)), names, fontsize=8)
+    savings.axhline(0, color="black", linewidth=0.8)
+    savings.set_ylabel("saved, in % of one after the other")
+    percents = {
+        int(name.removeprefix("copy_share_")): 100 * share
+        for name, share in figures.items()
+        if name.startswith("copy_share_")
+    }
+    for label, color, line in (("the paper", GREY, PAPER_COPY_PERCENT), ("one snapshot", BLUE, percents)):
+        copies.plot(list(line), list(line.values()), "o-", color=color, label=label)
+    copies.set_xlabel("threads that validate")
+    copies.set_ylabel("copying, in % of an epoch")
+    looks = [row for row in rows if "at_s" in row]
+    load, threads = next((case for case in cases if case[0] == "files"), next(iter(cases)))
+    for side, color in (("numpy", "0.5"), ("prefetch", ORANGE), ("overlap", BLUE)):
+        line = [row for row in looks if (row["load"], row["threads"], row["side"]) == (load, threads, side)]
+        at_s, shares = [row["at_s"] for row in line], [100 * row["used_share"] for row in line]
+        uses.plot(at_s, shares, color=color, label=side, linewidth=0.9)
+    uses.set_xlabel(f"seconds of a run: {load}, {threads} at once")
+    uses.set_ylabel("of all cores used, in %")
+    for axes in (savings, copies, uses):
+        axes.legend(frameon=False, fontsize=8)
+    _save(path)
+
+
 def _over_ddp(rows: list[dict[str, Any]], rate: int, side: str) -> list[tuple[int, float]]:
     """By number of workers, a side's step over DDP's in the same run."""
     step_s = {(row["workers"], row["side"]): row["step_s"] for row in rows if row["rate_mbit"] == rate}
@@ -200,6 +258,8 @@ FIGURES = {
     "staleness": staleness,
     "hybrid": hybrid,
     "hybrid_sweep": hybrid_sweep,
+    "validate": validate,
+    "validate_repeated": validate,
 }
 
 

@@ -10,10 +10,13 @@ import pytest
 from offbeat.bench.expected import SIDES
 from offbeat.bench.hybrid_sweep import HIERARCHICAL
 from offbeat.bench.staleness import PARTS
+from offbeat.bench.validate import COPY_THREADS
+from offbeat.bench.validate import SIDES as VALIDATE_SIDES
 
 pytest.importorskip("matplotlib")
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "plot.py"
+OVERLAPPED = [side for side in VALIDATE_SIDES if side.startswith("overlap")]
 STRAGGLER = {f"slowdown_{side}_{count}": 2.0 for side in ("bsp", "partial") for count in range(1, 5)}
 RESULTS = {
     "straggler": {"kind": "timed", "figures": STRAGGLER, "rows": []},
@@ -66,6 +69,24 @@ RESULTS = {
             for workers in (2, 64)
             for side in (*SIDES, HIERARCHICAL)
         ],
+    },
+    "validate": {
+        "kind": "timed",
+        "figures": {
+            **{f"saving_{load}_1_{side}": 0.2 for load in ("memory", "files") for side in OVERLAPPED},
+            **{f"copy_share_{threads}": 0.001 for threads in COPY_THREADS},
+        },
+        "rows": [
+            {"load": load, "threads": 1, "side": side} | part
+            for load in ("memory", "files")
+            for side in VALIDATE_SIDES
+            for part in ({"run_s": 1.0}, {"at_s": 0.25, "used_share": 0.5})
+        ],
+    },
+    "validate_repeated": {
+        "kind": "timed",
+        "figures": {"saving_repeated_6_overlap": 0.2},
+        "rows": [{"load": "repeated", "threads": 6, "side": "numpy", "run_s": 1.0}],
     },
 }
 

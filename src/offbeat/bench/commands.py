@@ -511,8 +511,8 @@ def validate(
     side: Annotated[
         list[str] | None,
         typer.Option(
-            help="Some of numpy, prefetch, dataloader, overlap, overlap_prefetch, overlap_process, auto, "
-            "auto_prefetch."
+            help="Some of auto, numpy, overlap, overlap_process, auto_prefetch, prefetch, overlap_prefetch, "
+            "dataloader."
         ),
     ] = None,
     threads: Annotated[
@@ -523,13 +523,15 @@ def validate(
         typer.Option(help="'real' computes on one core, 'timed' waits for --step-ms, as for an accelerator."),
     ] = "real",
     step_ms: StepMs = 5.0,
-    runs: Annotated[int, typer.Option(min=1, help="Of each side; figures are of the medians.")] = 1,
+    runs: Annotated[int, typer.Option(min=1, help="Of each side; figures are medians over them.")] = 1,
     epochs: Epochs = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 64,
     samples: Annotated[int, typer.Option(min=1, help="Of the set, that train.")] = 12_000,
     held_out: Annotated[int, typer.Option(min=1, help="Of the set, that validate.")] = 4_000,
     data: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist",
-    gigabytes: Annotated[float, typer.Option(min=0.01, help="Of the load 'repeated', as bytes.")] = 1.0,
+    gigabytes: Annotated[
+        float, typer.Option(min=0.01, help="Of what trains of the load 'repeated', as bytes.")
+    ] = 1.0,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")
     ] = None,

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -39,7 +40,7 @@ from offbeat.models import build
 from offbeat.runtime.environment import cores
 from offbeat.runtime.validator import Backend, Validator
 
-MANY_THREADS: Final = 48
+COPY_THREADS: Final = (6, 12, 24, 48)
 """Of the paper's measurement of what copying costs."""
 WAITING: Final = ("files",)
 _CLASSES: Final = 10
@@ -61,16 +62,19 @@ class Side:
 
 
 SIDES: Final[Mapping[str, Side]] = {
-    "numpy": Side(loader="numpy", backend="inline"),
-    "prefetch": Side(loader="prefetch", backend="inline"),
-    "dataloader": Side(loader="dataloader", backend="inline"),
-    "overlap": Side(loader="numpy", backend="thread"),
-    "overlap_prefetch": Side(loader="prefetch", backend="thread"),
-    "overlap_process": Side(loader="numpy", backend="process"),
     "auto": Side(loader="numpy", backend="auto"),
+    "numpy": Side(loader="numpy", backend="inline"),
+    "overlap": Side(loader="numpy", backend="thread"),
+    "overlap_process": Side(loader="numpy", backend="process"),
     "auto_prefetch": Side(loader="prefetch", backend="auto"),
+    "prefetch": Side(loader="prefetch", backend="inline"),
+    "overlap_prefetch": Side(loader="prefetch", backend="thread"),
+    "dataloader": Side(loader="dataloader", backend="inline"),
 }
-"""One after the other with three pipelines, beside one another with two, and whatever pays."""
+"""One after the other with three pipelines, beside one another with two, and whatever pays.
+
+What is compared runs one shortly after the other: the machine may be faster later on.
+"""
 _SERIAL_OF: Final = {
     "overlap": "numpy",
     "overlap_prefetch": "prefetch",
@@ -90,7 +94,7 @@ class Run:
         data: grey images, "mnist" or "digits".
         threads: that validate, or load where that is in parallel.
         samples, held_out: how many of them train and validate, at most all.
-        size_bytes: of "repeated".
+        size_bytes: of what trains of "repeated".
         times: of the model, which then waits; None computes.
     """
 
@@ -139,7 +143,8 @@ class Plan:
 
     Attributes:
         data: grey images, "mnist" or "digits".
-        runs: of each side, one after the other by side; figures are of the medians.
+        runs: of each side, one after the other by side; figures are medians over them.
+        size_bytes: of what trains of "repeated"; what validates is repeated as often.
         step_s: what forward and backward pass are scaled to, waited for; None computes them.
     """
 
@@ -186,9 +191,9 @@ def run(plan: Plan, *, command: str) -> Result:
             rows.append(_row(name, side, threads, number, took, plan))
             looks += _looks(name, side, threads, took) if not number else []
             print(f"{name}, {threads} threads, {side}: {took.run_s:.2f} s", file=sys.stderr, flush=True)
-    if "overlap" in plan.sides:
-        took = _trained(plan, plan.loads[0], "overlap", MANY_THREADS, times)
-        rows.append(_row(plan.loads[0], "overlap", MANY_THREADS, 0, took, plan))
+    for threads in (count for count in COPY_THREADS if "overlap" in plan.sides and count not in plan.threads):
+        took = _trained(plan, plan.loads[0], "overlap", threads, times)
+        rows.append(_row(plan.loads[0], "overlap", threads, 0, took, plan))
     kind: Kind = "real" if times is None else "timed"
     return Result(
         name="validate",
@@ -257,46 +262,43 @@ def _looks(name: str, side: str, threads: int, took: Took) -> list[dict[str, Any
 
 
 def figures(rows: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, float]:
-    """Return what overlapping saves, also of what it could, what copies cost, and how `auto` compares."""
-    of = _medians(rows)
-    found: dict[str, float] = {}
-    waiting: list[float] = []
-    bounds: list[float] = []
-    autos: list[float] = []
-    for (name, threads, side), row in of.items():
-        serial = of.get((name, threads, _SERIAL_OF.get(side, "")))
+    """Return what overlapping saves, also of what it could, what copies cost, and how `auto` compares.
+
+    Sides are compared by run; figures are medians over runs.
+    """
+    savings: dict[str, list[float]] = defaultdict(list)
+    shares: dict[str, list[float]] = defaultdict(list)
+    autos: dict[str, list[float]] = defaultdict(list)
+    copies: dict[int, list[float]] = defaultdict(list)
+    of = {(row["load"], row["threads"], row["run"], row["side"]): row for row in rows}
+    for (name, threads, number, side), row in of.items():
+        if side == "overlap" and name == rows[0]["load"]:
+            copies[threads].append(row["copy_s"] / (row["run_s"] / epochs))
+        serial = of.get((name, threads, number, _SERIAL_OF.get(side, "")))
         if serial is None:
             continue
-        ratio = row["run_s"] / serial["run_s"]
+        saving = 1 - row["run_s"] / serial["run_s"]
+        case = f"{name}_{threads}_{side}"
         if side.startswith("auto"):
-            found[f"auto_ratio_to_serial_{name}_{threads}_{side}"] = ratio
-            autos.append(ratio)
+            autos[case].append(1 - saving)
             continue
-        both_s = serial["train_s"] + serial["validate_s"]
-        bound = (epochs - 1) / epochs * serial["validate_s"] / both_s
-        found[f"saving_{name}_{threads}_{side}"] = 1 - ratio
+        savings[case].append(saving)
         if name in WAITING:
-            waiting.append(1 - ratio)
-            bounds.append((1 - ratio) / bound)
-            found[f"share_of_bound_{name}_{threads}_{side}"] = bounds[-1]
-    if waiting:
-        found["saving_where_waiting"] = min(waiting)
-        found["share_of_bound"] = min(bounds)
+            both_s = serial["train_s"] + serial["validate_s"]
+            bound = (epochs - 1) / epochs * serial["validate_s"] / both_s
+            shares[case].append(saving / bound)
+    found = {
+        **{f"saving_{case}": median(some) for case, some in savings.items()},
+        **{f"share_of_bound_{case}": median(some) for case, some in shares.items()},
+        **{f"auto_ratio_to_serial_{case}": median(some) for case, some in autos.items()},
+        **{f"copy_share_{threads}": median(copies[threads]) for threads in COPY_THREADS if threads in copies},
+    }
+    if shares:
+        found["saving_where_waiting"] = min(found[f"saving_{case}"] for case in shares)
+        found["share_of_bound"] = min(found[f"share_of_bound_{case}"] for case in shares)
     if autos:
-        found["auto_ratio_to_serial_worst"] = max(autos)
-    for (_, threads, _), row in of.items():
-        if threads == MANY_THREADS:
-            found[f"copy_share_{MANY_THREADS}"] = row["copy_s"] / (row["run_s"] / epochs)
+        found["auto_ratio_to_serial_worst"] = max(found[f"auto_ratio_to_serial_{case}"] for case in autos)
     return found
-
-
-def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], dict[str, float]]:
-    """Return the medians of all runs, by load, threads and side."""
-    runs: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        runs.setdefault((row["load"], row["threads"], row["side"]), []).append(row)
-    timed = ("run_s", "train_s", "validate_s", "copy_s")
-    return {key: {name: median(row[name] for row in some) for name in timed} for key, some in runs.items()}
 
 
 # One training -------------------------------------------------------------------------------------------
@@ -360,7 +362,7 @@ def _sets(run: Run, splits: Splits, folder: Path) -> tuple[Samples, Samples]:
                 bytes_.round().to(torch.uint8).numpy(),
                 labels.numpy(),
                 folder=folder / str(len(made)),
-                size_bytes=run.size_bytes if not made else 0,
+                size_bytes=run.size_bytes * count // run.samples,
             )
         )
     return made[0], made[1]
