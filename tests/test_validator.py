@@ -831,6 +831,26 @@ def test_auto_goes_on_in_processes_with_memory_that_they_can_read():
     assert losses == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
 
 
+def evaluate_with_processes(model, part):
+    """Starts processes of its own, which those that evaluate cannot do."""
+    loader = torch.utils.data.DataLoader(part, batch_size=10, num_workers=1)
+    return {"loss": float(sum(map(len, loader))) + int(model.epochs)}
+
+
+def test_auto_stays_in_line_where_evaluating_fails_in_a_process():
+    model = Counting()
+    with offbeat.Validator(model, evaluate_with_processes, Samples(50), backend="auto") as validator:
+        for epoch in validator.epochs(3):
+            model.epochs += 1
+            validator.validate()
+            if epoch == 0:
+                validator._choose(Choice(backend="process", reason="it is told to"))
+            assert validator.backend == "inline"
+            if epoch == 0:
+                assert "evaluate fails in a process of its own (AssertionError: daemonic" in validator.reason
+    assert validator.history == {epoch: {"loss": 10.0 + epoch} for epoch in range(3)}
+
+
 def slow_in_threads(model, part):
     """Begins slower in a thread, and computes the same."""
     total = torch.zeros(())

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, get_args
@@ -193,15 +194,15 @@ class Validator:
             self._chooser = OverlapChooser(candidates, cores=cores(), start_s=_PROCESS_START_S)
             self.backend, self.reason = "inline", "the first epoch is measured"
         elif backend != "inline":
-            self._hire(backend)
+            self._hire(self._make_evaluators(backend))
 
     # Those who evaluate ---------------------------------------------------------------------------------
 
-    def _hire(self, backend: str) -> None:
-        """Have threads or processes ready.
+    def _make_evaluators(self, backend: str) -> list[Evaluator[Snapshot]]:
+        """Make those who evaluate.
 
         Raises:
-            OffbeatError: that cannot be had here.
+            OffbeatError: they cannot be had here.
         """
         if backend == "stream" and self._device.type != "cuda":
             raise OffbeatError(f"expected a model on a GPU for backend='stream', got one on {self._device}")
@@ -218,7 +219,7 @@ class Validator:
         if backend == "process" and self._chooser is not None:
             count = min(count, cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)
-        evaluators: list[Evaluator[Snapshot]] = [
+        return [
             InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
             if backend == "process"
             else InThisThread(
@@ -226,9 +227,11 @@ class Validator:
             )
             for number in range(count)
         ]
+
+    def _hire(self, evaluators: list[Evaluator[Snapshot]]) -> None:
+        """Have them wait for parts, in a thread each."""
         crew = self._crew(evaluators)
         self._crews.append((crew, weakref.finalize(self, crew.close, _END_S)))
-        self._free.clear()  # other backends want other memory
 
     def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
         return Crew(evaluators, self._ledger.done)
@@ -241,11 +244,19 @@ class Validator:
         self.backend = choice.backend
         if choice.backend == "inline":
             return
+        self._free.clear()  # other backends want other memory
         try:
-            self._hire(choice.backend)
-            snapshot = self._moment().snapshot  # which may be refused to processes
-            if choice.backend != "process":
-                self._rehearse(snapshot)
+            with ExitStack() as unless_it_works:
+                evaluators = self._make_evaluators(choice.backend)
+                for evaluator in evaluators:
+                    unless_it_works.callback(evaluator.close)
+                snapshot = self._moment().snapshot  # which may be refused to processes
+                if choice.backend == "process":
+                    self._rehearse_there(evaluators[0], snapshot)
+                else:
+                    self._rehearse(snapshot)
+                unless_it_works.pop_all()
+            self._hire(evaluators)
             self._free.append(snapshot)
         except OffbeatError as error:
             assert self._chooser is not None
@@ -253,16 +264,39 @@ class Validator:
             self.backend, self.reason = "inline", str(error)
             self._free.clear()
 
+    def _rehearse_there(self, process: Evaluator[Snapshot], snapshot: Snapshot) -> None:
+        """See on a few samples whether a process can evaluate.
+
+        Raises:
+            OffbeatError: it cannot.
+        """
+        part = Part(epoch=0, number=0, positions=self._few(), snapshot=snapshot, cancelled=threading.Event())
+        try:
+            process.evaluate(part)
+        except OffbeatError:
+            raise
+        except Exception as error:
+            raise OffbeatError(
+                f"evaluate fails in a process of its own ({type(error).__name__}: {error})"
+            ) from error
+
+    def _few(self) -> range:
+        return range(min(_REHEARSED_SAMPLES, len(self._parts[0])))
+
     def _rehearse(self, snapshot: Snapshot) -> None:
         """See on a few samples whether evaluating in another thread would change the training.
 
         Raises:
             OffbeatError: it changes what all threads share.
         """
-        positions = range(min(_REHEARSED_SAMPLES, len(self._parts[0])))
         with apart() as moved:
             evaluated(
-                snapshot.model(), self._evaluate, self._data, positions, seed=0, watch=self._refuse_the_model
+                snapshot.model(),
+                self._evaluate,
+                self._data,
+                self._few(),
+                seed=0,
+                watch=self._refuse_the_model,
             )
         if moved:
             raise OffbeatError(
