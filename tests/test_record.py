@@ -79,6 +79,7 @@ from offbeat.events import (
     Validating,
     Viewed,
     Wants,
+    WentBack,
     Worker,
     WorkerJoins,
     WorkerLeaves,
@@ -96,6 +97,7 @@ from offbeat.record import (
     encode,
     encode_actions,
     from_plain,
+    messages_of,
     read_log,
     replay,
     to_plain,
@@ -198,7 +200,9 @@ EXAMPLES = [
         samples=100,
         evaluators=2,
         deadline_s=60.0,
+        terms="decision='lag'",
     ),
+    WentBack(now_s=2.0, worker=0, epoch=3),
     PartEvaluated(
         now_s=2.0, worker=0, epoch=3, digest="ab", part=4, means={"loss": -0.5}, counts={"right": 7.0}
     ),
@@ -310,6 +314,24 @@ UNKNOWN_TIME_S = 77.0
 
 def kinds(things: list) -> set:
     return {type(thing) for thing in things}
+
+
+def test_what_is_too_long_for_one_message_takes_several():
+    one = Validated(
+        worker=3,
+        epoch=0,
+        owner=1,
+        digest="ab",
+        means={f"recall of class {number}": number / 7 for number in range(9000)},
+        counts={},
+        reason="r",
+    )
+    actions = [replace(one, epoch=epoch) for epoch in range(9)]
+    messages = messages_of(actions)
+    assert 1 < len(messages) < len(actions)
+    assert all(len(message) <= MESSAGE_BYTES_MAX for message in messages)
+    assert [action for message in messages for action in decode_actions(message)] == actions
+    assert messages_of(actions[:1]) == [encode_actions(actions[:1])]
 
 
 def test_the_examples_hold_every_event_and_action():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,7 @@ from offbeat.events import (
     PartEvaluated,
     SnapshotTaken,
     Validated,
+    WentBack,
 )
 from offbeat.record import read_log, replay
 from offbeat.strategies import DPAR, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
@@ -162,6 +165,14 @@ def test_training_is_bit_for_bit_what_it_is_without(strategy):
         assert all((one.last[name] == expected[name]).all() for name in expected)
 
 
+def test_a_worker_may_evaluate_several_parts_at_once(tmp_path):
+    log = tmp_path / "log"
+    ended = values(run(with_options, 2, AllReduce(), {"workers": 2}, env={"OFFBEAT_RUN_LOG": str(log)}))
+    for one in ended:
+        assert one.history == {epoch: evaluated(ended[0].ends[epoch], "plain") for epoch in (0, 1)}
+    assert {one.evaluators for one in entries_of(log, SnapshotTaken)} == {2}
+
+
 def test_in_processes_of_its_own(tmp_path):
     options = {"backend": "process", "workers": 1}
     for one in values(run(with_options, 2, AllReduce(), options)):
@@ -252,23 +263,94 @@ def test_a_newcomer_knows_what_was_validated_before_it_came(tmp_path):
     assert min(newcomer.ends) > 0
 
 
-def says_when_it_validates(rank, say, log):
+def lowers_its_rate(rank, say, strategy, log, is_new):
+    """Each epoch halves the rate; the others do not end before the newcomer has come."""
+    torch.set_num_threads(1)
+    if is_new:
+        wait_until(lambda: len(entries_of(log, Validated)) > 3, "four epochs")
+    model, rates = a_model(), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    monitor = offbeat.Monitor("loss")
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(8):
+            if epoch == 5:
+                wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
+            train_epoch(model, optimizer, session, 0.005)
+            session.validate(never_better, VALIDATION, monitor=monitor, plateau=plateau, decision="sync")
+            rates[epoch] = optimizer.param_groups[0]["lr"]
+    return rates
+
+
+def never_better(model, part):
+    return {"loss": 1.0}
+
+
+@pytest.mark.parametrize("strategy", ["partial", "ssp"])
+def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
+    log = tmp_path / "log"
+    of = (STRATEGIES[strategy], log)
+    with job(lowers_its_rate, 2, *of, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.add(lowers_its_rate, *of, True)
+        first, _, newcomer = values(running.ends())
+    assert first == {epoch: 0.5**epoch for epoch in range(8)}
+    assert min(newcomer) > 2
+    if strategy == "ssp":
+        assert newcomer == {epoch: first[epoch] for epoch in newcomer}
+    else:  # the last exchange may have brought what the first has lowered, and the next one does again
+        assert all(rate >= first[epoch] / 2 for epoch, rate in newcomer.items())
+
+
+def stops_before_the_newcomer_is_in(rank, say, strategy, log, is_new):
+    torch.set_num_threads(1)
+    if is_new:
+        wait_until(lambda: len(entries_of(log, Validated)) > 2, "three epochs")
+    model, ends = a_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = offbeat.Monitor("loss", patience=2)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for epoch in session.epochs(10):
+            train_epoch(model, optimizer, session)
+            session.validate(never_better, VALIDATION, monitor=monitor, decision="sync")
+            ends.append(epoch)
+        if rank == 1:
+            wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
+    validated = [] if session.validator is None else list(session.validator.history)
+    return ends, validated, state_of(model)
+
+
+@pytest.mark.parametrize("strategy", ["partial", "ssp"])
+def test_a_newcomer_ends_where_the_others_have_been_stopped(strategy, tmp_path):
+    """It may have heard before it trains that all are through; it never validates what it trained alone."""
+    log = tmp_path / "log"
+    of = (STRATEGIES[strategy], log)
+    with job(stops_before_the_newcomer_is_in, 2, *of, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.add(stops_before_the_newcomer_is_in, *of, True)
+        (ends, history, last), _, newcomer = values(running.ends())
+    assert ends == history == [0, 1, 2]
+    assert newcomer[1] in ([], [0, 1, 2])
+    assert newcomer[0] in ([], [2], [3])
+    assert strategy == "ssp" or same(newcomer[2], last)
+
+
+def says_when_it_validates(rank, say, log, loss):
     def judge(model, part):
         if is_worker(0):
             say("evaluating")
-        return evaluate(model, part)
+        return {"loss": loss}
 
     return train(rank, say, AllReduce(), 4, judge=judge)
 
 
-def test_a_coordinator_that_is_killed_goes_on_with_the_validation(tmp_path):
+@pytest.mark.parametrize("loss", [0.5, math.nan])
+def test_a_coordinator_that_is_killed_goes_on_with_the_validation(loss, tmp_path):
     log = tmp_path / "log"
-    with job(says_when_it_validates, 2, log, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+    with job(says_when_it_validates, 2, log, loss, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.said(0)
         os.kill(running.coordinator(), signal.SIGKILL)
         ended = values(running.ends())
-    assert [list(one.history) for one in ended] == [[0, 1, 2, 3]] * 2
-    assert ended[0].history[3] == evaluated(ended[0].ends[3], "plain")
+    expected = {"loss": pytest.approx(loss, nan_ok=True)}
+    assert [one.history for one in ended] == [dict.fromkeys(range(4), expected)] * 2
 
 
 # Decisions ----------------------------------------------------------------------------------------------
@@ -292,7 +374,7 @@ def judge_epoch(model, part):
     return {"loss": LOSSES[int(model.epochs)]}
 
 
-def stops_early(rank, say, strategy, decision, max_pending):
+def stops_early(rank, say, strategy, decision, max_pending, judge=judge_epoch):
     torch.set_num_threads(1)
     model, ends = Counting(), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -303,7 +385,7 @@ def stops_early(rank, say, strategy, decision, max_pending):
             train_epoch(model, optimizer, session)
             ends[epoch] = state_of(model)
             session.validate(
-                judge_epoch,
+                judge,
                 VALIDATION,
                 monitor=monitor,
                 decision=decision,
@@ -327,9 +409,11 @@ def stopped_early(strategy, decision, max_pending=0):
 
 @pytest.mark.parametrize("strategy", ["bsp", "partial"])
 def test_in_step_all_stop_where_patience_is_at_its_end(strategy):
-    for one in stopped_early(STRATEGIES[strategy], "sync"):
-        assert list(one.ends) == [0, 1, 2, 3, 4]
-        assert same(one.best, one.ends[2])
+    ended = stopped_early(STRATEGIES[strategy], "sync")
+    assert all(list(one.ends) == [0, 1, 2, 3, 4] for one in ended)
+    have_best = [one for one in ended if one.best is not None]
+    assert have_best if strategy == "partial" else have_best == ended  # who ends an epoch a round earlier
+    assert all(same(one.best, one.ends[2]) for one in have_best)
 
 
 @pytest.mark.parametrize("max_pending", [0, 2])
@@ -346,6 +430,52 @@ def test_rollback_ends_with_the_weights_of_early_stopping_in_step():
         assert list(one.ends) == [0, 1, 2, 3, 4, 5]  # the last one in vain
         assert same(one.last, expected.last)
         assert same(one.best, expected.best)
+
+
+def waits_to_be_dropped(model, part):
+    """Epochs after the last that counts are under way until the training has gone back."""
+    if int(model.epochs) > 4 and threading.current_thread() is not threading.main_thread():
+        log = Path(os.environ["OFFBEAT_RUN_LOG"])
+        wait_until(lambda: bool(entries_of(log, WentBack)), "a way back")
+    return judge_epoch(model, part)
+
+
+def test_what_was_trained_in_vain_is_not_waited_for(tmp_path):
+    log = tmp_path / "log"
+    env = {"OFFBEAT_RUN_LOG": str(log)}
+    ended = values(run(stops_early, 2, AllReduce(), "rollback", 2, waits_to_be_dropped, env=env))
+    assert [list(one.history) for one in ended] == [[0, 1, 2, 3, 4]] * 2
+    of_no_use = [one for one in entries_of(log, Validated) if one.epoch > 4]
+    assert {one.epoch for one in of_no_use} >= {5, 6}
+    assert {(one.owner, one.reason) for one in of_no_use} == {
+        (None, "training went back to the end of epoch 4")
+    }
+
+
+def waits_in_mid_training(rank, say):
+    torch.set_num_threads(1)
+    model, is_told = a_model(), threading.Event()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_told.set()
+
+    def judge(model, part):
+        if threading.current_thread() is not threading.main_thread() and not is_told.wait(30.0):
+            raise AssertionError("validate waited for what was to wait for it")
+        return evaluate(model, part)
+
+    with offbeat.join(model, optimizer, AllReduce()) as session:
+        for epoch in session.epochs(4):
+            train_epoch(model, optimizer, session)
+            if epoch == 2:
+                session.validator.finish()
+                is_told.clear()
+            session.validate(judge, VALIDATION, max_pending=3)
+        is_told.set()
+    return list(session.validator.history)
+
+
+def test_waiting_in_mid_training_does_not_make_later_epochs_wait():
+    assert values(run(waits_in_mid_training, 2)) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "ssp"])
@@ -422,6 +552,42 @@ def test_an_error_in_evaluate_ends_the_job_and_names_the_worker():
     assert "ZeroDivisionError" in ended[0].error
 
 
+def fails_when_it_is_over(rank, say):
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def judge(model, part):
+        if is_worker(1):
+            wait_until(lambda: bool(session.validator.history), "the metrics")
+            raise ZeroDivisionError("no samples of this class")
+        return evaluate(model, part)
+
+    with warnings.catch_warnings(record=True) as noted:
+        with offbeat.join(model, optimizer, AllReduce()) as session:
+            train_epoch(model, optimizer, session)
+            session.validate(judge, VALIDATION)
+    return list(session.validator.history), [str(one.message) for one in noted]
+
+
+def test_an_error_that_another_worker_has_made_good_is_a_warning():
+    ended = values(run(fails_when_it_is_over, 2))
+    assert [history for history, _ in ended] == [[0], [0]]
+    (text,) = [text for text in ended[1][1] if "failed on worker 1" in text]
+    assert "ZeroDivisionError: no samples of this class" in text
+
+
+def has_patience_of_its_own(rank, say):
+    return train(rank, say, AllReduce(), 6, judge=never_better, patience=1 + rank, decision="sync")
+
+
+def test_other_options_on_another_worker_are_refused():
+    for one in run(has_patience_of_its_own, 2):
+        assert one.error_type == "WorkerError"
+        assert "expected the same decisions on metrics on every worker" in one.error
+        assert "patience=1" in one.error
+        assert "patience=2" in one.error
+
+
 class Merging:
     def merge_state(self, other):
         raise AssertionError
@@ -434,10 +600,26 @@ def returns_a_metric(model, part):
     return {"f1": Merging()}
 
 
-def test_metrics_that_cannot_be_told_are_refused():
-    ended = run(train, 2, AllReduce(), 2, "plain", returns_a_metric)
+def returns_a_large_count(model, part):
+    return {"pixels": 2**53 + 1}
+
+
+def returns_many(model, part):
+    return {f"recall of class {number:09}": 0.5 for number in range(20_000)}
+
+
+@pytest.mark.parametrize(
+    ("judge", "text"),
+    [
+        (returns_a_metric, "expected the metric 'f1' to be a mean or a count"),
+        (returns_a_large_count, "expected the count 'pixels' to be at most 2**53, got 9007199254740993"),
+        (returns_many, "expected metrics that take at most 524288 bytes, names included, got 20000 metrics"),
+    ],
+)
+def test_metrics_that_cannot_be_told_are_refused(judge, text):
+    ended = run(train, 2, AllReduce(), 2, "plain", judge)
     errors = {one.error_type: one.error for one in ended}
-    assert "expected the metric 'f1' to be a mean or a count" in errors["OffbeatError"]
+    assert text in errors["OffbeatError"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from offbeat.events import (
     Tick,
     Validated,
     Validating,
+    WentBack,
 )
 from offbeat.policies.shared_validation import BACKUP_FACTOR, PARTS_PER_EVALUATOR, SharedValidation
 
@@ -43,7 +44,7 @@ def joined(worker, now_s=0.0):
     )
 
 
-def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=100, evaluators=1):
+def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=100, evaluators=1, terms=""):
     return SnapshotTaken(
         now_s=now_s,
         worker=worker,
@@ -53,6 +54,7 @@ def taken(worker, epoch=0, now_s=0.0, digest="same", is_current=True, samples=10
         samples=samples,
         evaluators=evaluators,
         deadline_s=DEADLINE_S,
+        terms=terms,
     )
 
 
@@ -268,6 +270,19 @@ def test_a_newcomer_hears_what_earlier_epochs_came_to():
     assert (under_way.worker, under_way.epoch) == (7, 1)
 
 
+def test_epochs_after_the_one_that_training_goes_back_to_are_over_without_metrics():
+    policy, actions = started(2, taken(0), taken(0, epoch=1), taken(0, epoch=2))
+    late = of(EvaluatePart, actions)[0]
+    for one in (0, 1):
+        answers = policy.handle(WentBack(now_s=1.0, worker=one, epoch=0))
+        dropped = [] if one else [1, 2]
+        assert [(over.epoch, over.owner) for over in of(Validated, answers)] == [(at, None) for at in dropped]
+    assert policy.handle(taken(1, epoch=1)) == []
+    assert not of(Stop, policy.handle(Tick(now_s=DEADLINE_S / 2)))
+    policy.handle(evaluated(late))
+    assert policy.handle(replace(evaluated(late), epoch=2)) == []
+
+
 # Those that take long -----------------------------------------------------------------------------------
 
 
@@ -316,8 +331,10 @@ def test_a_part_that_is_never_evaluated_ends_the_job_and_names_the_worker():
 def test_what_cannot_be_is_refused():
     policy, actions = started(2, taken(0))
     (part,) = of(EvaluatePart, actions)
-    with pytest.raises(ProtocolError, match="100 samples on worker 0 and 99 on worker 1"):
+    with pytest.raises(ProtocolError, match="100 samples on worker 0 and 99 samples on worker 1"):
         policy.handle(taken(1, samples=99))
+    with pytest.raises(ProtocolError, match="got lag, no monitor on worker 5 and sync on worker 6"):
+        started(2, taken(5, terms="lag, no monitor"), taken(6, terms="sync"))
     with pytest.raises(ProtocolError, match="worker 0 has taken a second snapshot of epoch 0"):
         policy.handle(taken(0))
     with pytest.raises(ProtocolError, match="expected at least one of each"):
@@ -326,7 +343,9 @@ def test_what_cannot_be_is_refused():
         policy.handle(evaluated(part, epoch=5))
     policy.handle(evaluated(part))
     (part,) = [one for one in of(EvaluatePart, policy.handle(taken(1))) if one.worker == 1]
-    with pytest.raises(ProtocolError, match=r"got the mean loss, .* and of part \d+ the mean f1"):
+    with pytest.raises(
+        ProtocolError, match=r"got the mean loss, .* and of part \d+, on worker 1, the mean f1"
+    ):
         policy.handle(evaluated(part, means={"f1": 0.5}))
 
 

@@ -759,7 +759,9 @@ def test_sets_that_cannot_be_shared_out_are_refused(data, text):
         ({"workers": 0}, "at least 1 sample and 1 part, got 9 and 0"),
         ({"max_pending": -1}, "max_pending to be at least 0"),
         ({"when_full": "drop"}, "block or skip"),
-        ({"deadline_s": 0.0}, "a deadline above 0 s"),
+        ({"deadline_s": 0.0}, "a finite deadline above 0 s"),
+        ({"deadline_s": math.inf}, "a finite deadline above 0 s, got inf"),
+        ({"deadline_s": math.nan}, "a finite deadline above 0 s, got nan"),
     ],
 )
 def test_bad_options_are_refused(options, text):
@@ -861,7 +863,7 @@ def slow_in_threads(model, part):
     return {"loss": float(total) + int(model.epochs)}
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", ["", "for the result", "and looks whether it is there"])
 def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(waits):
     model = Counting()
     with offbeat.Validator(model, slow_in_threads, Samples(50)) as validator:
@@ -870,6 +872,8 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
             model.epochs += 1
             threading.Event().wait(0.05)  # trains
             validation = validator.validate()
+            if waits == "and looks whether it is there":
+                wait_until(lambda validation=validation: validation.is_done, "the result")
             if waits:
                 assert validation.result() == {"loss": 2000.0 + int(model.epochs)}
         if not waits:

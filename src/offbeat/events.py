@@ -261,6 +261,7 @@ class SnapshotTaken(ValidationEvent):
         samples: in the validation set; the same for all workers.
         evaluators: how many parts it evaluates at once, at least 1.
         deadline_s: how long a part may take.
+        terms: what follows from metrics, in words; the same for all workers.
     """
 
     digest: str
@@ -268,6 +269,7 @@ class SnapshotTaken(ValidationEvent):
     samples: int
     evaluators: int
     deadline_s: float
+    terms: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +287,11 @@ class PartEvaluated(ValidationEvent):
     part: int
     means: dict[str, float]
     counts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack(ValidationEvent):
+    """A worker's training is at the end of `epoch` again; validations of later ones are not wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,6 +541,7 @@ Event: TypeAlias = (
     | Evaluated
     | SnapshotTaken
     | PartEvaluated
+    | WentBack
     | Finished
     | Left
     | Lost

@@ -159,6 +159,15 @@ def encode_actions(actions: Sequence[Action]) -> bytes:
     return _packed([to_plain(action) for action in actions])
 
 
+def messages_of(actions: Sequence[Action]) -> list[bytes]:
+    """Return control messages that hold these actions, in order: several where one would be too long."""
+    whole = encode_actions(actions)
+    if len(whole) <= MESSAGE_BYTES_MAX or len(actions) < 2:
+        return [whole]
+    half = len(actions) // 2
+    return [*messages_of(actions[:half]), *messages_of(actions[half:])]
+
+
 def decode_actions(data: bytes) -> list[Action]:
     """Return the actions of a control message.
 

@@ -59,6 +59,13 @@ class Monitor:
         self.best_epoch: int | None = None
         self._without = 0  # epochs in a row
 
+    def __repr__(self) -> str:
+        mode = "max" if self._sign > 0 else "min"
+        return (
+            f"{type(self).__name__}({self.metric!r}, mode={mode!r}, patience={self._patience}, "
+            f"delta_min={self._delta_min!r})"
+        )
+
     def value_of(self, metrics: Mapping[str, float]) -> float:
         """Return the metric that is watched.
 

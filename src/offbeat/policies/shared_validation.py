@@ -27,6 +27,7 @@ from offbeat.events import (
     Tick,
     Validated,
     Validating,
+    WentBack,
 )
 from offbeat.policies.validation import split_even
 
@@ -59,6 +60,7 @@ class _Epoch:
     """
 
     samples: int
+    terms: str
     deadline_s: float
     offers: dict[int, _Offer] = field(default_factory=dict)
     owner: int | None = None
@@ -124,6 +126,9 @@ class SharedValidation:
                 return [*begun, *self._answers(event.now_s)]
             case PartEvaluated():
                 self._evaluated(event)
+            case WentBack():
+                dropped = self._dropped_after(event.epoch)
+                return [*dropped, *self._answers(event.now_s)]
             case Finished():
                 self._reached[event.worker] = math.inf
             case Left() | Lost() | Failed():
@@ -166,16 +171,20 @@ class SharedValidation:
         begun: list[Action] = []
         one = self._epochs.get(event.epoch)
         if one is None:
-            one = _Epoch(samples=event.samples, deadline_s=event.deadline_s)
+            one = _Epoch(samples=event.samples, terms=event.terms, deadline_s=event.deadline_s)
             self._epochs[event.epoch] = one
             reason = f"worker {event.worker} is through with the epoch"
             begun.append(Validating(worker=None, epoch=event.epoch, reason=reason))
-        if event.samples != one.samples:
-            other = next(iter(one.offers))
-            raise ProtocolError(
-                f"expected the same validation set on every worker, got {one.samples} samples on worker "
-                f"{other} and {event.samples} on worker {event.worker}, both in epoch {event.epoch}"
-            )
+        for what, theirs, given in (
+            ("validation set", f"{one.samples} samples", f"{event.samples} samples"),
+            ("decisions on metrics", one.terms, event.terms),
+        ):
+            if given != theirs:
+                others = ", ".join(map(str, one.offers)) or "another one"
+                raise ProtocolError(
+                    f"expected the same {what} on every worker, got {theirs} on worker {others} and {given} "
+                    f"on worker {event.worker}, both in epoch {event.epoch}"
+                )
         if event.worker in one.offers:
             raise ProtocolError(f"worker {event.worker} has taken a second snapshot of epoch {event.epoch}")
         one.offers[event.worker] = _Offer(
@@ -195,13 +204,19 @@ class SharedValidation:
             if (means.keys(), counts.keys()) != (event.means.keys(), event.counts.keys()):
                 raise ProtocolError(
                     f"expected the same metrics of every part of epoch {event.epoch}, got "
-                    f"{_names(means, counts)}, and of part {event.part} {_names(event.means, event.counts)}"
+                    f"{_names(means, counts)}, and of part {event.part}, on worker {event.worker}, "
+                    f"{_names(event.means, event.counts)}"
                 )
         one.spent_s += event.now_s - one.out[event.part][event.worker]
         one.spent_count += 1
         one.holders.add(event.worker)
         one.results[event.part] = (event.means, event.counts)
         del one.out[event.part]
+
+    def _dropped_after(self, epoch: int) -> list[Action]:
+        """End the epochs that nobody wants validated any more."""
+        reason = f"training went back to the end of epoch {epoch}"
+        return [self._without_metrics(later, reason) for later in sorted(self._epochs) if later > epoch]
 
     def _gone(self, worker: int) -> None:
         self._reached.pop(worker, None)
@@ -243,7 +258,7 @@ class SharedValidation:
             return []  # others have yet to come
         owner = next(iter(current or whole), None)
         if owner is None:
-            return [self._without_metrics(epoch)]
+            return [self._without_metrics(epoch, "nobody is left that has the snapshot that was evaluated")]
         one.owner, one.digest = owner, one.offers[owner].digest
         if not one.parts:  # once made they stay: a part's result may come late, and must mean its samples
             evaluators = one.offers[owner].evaluators * len(self._reached)
@@ -271,7 +286,7 @@ class SharedValidation:
         del self._epochs[epoch]
         return over
 
-    def _without_metrics(self, epoch: int) -> Validated:
+    def _without_metrics(self, epoch: int, reason: str) -> Validated:
         over = Validated(
             worker=None,
             epoch=epoch,
@@ -279,7 +294,7 @@ class SharedValidation:
             digest="",
             means={},
             counts={},
-            reason="nobody is left that has the snapshot which was to be evaluated",
+            reason=reason,
         )
         self._over[epoch] = over
         del self._epochs[epoch]

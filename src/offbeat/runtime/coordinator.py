@@ -63,6 +63,7 @@ from offbeat.record import (
     decode_events,
     encode_actions,
     from_plain,
+    messages_of,
     to_plain,
 )
 from offbeat.runtime import addresses as places
@@ -384,7 +385,7 @@ class Coordinator:
                 self._part(action.peer)
                 self._members[action.peer].is_refused = True
         common: list[Action] = []
-        payload = b""
+        payloads: list[bytes] = []
         for peer in sorted(self._members):
             mine = [action for action in actions if self._is_for(action, peer)]
             if not mine:
@@ -393,8 +394,9 @@ class Coordinator:
             member.told += len(mine)
             member.unheard.extend(mine)
             if mine != common:
-                common, payload = mine, encode_actions(mine)
-            self._send(peer, payload)
+                common, payloads = mine, messages_of(mine)
+            for payload in payloads:
+                self._send(peer, payload)
         return True
 
     def _is_for(self, action: Action, peer: str) -> bool:
@@ -476,11 +478,10 @@ class Coordinator:
             peer, plain, answers = msgspec.msgpack.decode(record, type=tuple[str, dict[str, Any], bytes])
             event = cast(Event, from_plain(plain))
             actions = self._decide(event, peer)
-            expected = decode_actions(answers) if answers else []
-            if actions != expected:
+            if (encode_actions(actions) if actions else b"") != answers:  # bytes: no NaN is equal to itself
                 raise OffbeatError(
                     f"the coordinator was started again and decides otherwise: to {event} it answered "
-                    f"{expected}, and answers {actions} now"
+                    f"{decode_actions(answers) if answers else []}, and answers {actions} now"
                 )
             self._write(event, actions)
             self._tell(self._told(event, peer, actions))

@@ -159,7 +159,7 @@ class DealtBatches:
     def _what_is_next(self) -> _Next | None:
         with self._member.lock:
             if self._late is not None and self._is_outside:  # it is dealt for when it has the members' state
-                is_over = self._hand.is_over or self._member.epochs_ended > self._epoch
+                is_over = self._is_over() or self._member.epochs_ended > self._epoch
                 if is_over or not self._is_clear():
                     return _Next.END if is_over else _Next.BORROWED
                 if self._late.is_awaited:
@@ -170,9 +170,13 @@ class DealtBatches:
             has_brought = self._late is not None and self._late.has_brought
             if has_brought and (self._is_last or not self._hand.is_over):
                 return _Next.BORROWED
-            if self._hand.is_over:
+            if self._is_over():
                 return _Next.END
             return _Next.BORROWED if self._hand.is_awaited else None
+
+    def _is_over(self) -> bool:
+        """Nothing more of the epoch will be dealt: it is used up, or everybody has finished without it."""
+        return self._hand.is_over or self._member.is_dismissed
 
     def _ask(self) -> None:
         if self._has_asked:

@@ -15,7 +15,7 @@ class Pacer:
     Args:
         look_after_s: when that is seen, from the first call on.
         calls_per_s_min: of torch's functions, by all threads together; fewer are too slow.
-        rest_s: how long a thread rests at most.
+        rest_s: how long threads rest at most, once.
 
     Attributes:
         is_slow: it was too slow.
@@ -45,7 +45,8 @@ class Pacer:
                     self._is_free.set()
         if self.is_slow:
             self._is_free.wait(self._rest_s)
+            self.go()
 
     def go(self) -> None:
-        """The training waits: nobody rests any more."""
+        """Nobody rests any more, for the training waits."""
         self._is_free.set()

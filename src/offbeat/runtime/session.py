@@ -375,13 +375,19 @@ class Session:
     # The loop ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` says stop."""
+        """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` says stop.
+
+        Also ends where all others have finished, for who came when they had stopped.
+        """
         self._last_epoch = count - 1
-        while self.epoch < count and not (self.validator is not None and self.validator.stopped):
+        while self.epoch < count and not self._is_to_stop():
             epoch = self.epoch
             yield epoch
             if self.epoch == epoch:
                 self._finish_epoch()
+
+    def _is_to_stop(self) -> bool:
+        return self._dismissed() or (self.validator is not None and self.validator.stopped)
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
@@ -607,6 +613,7 @@ class Session:
             member=self._member,
             is_current=self._is_validated_with,
             goes_back=common and not self._strategy.survives,
+            has_rates=common,
             is_alone=len(self.threads) == 1,
             **options,
         )

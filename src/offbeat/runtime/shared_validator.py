@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 
 from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import EvaluatePart, LendSnapshot, PartEvaluated, SnapshotTaken, Validated
+from offbeat.events import EvaluatePart, LendSnapshot, PartEvaluated, SnapshotTaken, Validated, WentBack
 from offbeat.numerics.metrics import Value
 from offbeat.policies.validation import PENDING_MAX, Take
+from offbeat.record import MESSAGE_BYTES_MAX, encode
 from offbeat.runtime.evaluators import CancelledError, Crew, Evaluate, Evaluator, Part
 from offbeat.runtime.member import Member
 from offbeat.runtime.parts import Data, samples_of
@@ -32,6 +34,9 @@ from offbeat.runtime.validator import Moment, Validator
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use what is below 2**63, loans of samples what is below this
 _LATER: Final = 1 << 20  # priority: after all exchanges
+_METRICS_BYTES_MAX: Final = MESSAGE_BYTES_MAX // 2
+_PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")
+_COUNT_MAX: Final = 2**53  # up to which all whole numbers are floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,7 @@ class Shares:
         """Listen to what is said of validations."""
         self.member.on_validation = self.hear
 
-    def offer(self, epoch: int, moment: Moment, *, is_current: bool, evaluators: int) -> None:
+    def offer(self, epoch: int, moment: Moment, *, is_current: bool, evaluators: int, terms: str) -> None:
         """Say that this worker can evaluate parts of an epoch."""
         digest = moment.snapshot.digest()
         if self.watch(epoch, moment, digest):
@@ -103,8 +108,13 @@ class Shares:
                 samples=self.samples,
                 evaluators=evaluators,
                 deadline_s=self.deadline_s,
+                terms=terms,
             )
         )
+
+    def drop_after(self, epoch: int) -> None:
+        """Say that the training has gone back to the end of an epoch."""
+        self.member.tell(WentBack(now_s=0.0, worker=self.member.worker, epoch=epoch))
 
     def watch(self, epoch: int, moment: Moment, digest: str = "") -> bool:
         """Have the ledger hear what the validation of an epoch comes to; return whether it is over."""
@@ -287,22 +297,37 @@ class Shares:
         try:
             if isinstance(result, BaseException):
                 raise result
-            means, counts = _told(result)
+            said = self._said(part, result)
         except BaseException as error:
+            if part.cancelled.is_set():
+                warnings.warn(
+                    f"evaluating part {part.number} of epoch {part.epoch} failed on worker "
+                    f"{self.member.worker}, after another one had done it: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             self.ledger.done(part, error)
             return
         with suppress(LinkError):  # then the job has failed, and says so elsewhere
-            self.member.tell(
-                PartEvaluated(
-                    now_s=0.0,
-                    worker=self.member.worker,
-                    epoch=part.epoch,
-                    digest=part.digest,
-                    part=part.number,
-                    means=means,
-                    counts=counts,
-                )
+            self.member.tell(said)
+
+    def _said(self, part: _Share, metrics: dict[str, Value]) -> PartEvaluated:
+        means, counts = _told(metrics)
+        said = PartEvaluated(
+            now_s=0.0,
+            worker=self.member.worker,
+            epoch=part.epoch,
+            digest=part.digest,
+            part=part.number,
+            means=means,
+            counts=counts,
+        )
+        if len(encode([said])) > _METRICS_BYTES_MAX:
+            raise OffbeatError(
+                f"expected metrics that take at most {_METRICS_BYTES_MAX} bytes, names included, got "
+                f"{len(metrics)} metrics that take {len(encode([said]))}: return fewer of them"
             )
+        return said
 
 
 class _WithTheRightSnapshot:
@@ -334,6 +359,7 @@ class SharedValidator(Validator):
         member: the control side of this worker.
         is_current: whether this worker's model is one to validate with.
         goes_back: whether the strategy allows for "rollback".
+        has_rates: a worker that comes later has the others' learning rates, with their state.
         is_alone: no other thread of this process trains.
         options: of `Validator`.
 
@@ -351,11 +377,12 @@ class SharedValidator(Validator):
         member: Member,
         is_current: Callable[[], bool],
         goes_back: bool,
+        has_rates: bool,
         is_alone: bool,
         **options: Any,
     ) -> None:
         _check(options, goes_back=goes_back)
-        self._member, self._is_current = member, is_current
+        self._member, self._is_current, self._has_rates = member, is_current, has_rates
         self._max_pending: int = options.get("max_pending", PENDING_MAX)
         self._evaluators: int = options.get("workers", 1)
         self._shares: Shares
@@ -387,11 +414,23 @@ class SharedValidator(Validator):
     def validate(self, epoch: int | None = None) -> Validation:
         """See `Validator.validate`."""
         if self._ended < 0:
-            self._catch_up(self.epoch if epoch is None else epoch)
+            epoch = self.epoch if epoch is None else epoch
+            self._catch_up(epoch)
+            if self.stopped:
+                self._ended = epoch
+                return self._ledger.without_metrics(epoch, "training had been stopped when this worker came")
         return super().validate(epoch)
 
     def _catch_up(self, epoch: int) -> None:
         """Act on what was validated before this worker came, as the others do, at the same points."""
+        groups = [] if self._plateau is None else self._plateau.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        self._act_on_earlier(epoch)
+        if self._has_rates:  # what the others' plateau did to them is in them
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _act_on_earlier(self, epoch: int) -> None:
         for earlier in sorted(one for one in self._member.validated if one < epoch):
             self._ended = earlier
             self._take_in()
@@ -405,8 +444,30 @@ class SharedValidator(Validator):
             self._shares.watch(earlier, self._moments[earlier])
             self._take_in()
 
+    def _parts_now(self) -> tuple[range, ...]:
+        return (range(self._samples),)  # of which this worker is dealt some
+
     def _give(self, take: Take, moment: Moment) -> None:
-        self._shares.offer(take.epoch, moment, is_current=self._is_current(), evaluators=self._evaluators)
+        start_s = time.perf_counter()
+        self._shares.offer(
+            take.epoch,
+            moment,
+            is_current=self._is_current(),
+            evaluators=self._evaluators,
+            terms=self._terms(),
+        )
+        self.copy_s += time.perf_counter() - start_s
+
+    def _terms(self) -> str:
+        """Return in words what follows from metrics when: where workers differ in it they go apart."""
+        terms = f"decision={self._decision!r}, max_pending={self._max_pending}, monitor={self._monitor!r}"
+        if self._plateau is not None:
+            terms += f", plateau={ ({name: getattr(self._plateau, name) for name in _PLATEAU}) }"
+        return terms
+
+    def _go_back(self, epoch: int, moment: Moment) -> None:
+        super()._go_back(epoch, moment)
+        self._shares.drop_after(epoch)
 
     def _take_in(self) -> None:
         """Act on what all workers act on here; wait for it."""
@@ -434,9 +495,12 @@ class SharedValidator(Validator):
             super()._use_again(unused)
 
     def finish(self) -> None:
-        """See `Validator.finish`."""
+        """See `Validator.finish`; call it on all workers at the same point, since it acts on metrics."""
         self._is_ending = True
-        super().finish()
+        try:
+            super().finish()
+        finally:
+            self._is_ending = False
 
     def best_state_dict(self) -> dict[str, Any]:
         """See `Validator.best_state_dict`; where `has_best` is false, this worker cannot return it.
@@ -482,6 +546,8 @@ def _told(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]
         if isinstance(value, float):
             means[name] = value
         elif isinstance(value, int):
+            if abs(value) > _COUNT_MAX:
+                raise OffbeatError(f"expected the count {name!r} to be at most 2**53, got {value}")
             counts[name] = float(value)
         else:
             raise OffbeatError(

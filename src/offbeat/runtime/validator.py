@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 import warnings
@@ -156,8 +157,8 @@ class Validator:
             raise ValueError(f"expected a decision of {', '.join(get_args(Decision))}, got {decision!r}")
         if plateau is not None and monitor is None:
             raise ValueError("expected a monitor beside plateau, to say which metric it is told")
-        if deadline_s <= 0:
-            raise ValueError(f"expected a deadline above 0 s, got {deadline_s:g}")
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"expected a finite deadline above 0 s, got {deadline_s:g}")
         self._samples = samples_of(data)
         self._parts = split_even(self._samples, workers)
         scheduler = ValidationScheduler(pending_max=max_pending, when_full=when_full)
@@ -399,7 +400,7 @@ class Validator:
 
     def _begin(self, epoch: int) -> Validation:
         """Have an epoch evaluated, once there is room for it."""
-        parts = self._in_line_parts() if self.backend == "inline" else self._parts
+        parts = self._parts_now()
         while self._ended == epoch:
             answer, validation = self._ledger.begin(epoch, parts)
             if not isinstance(answer, Block):
@@ -443,12 +444,14 @@ class Validator:
             at_once_s = time.perf_counter() - at_once_s
             self._held_up_share = min(1.0, max(0.0, 2 - alone_s / at_once_s))
 
-    def _in_line_parts(self) -> tuple[range, ...]:
-        """Return what is evaluated one after the other in line: the set.
+    def _parts_now(self) -> tuple[range, ...]:
+        """Return the parts that an epoch's validation has: one for each worker; in line, one for the set.
 
         Where `auto` does not know yet what threads are worth: one half, and two quarters at once. With one
         worker nothing is shared out.
         """
+        if self.backend != "inline":
+            return self._parts
         half, quarter = self._samples // 2, self._samples // 4
         knows = self._chooser is None or self._held_up_share is not None
         if knows or len(self._parts) == 1 or not quarter:
