@@ -446,6 +446,37 @@ def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
     assert "cannot take part: it came when all others were done" in ended[2].error
 
 
+def breaks_off(rank, say, log, is_new):
+    """All but the newcomer stop after three epochs, and stay until it has come."""
+    if is_new:
+        wait_until(lambda: bool(entries_of(log, Finished)), "somebody who is through")
+    torch.manual_seed(0)
+    model, begun = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, STEADY) as session:
+        for epoch in session.epochs(EPOCHS):
+            begun.append(epoch)
+            for (inputs,) in session.batches(TensorDataset(torch.ones(64, 2)), batch_size=8):
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+            if epoch == 2 and not is_new:
+                break
+        if rank == 1:
+            wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
+    return begun, model.weight.detach().numpy().copy()
+
+
+def test_a_newcomer_ends_where_the_others_have_broken_off(tmp_path):
+    log = tmp_path / "log"
+    with job(breaks_off, 2, log, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.add(breaks_off, log, True)
+        (begun, weight), _, newcomer = values(running.ends())
+    assert begun == [0, 1, 2]
+    assert newcomer[0] in ([], [2], [3])  # whatever it hears first: that all are through, or where it begins
+    assert (newcomer[1] == weight).all()
+
+
 def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
     with job(train, 2, PartialAllReduce(), 1, hosts_store=True) as running:
         values(running.ends())
