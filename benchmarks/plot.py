@@ -198,8 +198,9 @@ def validate(result: dict[str, Any], path: Path) -> None:
             if f"saving_{load}_{threads}_{side}" in figures
         }
         at = [group + (place - (len(OVERLAPPED) - 1) / 2) * width for group in found]
-        bars = savings.bar(at, list(found.values()), width, label=label, color=color)
-        savings.bar_label(bars, fmt="%.0f", fontsize=8)
+        if found:
+            bars = savings.bar(at, list(found.values()), width, label=label, color=color)
+            savings.bar_label(bars, fmt="%.0f", fontsize=8)
     names = [*PAPER_SAVINGS, *(f"{load}\n{threads} at once" for load, threads in cases)]
     savings.set_xticks(range(len(names)), names, fontsize=8)
     savings.axhline(0, color="black", linewidth=0.8)
@@ -217,8 +218,9 @@ def validate(result: dict[str, Any], path: Path) -> None:
     load, threads = next((case for case in cases if case[0] == "files"), next(iter(cases)))
     for side, color in (("numpy", "0.5"), ("prefetch", ORANGE), ("overlap", BLUE)):
         line = [row for row in looks if (row["load"], row["threads"], row["side"]) == (load, threads, side)]
-        at_s, shares = [row["at_s"] for row in line], [100 * row["used_share"] for row in line]
-        uses.plot(at_s, shares, color=color, label=side, linewidth=0.9)
+        if line:
+            at_s, shares = [row["at_s"] for row in line], [100 * row["used_share"] for row in line]
+            uses.plot(at_s, shares, color=color, label=side, linewidth=0.9)
     uses.set_xlabel(f"seconds of a run: {load}, {threads} at once")
     uses.set_ylabel("of all cores used, in %")
     for axes in (savings, copies, uses):
