@@ -273,7 +273,7 @@ def lowers_its_rate(rank, say, strategy, log, is_new):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     monitor = offbeat.Monitor("loss")
     with offbeat.join(model, optimizer, strategy) as session:
-        for epoch in session.epochs(8):
+        for epoch in session.epochs(12):
             if epoch == 5:
                 wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
             train_epoch(model, optimizer, session, 0.005)
@@ -293,7 +293,7 @@ def test_a_newcomer_goes_on_with_the_rate_of_the_others(strategy, tmp_path):
     with job(lowers_its_rate, 2, *of, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         running.add(lowers_its_rate, *of, True)
         first, _, newcomer = values(running.ends())
-    assert first == {epoch: 0.5**epoch for epoch in range(8)}
+    assert first == {epoch: 0.5**epoch for epoch in range(12)}
     assert min(newcomer) > 2
     if strategy == "ssp":
         assert newcomer == {epoch: first[epoch] for epoch in newcomer}
