@@ -206,7 +206,7 @@ def test_a_worker_that_does_not_get_on_keeps_nobody_waiting(tmp_path):
         assert one.history == ended[0].history
         assert one.history[0] == evaluated(ended[0].ends[0], "plain")
     share = Counter(one.worker for one in entries_of(log, PartEvaluated) if one.epoch == 0)
-    assert share[2] < min(share[0], share[1])
+    assert share[2] <= 1 < share[0] + share[1]  # one of these may do it all before the other is there
 
 
 def dies_at_once(model, part):
