@@ -434,7 +434,7 @@ class SharedValidator(Validator):
         for earlier in sorted(one for one in self._member.validated if one < epoch):
             self._ended = earlier
             self._take_in()
-            self._ledger.begin(earlier, (range(self._samples),))
+            self._ledger.begin(earlier, self._parts_now())
             self._moments[earlier] = Moment(
                 snapshot=Snapshot(shared=self.backend == "process"),  # which stays empty
                 cancelled=threading.Event(),
