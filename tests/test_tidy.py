@@ -37,13 +37,14 @@ LAYERS = {
     "errors.py": (),
     "policies/": ("errors", "events", "policies"),
     "numerics/": ("errors", "events", "numerics"),
-    "record.py": ("errors", "events", "policies"),
+    "known.py": (),
+    "record.py": ("errors", "events", "known", "policies"),
     "timesheet.py": ("events",),
     "models.py": (),
     "data/": ("errors", "data"),
-    "runtime/": ("errors", "events", "policies", "numerics", "record", "runtime"),
+    "runtime/": ("errors", "events", "known", "policies", "numerics", "record", "runtime"),
     "keras.py": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
-    "strategies/": ("errors", "events", "policies", "numerics", "runtime", "strategies"),
+    "strategies/": ("errors", "events", "known", "policies", "numerics", "runtime", "strategies"),
     "simulator/": ("errors", "events", "policies", "numerics", "record", "simulator"),
 }
 

@@ -24,6 +24,7 @@ import msgspec
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Clocked, Evaluated, Event, PartEvaluated, Validated
+from offbeat.known import make_known
 from offbeat.policies import Policy, decide
 
 LOG_VERSION: Final = 1
@@ -101,6 +102,7 @@ _METRICS: Final = {
 _EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]
 _ACTION_SHAPES: Final = [_shape(kind) for kind in _ACTIONS.values()]
 _SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])
+make_known(*_KINDS.values())
 
 _event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_SHAPES)])  # type: ignore[misc]
 _action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_SHAPES)])  # type: ignore[misc]

@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from offbeat.errors import ProtocolError
+from offbeat.known import make_known
 from offbeat.runtime.framing import Frame, Kind, encode
 
 NONCE_BYTES = 32
@@ -47,6 +48,8 @@ class _Proof(msgspec.Struct, forbid_unknown_fields=True):
 class _Refuse(msgspec.Struct, forbid_unknown_fields=True):
     line: str
 
+
+make_known(_Hello, _Challenge, _Proof, _Refuse)
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 

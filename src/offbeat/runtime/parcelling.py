@@ -18,6 +18,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from offbeat.errors import ProtocolError
+from offbeat.known import make_known
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.policies.parcels import ToClient, ToServer
 from offbeat.runtime.buffers import Buffers
@@ -30,6 +31,7 @@ _BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message
 TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
 TO_CLIENT: Final[tuple[type, ...]] = get_args(ToClient)
 _CODES: Final = {kind: code for code, kind in enumerate((*TO_SERVER, *TO_CLIENT))}
+make_known(*_CODES)
 _DTYPES: Final = tuple(
     np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
 )

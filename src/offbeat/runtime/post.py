@@ -61,6 +61,9 @@ class _Letter(msgspec.Struct, array_like=True):
     messages: msgspec.Raw
 
 
+_decoder: Final = msgspec.msgpack.Decoder(_Letter)
+
+
 @dataclass(slots=True, eq=False)
 class _Coming:
     """A letter, of which something may be missing."""
@@ -115,7 +118,6 @@ class Post:
         self._endpoint, self._on_message, self._place = endpoint, on_message, place
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(_Letter)
         self._known: dict[str, _Correspondent] = {}
         self._to_write: list[str] = []
         self._staging = Staging(endpoint)
@@ -135,7 +137,7 @@ class Post:
             ProtocolError: no node of this version says that.
         """
         try:
-            letter = self._decoder.decode(payload)
+            letter = _decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"expected a letter of a parameter server's node: {error}") from None
         one = self._of(peer)

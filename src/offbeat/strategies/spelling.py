@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from offbeat.known import make_known
 from offbeat.runtime.session import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
@@ -15,6 +16,7 @@ from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 
 _KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}
+make_known(*_KINDS)
 
 
 def parse_strategy(text: str) -> Strategy:
