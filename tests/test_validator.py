@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -803,6 +804,26 @@ def test_what_cannot_be_sent_to_a_process_says_so():
         offbeat.Validator(a_model(), lambda model, part: {}, Samples(9), backend="process", workers=1)
 
 
+class SentOnce(Samples):
+    """Cannot be sent to a second process."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.is_sent = False
+
+    def __getstate__(self):
+        if self.is_sent:
+            raise TypeError("it has been sent already")
+        self.is_sent = True
+        return vars(self)
+
+
+def test_processes_end_where_another_one_cannot_be_started():
+    with pytest.raises(OffbeatError, match="it has been sent already"):
+        offbeat.Validator(a_model(), evaluate, SentOnce(9), backend="process", workers=3)
+    assert [one.name for one in multiprocessing.active_children() if "validation" in one.name] == []
+
+
 # What `auto` decides ------------------------------------------------------------------------------------
 
 
@@ -883,9 +904,9 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
 
 
 def test_a_pacer_lets_those_go_on_that_are_fast_enough_and_the_others_when_the_training_waits():
-    fast = Pacer(look_after_s=0.0, calls_per_s_min=0.0, rest_s=60.0)
-    fast.called()
-    fast.called()
+    fast = Pacer(look_after_s=0.0, calls_per_s_min=1e12, rest_s=1.0)
+    fast.called()  # no time has passed, and that is fast enough
+    fast.called()  # would be too slow, but is not looked at any more
     assert not fast.is_slow
     slow = Pacer(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0)
     thread = threading.Thread(target=lambda: [slow.called() for _ in range(3)])

@@ -220,14 +220,19 @@ class Validator:
         if backend == "process" and self._chooser is not None:
             count = min(count, cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)
-        return [
-            InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
-            if backend == "process"
-            else InThisThread(
-                self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
-            )
-            for number in range(count)
-        ]
+        evaluators: list[Evaluator[Snapshot]] = []
+        with ExitStack() as unless_all_are_made:
+            for number in range(count):
+                evaluators.append(
+                    InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
+                    if backend == "process"
+                    else InThisThread(
+                        self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
+                    )
+                )
+                unless_all_are_made.callback(evaluators[-1].close)
+            unless_all_are_made.pop_all()
+        return evaluators
 
     def _hire(self, evaluators: list[Evaluator[Snapshot]]) -> None:
         """Have them wait for parts, in a thread each."""
