@@ -211,7 +211,8 @@ def validate(result: dict[str, Any], path: Path) -> None:
         if name.startswith("copy_share_")
     }
     for label, color, line in (("the paper", GREY, PAPER_COPY_PERCENT), ("one snapshot", BLUE, percents)):
-        copies.plot(list(line), list(line.values()), "o-", color=color, label=label)
+        if line:
+            copies.plot(list(line), list(line.values()), "o-", color=color, label=label)
     copies.set_xlabel("threads that validate")
     copies.set_ylabel("copying, in % of an epoch")
     looks = [row for row in rows if "at_s" in row]
