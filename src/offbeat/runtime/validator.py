@@ -195,12 +195,15 @@ class Validator:
             self._chooser = OverlapChooser(candidates, cores=cores(), start_s=_PROCESS_START_S)
             self.backend, self.reason = "inline", "the first epoch is measured"
         elif backend != "inline":
-            self._hire(self._make_evaluators(backend))
+            with ExitStack() as unless_it_works:
+                evaluators = self._make_evaluators(backend, unless_it_works)
+                unless_it_works.pop_all()
+            self._hire(evaluators)
 
     # Those who evaluate ---------------------------------------------------------------------------------
 
-    def _make_evaluators(self, backend: str) -> list[Evaluator[Snapshot]]:
-        """Make those who evaluate.
+    def _make_evaluators(self, backend: str, unless_it_works: ExitStack) -> list[Evaluator[Snapshot]]:
+        """Make those who evaluate; `unless_it_works` closes them.
 
         Raises:
             OffbeatError: they cannot be had here.
@@ -221,17 +224,15 @@ class Validator:
             count = min(count, cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)
         evaluators: list[Evaluator[Snapshot]] = []
-        with ExitStack() as unless_all_are_made:
-            for number in range(count):
-                evaluators.append(
-                    InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
-                    if backend == "process"
-                    else InThisThread(
-                        self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
-                    )
+        for number in range(count):
+            evaluators.append(
+                InAProcess(number, self._evaluate, data, threads=threads, deadline_s=self._deadline_s)
+                if backend == "process"
+                else InThisThread(
+                    self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
                 )
-                unless_all_are_made.callback(evaluators[-1].close)
-            unless_all_are_made.pop_all()
+            )
+            unless_it_works.callback(evaluators[-1].close)
         return evaluators
 
     def _hire(self, evaluators: list[Evaluator[Snapshot]]) -> None:
@@ -253,9 +254,7 @@ class Validator:
         self._free.clear()  # other backends want other memory
         try:
             with ExitStack() as unless_it_works:
-                evaluators = self._make_evaluators(choice.backend)
-                for evaluator in evaluators:
-                    unless_it_works.callback(evaluator.close)
+                evaluators = self._make_evaluators(choice.backend, unless_it_works)
                 snapshot = self._moment().snapshot  # which may be refused to processes
                 if choice.backend == "process":
                     self._rehearse_there(evaluators[0], snapshot)
