@@ -636,6 +636,14 @@ def constant_memory(rank, say):
     with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
         rounds = session._synchronizer.averager._rounds
         banks = []
+
+        def let_go(*_):
+            """What was sent and received has been used; the links' thread may still be at the last of it."""
+            is_past = threading.Event()
+            rounds.exchange._endpoint.call(is_past.set)
+            assert is_past.wait(60)
+
+        one.register_forward_hook(let_go)
         for number in range(12):
             (penalised_step if number % 2 else plain_step)(session, one, stepper, number)
             banks.append({id(bank) for slot in rounds.slots for bank in (slot.bank, slot._other)})
