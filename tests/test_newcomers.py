@@ -447,9 +447,10 @@ def test_a_newcomer_that_comes_when_all_others_are_done_is_told_so(gate):
 
 
 def breaks_off(rank, say, log, is_new):
-    """All but the newcomer stop after three epochs, and stay until it has come."""
-    if is_new:
-        wait_until(lambda: bool(entries_of(log, Finished)), "somebody who is through")
+    """All but the newcomer stop after three epochs, and worker 1 stays until it has come.
+
+    Where the other one has begun a further round by then, it is waiting for worker 1.
+    """
     torch.manual_seed(0)
     model, begun = nn.Linear(2, 1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -463,6 +464,7 @@ def breaks_off(rank, say, log, is_new):
             if epoch == 2 and not is_new:
                 break
         if rank == 1:
+            say("through")
             wait_until(lambda: any(one.worker == 2 for one in entries_of(log, Joined)), "the newcomer")
     return begun, model.weight.detach().numpy().copy()
 
@@ -470,6 +472,7 @@ def breaks_off(rank, say, log, is_new):
 def test_a_newcomer_ends_where_the_others_have_broken_off(tmp_path):
     log = tmp_path / "log"
     with job(breaks_off, 2, log, False, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
+        running.said(1)
         running.add(breaks_off, log, True)
         (begun, weight), _, newcomer = values(running.ends())
     assert begun == [0, 1, 2]
