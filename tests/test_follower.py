@@ -14,12 +14,12 @@ def group(generation: int, step: int, members: tuple[int, ...], joining: tuple[i
         members=members,
         joining=joining,
         weights=(1 / len(members),) * len(members),
-        reason="",
+        reason=f"reason of group {generation}",
     )
 
 
 def halt(generation: int, *, abandon: bool = False) -> Halt:
-    return Halt(generation=generation, abandon=abandon, reason="")
+    return Halt(generation=generation, abandon=abandon, reason=f"reason of halt {generation}")
 
 
 def member(worker: int = 0) -> Follower:
@@ -36,6 +36,17 @@ def take_a_step(follower: Follower) -> None:
 
 def test_without_a_group_it_waits():
     assert Follower(0).turn() is Turn.WAIT
+
+
+def test_it_says_why_the_group_changes_or_has_changed():
+    follower = Follower(0)
+    assert follower.reason == ""
+    follower.hear_group(group(0, 0, (0, 1, 2)))
+    assert follower.reason == "reason of group 0"
+    follower.hear_halt(halt(1))
+    assert follower.reason == "reason of halt 1"
+    follower.hear_group(group(1, 5, (0, 1)))  # whose step has not come
+    assert follower.reason == "reason of group 1"
 
 
 def test_it_counts_rounds_and_steps():

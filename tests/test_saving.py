@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from cluster import run, values
+from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.strategies import AllReduce, PartialAllReduce
 from test_data_once import CALM, SAMPLES, STRATEGY, count, once
 
@@ -103,6 +104,21 @@ def test_samples_that_were_shared_out_otherwise_are_refused(before, after, words
     assert "OffbeatError" in [one.error_type for one in ended]  # the other may hear of it first
     for one in ended:
         assert words in one.error
+
+
+def fails_where_it_gives_its_state(rank, say):
+    if rank == 0:
+
+        def fail(self, *arguments):
+            raise ValueError("this state cannot be given")
+
+        GroupSynchronizer._copy_state = fail
+    count(rank, say, CALM, EPOCHS)
+
+
+def test_who_waits_for_the_first_state_is_told_why_it_does_not_come():
+    for ended in run(fails_where_it_gives_its_state, 2):
+        assert "this state cannot be given" in ended.error
 
 
 def with_fewer_samples(rank, say, state):

@@ -77,6 +77,12 @@ class Follower:
         return self._halt is not None or bool(self._named)
 
     @property
+    def reason(self) -> str:
+        """Why the group is to change, or has changed last; empty before the first."""
+        known = [*self._named[-1:], *([] if self.group is None else [self.group])]
+        return self._halt.reason if self._halt is not None else known[0].reason if known else ""
+
+    @property
     def donor(self) -> int:
         """The member from whom joining ones take the state."""
         assert self.group is not None

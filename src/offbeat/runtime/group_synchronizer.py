@@ -170,9 +170,11 @@ class GroupSynchronizer:
         try:
             self._copy_state(seat.exchange, seat.position, 0, 0)
         except RegroupedError as error:
+            with member.lock:
+                reason = member.follower.reason
             raise WorkerError(
-                f"worker {self._loop.worker}: another was lost before all had the same state; nothing was "
-                "trained yet: start the job again"
+                f"worker {self._loop.worker} has nobody to have the same state with before the first step: "
+                f"{reason}; nothing was trained yet: start the job again"
             ) from error
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
