@@ -40,6 +40,7 @@ import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import joined
 from offbeat.policies.overlap import Choice, OverlapChooser
+from offbeat.policies.pacing import Pace
 from offbeat.runtime.isolation import GlobalRandomness
 from offbeat.runtime.pace import Pacer
 from offbeat.strategies import AllReduce, Hybrid
@@ -903,19 +904,80 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
     assert validator.history == {epoch: {"loss": 2000.0 + epoch} for epoch in range(5)}
 
 
-def test_a_pacer_lets_those_go_on_that_are_fast_enough_and_the_others_when_the_training_waits():
-    fast = Pacer(look_after_s=0.0, calls_per_s_min=1e12, rest_s=1.0)
-    fast.called()  # no time has passed, and that is fast enough
-    fast.called()  # would be too slow, but is not looked at any more
-    assert not fast.is_slow
-    slow = Pacer(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0)
-    thread = threading.Thread(target=lambda: [slow.called() for _ in range(3)])
+def test_a_thread_that_is_too_slow_rests_until_it_is_waited_for():
+    pacer = Pacer(1, Pace(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=60.0))
+    is_through = threading.Event()
+
+    def evaluate():
+        with pacer.evaluating() as called:
+            while not pacer.is_slow:
+                called()
+            called()
+            is_through.set()
+
+    thread = threading.Thread(target=evaluate)
     thread.start()
-    wait_until(lambda: slow.is_slow, "a thread that is too slow")
-    assert thread.is_alive()
-    slow.go()
+    wait_until(lambda: pacer.is_slow, "a thread that is too slow")
+    assert not is_through.is_set()
+    with pacer.waited_for():
+        assert is_through.wait(60)
     thread.join(60)
-    assert not thread.is_alive()
+
+
+def one_after_the_other(pacer, threads, end):
+    """Have so many threads evaluate; return how many parts were under way whenever one was."""
+    lock = threading.Lock()
+    under_way, seen = [], []
+
+    def evaluate():
+        with pacer.evaluating() as called:
+            with lock:
+                under_way.append(1)
+                seen.append(len(under_way))
+            called()
+            end(called)
+            with lock:
+                under_way.pop()
+
+    started = [threading.Thread(target=evaluate, daemon=True) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+    return seen
+
+
+def test_one_thread_evaluates_as_long_as_nothing_is_known_and_the_next_one_when_it_ends():
+    assert one_after_the_other(Pacer(4, None), 4, lambda called: None) == [1, 1, 1, 1]
+
+
+def test_nobody_rests_any_more_once_a_pacer_is_open():
+    pacer, all_of_them = Pacer(3, None), threading.Barrier(3)
+    pacer.open()
+    assert max(one_after_the_other(pacer, 3, lambda called: all_of_them.wait(60))) == 3
+
+
+def test_threads_that_fail_let_the_next_one_go_on():
+    pacer = Pacer(2, None)
+
+    def fail():
+        with pacer.evaluating() as called:
+            called()
+            raise ZeroDivisionError
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+
+
+def test_nobody_rests_for_ever_where_nobody_goes_on():
+    pacer = Pacer(1, Pace(look_after_s=1e-6, calls_per_s_min=1e9, rest_s=0.01))
+    with pacer.evaluating() as called:
+        while not pacer.is_slow:
+            called()
+        called()
+        called()  # and does not rest again
 
 
 def test_auto_in_step_stays_in_line():

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from offbeat.policies.pacing import CALLS_MIN, Pace
+
 _MARGIN: Final = 0.05
 """The least saving, as a share of an epoch, for which overlapping is tried: it is a prediction."""
 _START_SHARE: Final = 0.01
@@ -17,8 +19,6 @@ _LOOK_SHARE: Final = 0.1
 """After which share of what validating takes in line it is seen whether threads hold each other up."""
 _SLOW_FACTOR: Final = 2.0
 """Evaluating so many times as slow as in line costs the training more than it saves: see `OverlapChooser`."""
-_CALLS_MIN: Final = 50
-"""Calls in line from which on their pace says something."""
 _CORES_FULL: Final = 0.85
 """The share of the cores' time from which on more of it is not to be had."""
 
@@ -46,15 +46,6 @@ class Spent:
     def serial_s(self) -> float:
         """One after the other."""
         return self.train_s + self.validate_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """What is asked of threads that evaluate beside the training: see `OverlapChooser.pace`."""
-
-    look_after_s: float
-    calls_per_s_min: float
-    rest_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +125,7 @@ class OverlapChooser:
     def pace(self) -> Pace | None:
         """Return what is asked of threads beside the next epoch; None where the last one does not say."""
         spent = self._spent
-        if spent is None or spent.calls < _CALLS_MIN or not spent.validate_s:
+        if spent is None or spent.calls < CALLS_MIN or not spent.validate_s:
             return None
         return Pace(
             look_after_s=_LOOK_SHARE * spent.validate_s,

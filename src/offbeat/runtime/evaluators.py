@@ -106,7 +106,7 @@ class InThisThread:
         data: the whole set.
         device: of the model.
         has_stream: on a GPU, a stream of its own, so that it computes beside the training.
-        pacer: lets it rest where it holds the training up.
+        pacer: lets it rest where it holds the training up, or others that evaluate; None for none.
 
     Attributes:
         calls: of functions of torch so far.
@@ -130,12 +130,12 @@ class InThisThread:
 
         def watch(*_: Any) -> None:
             self.calls += 1
-            if self._pacer is not None:
-                self._pacer.called()
+            called()
             if part.cancelled.is_set():
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
-        with self._on_device():
+        turn = nullcontext(_do_nothing) if self._pacer is None else self._pacer.evaluating()
+        with turn as called, self._on_device():
             for event in part.snapshot.ready:
                 event.wait()
             found = evaluated(
@@ -158,7 +158,11 @@ class InThisThread:
     def close(self) -> None:
         """There is nothing to give back."""
         if self._pacer is not None:
-            self._pacer.go()
+            self._pacer.open()
+
+
+def _do_nothing() -> None:
+    return
 
 
 class Crew(Generic[AtOneMoment]):

@@ -1,52 +1,91 @@
-"""Threads that evaluate beside the training rest where they hold it up."""
+"""Threads that evaluate beside the training rest where they hold it up, or each other."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from offbeat.policies.pacing import Pace, Pacing, Turn
+
+_STUCK_S: Final = 10.0
 
 
 class Pacer:
-    """Sees once whether evaluating is too slow beside the training, and if so lets it rest.
+    """Lets threads that evaluate go on as `Pacing` says; the others rest, before a call of torch.
 
-    Evaluating that is slow there contends with the training, which is then as slow. What has been evaluated
-    is not lost: the threads go on from where they are once the training waits for them.
+    What has been evaluated is not lost: who rests goes on from where it is. Where those that may go on call
+    nothing for long, they may be waiting for what one that rests holds, and then that one goes on.
 
     Args:
-        look_after_s: when that is seen, from the first call on.
-        calls_per_s_min: of torch's functions, by all threads together; fewer are too slow.
-        rest_s: how long threads rest at most, once.
-
-    Attributes:
-        is_slow: it was too slow.
+        threads: that evaluate, at least 1.
+        pace: what is asked of them; None if nothing is.
     """
 
-    def __init__(self, *, look_after_s: float, calls_per_s_min: float, rest_s: float) -> None:
-        self._look_after_s, self._calls_per_s_min = look_after_s, calls_per_s_min
-        self._rest_s = rest_s
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._began_s: float | None = None
-        self._is_free = threading.Event()
-        self.is_slow = False
+    def __init__(self, threads: int, pace: Pace | None) -> None:
+        self._slow_s = _STUCK_S if pace is None else pace.rest_s
+        self._pacing = Pacing(threads, pace)
+        self._changed = threading.Condition()
 
-    def called(self) -> None:
-        """A thread that evaluates is about to call a function of torch; may rest before."""
-        if self._is_free.is_set():
-            return
-        with self._lock:
-            now_s = time.perf_counter()
-            self._began_s = now_s if self._began_s is None else self._began_s
-            self._calls += 1
-            spent_s = now_s - self._began_s
-            if not self.is_slow and spent_s >= self._look_after_s:
-                self.is_slow = self._calls < self._calls_per_s_min * spent_s
-                if not self.is_slow:
-                    self._is_free.set()
-        if self.is_slow:
-            self._is_free.wait(self._rest_s)
-            self.go()
+    @property
+    def is_slow(self) -> bool:
+        """Whether they were too slow beside the training."""
+        return self._pacing.is_slow
 
-    def go(self) -> None:
-        """Nobody rests any more, for the training waits."""
-        self._is_free.set()
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[[], None]]:
+        """A thread evaluates a part, once it may.
+
+        Yields:
+            What it calls before every call of torch, and where it may rest.
+        """
+        with self._changed:
+            turn = self._pacing.begin(time.perf_counter())
+        try:
+            self._rest(turn)
+            yield lambda: self._called(turn)
+        finally:
+            with self._changed:
+                self._pacing.end(turn, time.perf_counter())
+                self._changed.notify_all()
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """The training, or somebody else, waits for those who evaluate."""
+        self._wait(1)
+        try:
+            yield
+        finally:
+            self._wait(-1)
+
+    def open(self) -> None:
+        """Nobody rests any more."""
+        with self._changed:
+            self._pacing.open(time.perf_counter())
+            self._changed.notify_all()
+
+    def _wait(self, more: int) -> None:
+        with self._changed:
+            self._pacing.waiting(more, time.perf_counter())
+            self._changed.notify_all()
+
+    def _called(self, turn: Turn) -> None:
+        turn.calls += 1
+        now_s = time.perf_counter()
+        if now_s >= self._pacing.look_s:
+            with self._changed:
+                self._pacing.look(now_s)
+                self._changed.notify_all()
+        if not turn.is_let:
+            self._rest(turn)
+
+    def _rest(self, turn: Turn) -> None:
+        with self._changed:
+            while not turn.is_let:
+                calls = self._pacing.calls
+                limit_s = self._slow_s if self._pacing.is_slow else _STUCK_S
+                is_let = self._changed.wait_for(lambda: turn.is_let, limit_s)
+                if not is_let and calls == self._pacing.calls:
+                    self._pacing.free(turn)

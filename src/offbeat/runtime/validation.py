@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from offbeat.errors import OffbeatError
@@ -56,9 +57,11 @@ class Validation:
             OffbeatError: that took longer; names what is missing.
         """
         timeout_s = self.deadline_s if timeout_s is None else timeout_s
-        if not self._is_over.is_set():
-            self._ledger.on_wait()
-        if not self._is_over.wait(timeout_s):
+        if self._is_over.is_set():
+            return
+        with self._ledger.waiting():
+            is_over = self._is_over.wait(timeout_s)
+        if not is_over:
             raise OffbeatError(
                 f"the validation of epoch {self.epoch} is not done after {timeout_s:g} s: "
                 f"{self._ledger.what_is_missing(self.epoch)}"
@@ -76,12 +79,12 @@ class Ledger:
 
     Attributes:
         what_is_missing: says of an epoch that is not over what it waits for.
-        on_wait: called before anybody waits for a validation.
+        waiting: is entered as long as somebody waits for a validation.
     """
 
     def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
         self.what_is_missing: Callable[[int], str] = self._missing_parts
-        self.on_wait: Callable[[], None] = _do_nothing
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._scheduler, self._deadline_s = scheduler, deadline_s
         self._lock = threading.Lock()
         self._open: dict[int, Validation] = {}
@@ -168,7 +171,3 @@ class Ledger:
 def _end(validation: Validation, why: str) -> None:
     """End a validation of which there will be no metrics."""
     validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {why}"))
-
-
-def _do_nothing() -> None:
-    return

@@ -96,17 +96,19 @@ class Validator:
     Source: the overlapped validation paper: at the end of an epoch the model is copied, validation threads
     evaluate equal contiguous parts of the set with the copies, and training goes on. Deviations: one copy of
     the values for all threads, which only read it (the paper makes one a thread); one thread unless more are
-    asked for (the paper has up to 6), since not every metric and not every set can be shared out; means are
-    weighted by samples (the paper averages the parts' means); what follows from metrics that come late is
-    decided by `decision`, and how many may wait by `max_pending` (the paper leaves both open).
+    asked for (the paper has up to 6), since not every metric and not every set can be shared out, and of
+    those not all at once where they stand in line for the interpreter's lock (`Climb`); means are weighted
+    by samples (the paper averages the parts' means); what follows from metrics that come late is decided by
+    `decision`, and how many may wait by `max_pending` (the paper leaves both open).
 
     Args:
         model: what is trained; compiled or in DistributedDataParallel is fine.
         evaluate: called with a model, set to evaluate and without gradients, and a part of `data`.
         data: the validation set, map-style, or a DataLoader that takes it in order.
-        workers: in how many parts the set is evaluated at once, at least 1. With 1 `evaluate` gets the whole
-            set, so that every metric is right. More are for metrics as above, and in threads for a set that
-            several threads may read at once.
+        workers: in how many parts the set is evaluated, at least 1, by as many threads or processes. With 1
+            `evaluate` gets the whole set, so that every metric is right. More are for metrics as above, and
+            in threads for a set that several threads may read at once; of those, as many go on at once as
+            make it faster.
         backend: where: "thread"; "process" for what computes in Python, with `evaluate` and `data` that
             can be pickled and a model on the CPU; "stream", threads with CUDA streams of their own; "inline",
             in the training's thread, which waits; "auto" measures the first epoch inline and says in `reason`
@@ -214,12 +216,11 @@ class Validator:
             raise OffbeatError(
                 f"expected a model on the CPU for backend='process', got one on {self._device}: use 'stream'"
             )
-        pace = None if self._chooser is None or backend == "process" else self._chooser.pace()
-        if pace is not None:
-            self._pacer = Pacer(**vars(pace))
-            self._ledger.on_wait = self._pacer.go
         data = _pinned(self._data) if backend == "stream" else self._data
         count = len(self._parts)
+        if backend != "process":
+            self._pacer = Pacer(count, None if self._chooser is None else self._chooser.pace())
+            self._ledger.waiting = self._pacer.waited_for
         if backend == "process" and self._chooser is not None:
             count = min(count, cores())  # more would only take longer to start
         threads = max(1, torch.get_num_threads() // count)

@@ -1,0 +1,197 @@
+"""Which threads that evaluate go on: as many as make it faster, and none where they hold the training up."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.policies.pacing import Climb, Pace, Pacing
+
+CALLS = 100
+
+
+def climbed(threads_max, calls_per_s):
+    """The numbers of threads that are tried, where `n` make `calls_per_s(n)`; the last one is kept."""
+    climb, tried = Climb(threads_max), [1]
+    while not climb.is_settled:
+        climb.add(int(CALLS * calls_per_s(climb.threads)), CALLS)
+        tried += [climb.threads] if climb.threads != tried[-1] else []
+    return tried
+
+
+def test_threads_that_wait_go_on_all_together():
+    assert climbed(6, lambda n: 10.0 * n) == [1, 2, 4, 6]
+    assert climbed(8, lambda n: 10.0 * n) == [1, 2, 4, 8]
+    assert climbed(1, lambda n: 10.0) == [1]
+
+
+def test_threads_that_stand_in_line_go_on_one_by_one():
+    assert climbed(6, lambda n: 10.0) == [1, 2, 1]
+    assert climbed(6, lambda n: 10.0 * min(n, 2)) == [1, 2, 4, 2]
+    assert climbed(6, lambda n: 10.0 * min(n, 4)) == [1, 2, 4, 6, 4]
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1.49, 1), (1.51, 2)])
+def test_two_threads_have_to_bring_half_of_what_they_could(share, kept):
+    assert climbed(2, lambda n: 1000.0 * (share if n == 2 else 1.0))[-1] == kept
+
+
+@given(st.integers(1, 40), st.lists(st.floats(0.1, 1e5), min_size=40, max_size=40))
+def test_whatever_is_measured_there_is_an_end_and_a_number_of_threads_that_was_tried(threads_max, rates):
+    tried = climbed(threads_max, lambda n: rates[n - 1])
+    assert all(1 <= n <= threads_max for n in tried)
+    assert all(after == min(2 * before, threads_max) for before, after in pairwise(tried[:-1]))
+    assert tried[-1] in {*tried[:-1], threads_max, 1}
+
+
+def test_few_calls_or_little_time_say_nothing():
+    climb = Climb(4)
+    climb.add(19, 1000.0)
+    assert climb.threads == 1
+    climb.add(1, 0.0)
+    assert climb.threads == 2
+    climb.add(10**6, 0.49)
+    assert climb.threads == 2
+    climb.add(1, 0.02)
+    assert climb.threads == 4
+
+
+class World:
+    """Threads that evaluate: those that may call `rate(n)` times a second in all, if `n` may."""
+
+    def __init__(self, threads, pace=None):
+        self.pacing, self.turns, self.now_s = Pacing(threads, pace), [], 100.0
+
+    def begin(self, count=1):
+        for _ in range(count):
+            self.turns.append(self.pacing.begin(self.now_s))
+
+    def end(self, number):
+        self.pacing.end(self.turns.pop(number), self.now_s)
+
+    def wait(self, more):
+        self.pacing.waiting(more, self.now_s)
+
+    def run(self, spent_s, rate):
+        """Time passes."""
+        for _ in range(round(spent_s * 10)):
+            let = [turn for turn in self.turns if turn.is_let]
+            for turn in let:
+                turn.calls += round(rate(len(let)) / 10 / len(let))
+            self.now_s += 0.1
+            if self.now_s >= self.pacing.look_s:
+                self.pacing.look(self.now_s)
+
+    @property
+    def let(self):
+        return [turn.is_let for turn in self.turns]
+
+
+def waits(n):
+    return 1000.0 * n
+
+
+def stands_in_line(n):
+    return 1000.0
+
+
+def test_one_thread_goes_on_at_first_then_more_and_all_where_they_only_wait():
+    world = World(4)
+    world.begin(4)
+    assert world.let == [True, False, False, False]
+    world.run(1.0, waits)
+    assert world.let == [True, True, False, False]
+    world.run(10.0, waits)
+    assert world.let == [True] * 4
+
+
+def test_one_thread_goes_on_in_the_end_where_they_stand_in_line_and_the_next_one_takes_its_place():
+    world = World(4)
+    world.begin(4)
+    world.run(10.0, stands_in_line)
+    assert world.let == [True, False, False, False]
+    world.end(0)
+    world.begin()
+    assert world.let == [True, False, False, False]
+    assert world.pacing.look_s == float("inf"), "there is nothing left to find out"
+
+
+def test_time_in_which_fewer_threads_evaluate_than_are_to_says_nothing():
+    """Two are to; the second one has not begun, or has not come to its first call."""
+    world = World(2)
+    world.begin()
+    world.run(1.0, waits)
+    assert not world.pacing._beside.is_settled
+    world.run(10.0, stands_in_line)
+    assert not world.pacing._beside.is_settled
+    world.begin()
+    world.turns[1].is_let = False  # it is let go on, but has not called anything
+    world.run(5.0, stands_in_line)
+    assert not world.pacing._beside.is_settled
+    world.turns[1].is_let = True
+    world.run(5.0, waits)
+    assert world.pacing._beside.is_settled
+    assert world.let == [True, True]
+
+
+def test_what_pays_while_the_training_waits_is_found_out_apart():
+    world = World(2)
+    world.begin(2)
+    world.run(10.0, stands_in_line)
+    assert world.let == [True, False]
+    world.wait(1)
+    world.run(10.0, waits)
+    assert world.let == [True, True]
+    world.wait(-1)
+    assert world.let == [True, False]
+    world.wait(1)
+    assert world.let == [True, True]
+
+
+def test_several_may_wait_at_once():
+    world = World(1, Pace(look_after_s=1.0, calls_per_s_min=2000.0, rest_s=60.0))
+    world.begin()
+    world.run(2.0, stands_in_line)
+    assert world.pacing.is_slow
+    world.wait(1)
+    world.wait(1)
+    world.wait(-1)
+    assert world.let == [True]
+    world.wait(-1)
+    assert world.let == [False]
+
+
+@pytest.mark.parametrize(("calls_per_s_min", "is_slow"), [(999.0, False), (1100.0, True)])
+def test_nobody_goes_on_beside_the_training_where_one_alone_is_too_slow(calls_per_s_min, is_slow):
+    world = World(2, Pace(look_after_s=1.0, calls_per_s_min=calls_per_s_min, rest_s=60.0))
+    world.begin(2)
+    world.run(0.9, stands_in_line)
+    assert not world.pacing.is_slow
+    assert any(world.let)
+    world.run(0.3, stands_in_line)
+    assert world.pacing.is_slow == is_slow
+    assert any(world.let) != is_slow
+    world.run(10.0, lambda n: 0.0)
+    assert world.pacing.is_slow == is_slow, "that is looked at once"
+
+
+def test_who_was_freed_goes_on_beside_the_others_until_its_turn_ends():
+    world = World(3)
+    world.begin(3)
+    world.pacing.free(world.turns[2])
+    assert world.let == [True, False, True]
+    world.begin()
+    assert world.let == [True, False, True, False]
+    world.end(2)
+    assert world.let == [True, False, False]
+
+
+def test_all_go_on_once_it_is_open():
+    world = World(3, Pace(look_after_s=1.0, calls_per_s_min=1e9, rest_s=60.0))
+    world.begin(3)
+    world.run(2.0, stands_in_line)
+    assert world.pacing.is_slow
+    world.pacing.open(world.now_s)
+    world.begin()
+    assert world.let == [True] * 4
