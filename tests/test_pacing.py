@@ -73,11 +73,11 @@ class World:
     def wait(self, more):
         self.pacing.waiting(more, self.now_s)
 
-    def run(self, spent_s, rate):
+    def run(self, spent_s, rate, silent=None):
         """Time passes."""
         for _ in range(round(spent_s * 10)):
             let = [turn for turn in self.turns if turn.is_let]
-            for turn in let:
+            for turn in (turn for turn in let if turn is not silent):
                 turn.calls += round(rate(len(let)) / 10 / len(let))
             self.now_s += 0.1
             if self.now_s >= self.pacing.look_s:
@@ -126,10 +126,8 @@ def test_time_in_which_fewer_threads_evaluate_than_are_to_says_nothing():
     world.run(10.0, stands_in_line)
     assert not world.pacing._beside.is_settled
     world.begin()
-    world.turns[1].is_let = False  # it is let go on, but has not called anything
-    world.run(5.0, stands_in_line)
+    world.run(5.0, stands_in_line, silent=world.turns[1])  # it may go on, but has not called anything
     assert not world.pacing._beside.is_settled
-    world.turns[1].is_let = True
     world.run(5.0, waits)
     assert world.pacing._beside.is_settled
     assert world.let == [True, True]
@@ -174,6 +172,17 @@ def test_nobody_goes_on_beside_the_training_where_one_alone_is_too_slow(calls_pe
     assert any(world.let) != is_slow
     world.run(10.0, lambda n: 0.0)
     assert world.pacing.is_slow == is_slow, "that is looked at once"
+
+
+def test_parts_that_are_over_count_too():
+    world = World(1, Pace(look_after_s=2.0, calls_per_s_min=600.0, rest_s=60.0))
+    for _ in range(3):
+        world.begin()
+        world.run(0.8, stands_in_line)
+        world.end(0)
+    assert world.pacing.calls == 2400
+    assert world.pacing.look_s == float("inf"), "it was looked at"
+    assert not world.pacing.is_slow
 
 
 def test_who_was_freed_goes_on_beside_the_others_until_its_turn_ends():

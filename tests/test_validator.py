@@ -949,7 +949,16 @@ def one_after_the_other(pacer, threads, end):
 
 
 def test_one_thread_evaluates_as_long_as_nothing_is_known_and_the_next_one_when_it_ends():
-    assert one_after_the_other(Pacer(4, None), 4, lambda called: None) == [1, 1, 1, 1]
+    pacer, seen = Pacer(4, None), []
+    rest = threading.Thread(target=lambda: seen.extend(one_after_the_other(pacer, 3, lambda called: None)))
+    with pacer.evaluating():
+        rest.start()
+        wait_until(lambda: len(pacer._pacing._turns) == 4, "three that rest")
+        turns = [*pacer._pacing._turns]
+        assert [turn.is_let for turn in turns] == [True, False, False, False]
+    rest.join(60)
+    assert seen == [1, 1, 1]
+    assert not any(turn.is_freed for turn in turns), "they were let go on, and did not lose patience"
 
 
 def test_nobody_rests_any_more_once_a_pacer_is_open():
