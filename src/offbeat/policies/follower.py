@@ -79,8 +79,13 @@ class Follower:
     @property
     def reason(self) -> str:
         """Why the group is to change, or has changed last; empty before the first."""
-        known = [*self._named[-1:], *([] if self.group is None else [self.group])]
-        return self._halt.reason if self._halt is not None else known[0].reason if known else ""
+        latest = self._halt or self._latest
+        return latest.reason if latest is not None else ""
+
+    @property
+    def _latest(self) -> Group | None:
+        """The last group that was named, whether or not its step has come."""
+        return self._named[-1] if self._named else self.group
 
     @property
     def donor(self) -> int:
@@ -97,7 +102,7 @@ class Follower:
 
     def hear_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
         """Stands still as the Halt says; returns the answer, None to one that is out of date."""
-        known = self._named[-1] if self._named else self.group
+        known = self._latest
         latest = known.generation if known else 0
         if halt.generation <= (self._halt.generation if self._halt else latest):
             return None
@@ -121,7 +126,7 @@ class Follower:
         """Takes note of the next group; one that a later Halt has made void is forgotten."""
         if self._halt is not None and group.generation < self._halt.generation:
             return
-        known = self._named[-1] if self._named else self.group
+        known = self._latest
         if known is not None and group.generation <= known.generation:
             return  # said again
         self._halt = self._halted_step = None

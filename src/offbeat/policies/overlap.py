@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat.policies.pacing import CALLS_MIN, Pace
+from offbeat.policies.pacing import Pace
 
 _MARGIN: Final = 0.05
 """The least saving, as a share of an epoch, for which overlapping is tried: it is a prediction."""
@@ -19,6 +19,8 @@ _LOOK_SHARE: Final = 0.1
 """After which share of what validating takes in line it is seen whether threads hold each other up."""
 _SLOW_FACTOR: Final = 2.0
 """Evaluating so many times as slow as in line costs the training more than it saves: see `OverlapChooser`."""
+_CALLS_MIN: Final = 50
+"""Calls in line from which on their pace says something."""
 _CORES_FULL: Final = 0.85
 """The share of the cores' time from which on more of it is not to be had."""
 
@@ -125,7 +127,7 @@ class OverlapChooser:
     def pace(self) -> Pace | None:
         """Return what is asked of threads beside the next epoch; None where the last one does not say."""
         spent = self._spent
-        if spent is None or spent.calls < CALLS_MIN or not spent.validate_s:
+        if spent is None or spent.calls < _CALLS_MIN or not spent.validate_s:
             return None
         return Pace(
             look_after_s=_LOOK_SHARE * spent.validate_s,

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-CALLS_MIN: Final = 20
+_CALLS_MIN: Final = 20
 """Calls of functions of torch from which on their number in a second says something."""
 _WINDOW_S: Final = 0.5
 _LOOK_S: Final = 0.05
@@ -62,7 +62,7 @@ class Climb:
             return
         self._calls += calls
         self._spent_s += spent_s
-        if self._calls >= CALLS_MIN and self._spent_s >= _WINDOW_S:
+        if self._calls >= _CALLS_MIN and self._spent_s >= _WINDOW_S:
             self._see(self._calls / self._spent_s)
             self._calls, self._spent_s = 0, 0.0
 
@@ -161,7 +161,7 @@ class Pacing:
         """See how much they do, and what follows from it."""
         before = self._climb.threads
         self._note(now_s)
-        if self._pace is not None and not self._waiting and not self.is_slow:
+        if self._pace is not None and not self._waiting:
             self._see_whether_slow(self._pace, now_s)
         if self.is_slow or self._climb.threads != before:
             self._let(now_s)
