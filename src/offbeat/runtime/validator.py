@@ -177,7 +177,7 @@ class Validator:
         self._free: list[Snapshot] = []
         self._best: Snapshot | None = None
         self._crews: list[tuple[Crew[Snapshot], weakref.finalize[..., Any]]] = []
-        self._error: BaseException | None = None  # that is still to be raised
+        self._errors: dict[int, Exception] = {}  # that are still to be raised, by epoch, oldest first
         self._ended = -1  # the epoch at whose end the model stands, or beyond which it trains
         self._is_rehearsed = self._is_closed = self._has_validated = False
         self._in_line = InThisThread(evaluate, data, self._device, has_stream=False)
@@ -519,7 +519,7 @@ class Validator:
         except NoMetricsError:
             self.history[epoch] = None
         except Exception as error:
-            self._error = self._error or error
+            self._errors[epoch] = error
         else:
             self.history[epoch] = metrics
             self._act(epoch, metrics, moment)
@@ -594,7 +594,7 @@ class Validator:
 
         Raises:
             OffbeatError: one did not end in time; names what is missing.
-            Exception: what `evaluate` raised, with its traceback.
+            Exception: what `evaluate` raised, with its traceback; has a note of each later epoch that failed.
         """
         while self._ledger.wait_for_oldest():
             self._take_in()
@@ -602,9 +602,17 @@ class Validator:
         self._raise()
 
     def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        """Raise the first error that is still to be raised, with a note of each other one."""
+        errors, self._errors = self._errors, {}
+        if not errors:
+            return
+        first, *others = errors.items()
+        for epoch, error in others:
+            if error is not first[1]:
+                first[1].add_note(
+                    f"the validation of epoch {epoch} failed, too: {type(error).__name__}: {error}"
+                )
+        raise first[1]
 
     def close(self) -> None:
         """End the threads and processes; validations under way come to nothing. Again is harmless."""
