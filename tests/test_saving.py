@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from cluster import run, values
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
+from offbeat.runtime.grouping import Grouping
 from offbeat.strategies import AllReduce, PartialAllReduce
 from test_data_once import CALM, SAMPLES, STRATEGY, count, once
 
@@ -106,19 +107,32 @@ def test_samples_that_were_shared_out_otherwise_are_refused(before, after, words
         assert words in one.error
 
 
-def fails_where_it_gives_its_state(rank, say):
+def fails_where_it_gives_its_state(rank, say, is_late):
+    """Worker 0 does; if `is_late`, worker 1 comes to it when it has heard that worker 0 is gone."""
     if rank == 0:
 
         def fail(self, *arguments):
             raise ValueError("this state cannot be given")
 
         GroupSynchronizer._copy_state = fail
+    elif is_late:
+        first_seat = Grouping.first_seat
+
+        def first_seat_later(self, world):
+            follower = self.follower
+            self._member.wait_for(lambda: "worker 0" in follower.reason, 60, "the end of worker 0")
+            return first_seat(self, world)
+
+        Grouping.first_seat = first_seat_later
     count(rank, say, CALM, EPOCHS)
 
 
-def test_who_waits_for_the_first_state_is_told_why_it_does_not_come():
-    for ended in run(fails_where_it_gives_its_state, 2):
-        assert "this state cannot be given" in ended.error
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_waits_for_the_first_state_is_told_why_it_does_not_come(is_late):
+    first, second = run(fails_where_it_gives_its_state, 2, is_late)
+    assert first.error == "this state cannot be given"
+    assert "nobody to have the same state with before the first step" in second.error
+    assert "this state cannot be given" in second.error
 
 
 def with_fewer_samples(rank, say, state):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -165,17 +165,17 @@ class GroupSynchronizer:
             self.grouping.has_taken = False
             self._is_placed = True
             return
-        seat = self.grouping.seat(wait=True)
-        assert seat is not None  # the first group has everybody
-        try:
-            self._copy_state(seat.exchange, seat.position, 0, 0)
-        except RegroupedError as error:
-            with member.lock:
-                reason = member.follower.reason
-            raise WorkerError(
-                f"worker {self._loop.worker} has nobody to have the same state with before the first step: "
-                f"{reason}; nothing was trained yet: start the job again"
-            ) from error
+        with suppress(RegroupedError):
+            seat = self.grouping.first_seat(self._loop.world)
+            if seat is not None:
+                self._copy_state(seat.exchange, seat.position, 0, 0)
+                return
+        with member.lock:
+            reason = member.follower.reason
+        raise WorkerError(
+            f"worker {self._loop.worker} has nobody to have the same state with before the first step: "
+            f"{reason}; nothing was trained yet: start the job again"
+        )
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         assert self._member is not None

@@ -111,6 +111,18 @@ class Grouping:
             else:
                 return None
 
+    def first_seat(self, world: int) -> Seat | None:
+        """The seat of a worker that was there from the start; None where one of the `world` has gone already.
+
+        Raises:
+            WorkerError: the job failed, or no group was named in time.
+        """
+        seat = self.seat(wait=True)
+        with self._member.lock:
+            group = self._follower.group
+        has_everybody = group is not None and group.members[:world] == tuple(range(world))
+        return seat if has_everybody else None
+
     def seat_of_newcomer(self) -> Seat:
         """The first seat of a worker that has no state yet, once it has taken one.
 
