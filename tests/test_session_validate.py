@@ -184,6 +184,99 @@ def with_options(rank, say, strategy, options, **more):
     return train(rank, say, strategy, 2, **options, **more)
 
 
+# Metrics that are merged --------------------------------------------------------------------------------
+
+
+def evaluate_with_torchmetrics(model, part):
+    from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score  # takes its time
+
+    f1, curve = MulticlassF1Score(3, average="macro"), MulticlassAUROC(3)  # no means of their values by parts
+    for position in range(len(part)):
+        inputs, label = part[position]
+        logits = model(inputs[None])
+        f1.update(logits, torch.tensor([label]))
+        curve.update(logits, torch.tensor([label]))
+    return {**evaluate(model, part), "f1": f1, "auroc": curve}
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "process", "workers": 2}])
+def test_metrics_of_torchmetrics_are_those_of_the_whole_set(options):
+    ended = values(run(with_options, 2, AllReduce(), options | {"judge": evaluate_with_torchmetrics}))
+    for epoch in (0, 1):
+        model = a_model()
+        model.load_state_dict({name: torch.as_tensor(of) for name, of in ended[0].ends[epoch].items()})
+        with torch.no_grad():
+            whole = evaluate_with_torchmetrics(model.eval(), VALIDATION)
+        merged = {name: pytest.approx(float(whole[name].compute()), abs=1e-6) for name in ("f1", "auroc")}
+        expected = evaluated(ended[0].ends[epoch], "plain") | merged
+        assert [one.history[epoch] for one in ended] == [expected] * 2
+
+
+def test_where_there_is_one_part_a_metric_is_computed_from_that():
+    (one,) = values(run(with_options, 1, AllReduce(), {"judge": counts_classes}))
+    assert one.history == {0: {"first": 17}, 1: {"first": 17}}
+
+
+class Classes:
+    """Counts the samples of each class; a metric as those of torchmetrics are."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, part):
+        labels = torch.tensor([part[position][1] for position in range(len(part))])
+        self.metric_state = {"counts": torch.bincount(labels, minlength=3)}
+
+    def merge_state(self, state):
+        self.metric_state = {"counts": self.metric_state["counts"] + state["counts"]}
+
+    def compute(self):
+        return self.metric_state["counts"][0]
+
+
+def counts_classes(model, part):
+    return {"first": Classes(part)}
+
+
+class Deadly(Classes):
+    """Kills the first worker that computes it."""
+
+    def compute(self):
+        try:
+            os.close(os.open(os.environ["FIRST_TO_MERGE"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return super().compute()
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_when_it_merges(model, part):
+    return {"first": Deadly(part)}
+
+
+def test_what_a_killed_worker_was_to_merge_is_merged_by_another(tmp_path):
+    env = {"FIRST_TO_MERGE": str(tmp_path / "first")}
+    with job(train, 3, STEADY, 3, "plain", dies_when_it_merges, env=env, hosts_store=True) as running:
+        ended = running.ends()
+    alive = [one for one in ended if one.exitcode != -signal.SIGKILL]
+    assert len(alive) == 2
+    assert [one.history for one in values(alive)] == [{epoch: {"first": 17} for epoch in range(3)}] * 2
+
+
+class Unmergeable(Classes):
+    def merge_state(self, state):
+        raise RuntimeError("it cannot be merged")
+
+
+def returns_what_cannot_be_merged(model, part):
+    return {"first": Unmergeable(part)}
+
+
+def test_an_error_in_merging_ends_the_job_and_names_the_worker():
+    ended = run(train, 2, AllReduce(), 3, "plain", returns_what_cannot_be_merged)
+    errors = {one.error_type: one for one in ended}
+    assert errors["RuntimeError"].error == "it cannot be merged"
+    assert f"worker {errors['RuntimeError'].rank} " in errors["WorkerError"].error
+
+
 # Slow, stopped, dead and new ----------------------------------------------------------------------------
 
 
@@ -609,7 +702,7 @@ def returns_many(model, part):
 @pytest.mark.parametrize(
     ("judge", "text"),
     [
-        (returns_a_metric, "expected the metric 'f1' to be a mean or a count"),
+        (returns_a_metric, "expected the metric 'f1' to be a mean, a count, or a metric with a metric_state"),
         (returns_a_large_count, "expected the count 'pixels' to be at most 2**53, got 9007199254740993"),
         (returns_many, "expected metrics that take at most 524288 bytes, names included, got 20000 metrics"),
     ],

@@ -18,8 +18,10 @@ from offbeat.events import (
     Left,
     LendSnapshot,
     Lost,
+    MergeStates,
     PartEvaluated,
     SnapshotTaken,
+    StatesMerged,
     Stop,
     Tick,
     Validated,
@@ -72,12 +74,30 @@ def evaluated(part, now_s=0.0, **changes):
     return PartEvaluated(now_s=now_s, **{**said, **changes})
 
 
+def with_state(part, now_s=0.0, **changes):
+    """As `evaluated`, of a metric that is merged: its state tells the snapshot and the samples."""
+    states = (("seen", f"{part.digest}:{part.start}:{part.stop}"),)
+    return evaluated(part, now_s, **{"states": states, **changes})
+
+
+def merged(worker, asked, now_s=0.0, **changes):
+    """What a worker says that was sent these states: how many samples of one snapshot they have seen."""
+    assert [one.part for one in asked] == list(range(asked[0].parts))
+    seen = [dict(one.states)["seen"].rsplit(":", 2) for one in asked]
+    assert {digest for digest, _, _ in seen} == {asked[0].digest}
+    positions = [position for _, start, stop in seen for position in range(int(start), int(stop))]
+    assert positions == list(range(100))
+    said = {"worker": worker, "epoch": asked[0].epoch, "digest": asked[0].digest, "means": {}}
+    return StatesMerged(now_s=now_s, **{**said, "counts": {"seen": float(len(positions))}, **changes})
+
+
 def value_of(digest):
     return float(sum(map(ord, digest)))
 
 
-def is_of_one_snapshot(over, samples=100):
-    return over.counts == {"right": samples} and over.means == {
+def is_of_one_snapshot(over, samples=100, is_merged=False):
+    counts = {"right": samples, **({"seen": samples} if is_merged else {})}
+    return over.counts == counts and over.means == {
         "loss": pytest.approx(value_of(over.digest) + (samples - 1) / 2)
     }
 
@@ -252,12 +272,73 @@ def test_a_result_that_comes_after_the_owner_has_gone_is_of_the_samples_it_says(
 
 def finish(policy, parts):
     """Has all parts evaluated; returns what the epoch came to."""
-    parts = list(parts)
-    while True:
-        answers = policy.handle(evaluated(parts.pop(0), now_s=1.0))
-        if over := of(Validated, answers):
-            return over[0]
+    (over,) = of(Validated, answers_to_all(policy, parts, evaluated))
+    return over
+
+
+def answers_to_all(policy, parts, said):
+    """Has parts evaluated until none is left; returns what else was answered."""
+    parts, others = list(parts), []
+    while parts:
+        answers = policy.handle(said(parts.pop(0), now_s=1.0))
         parts += of(EvaluatePart, answers)
+        others += [answer for answer in answers if not isinstance(answer, EvaluatePart)]
+    return others
+
+
+# Metrics that are merged --------------------------------------------------------------------------------
+
+
+def test_who_has_evaluated_the_first_part_merges_what_metrics_have_seen():
+    policy, actions = started(2, taken(0), taken(1))
+    asked = of(MergeStates, answers_to_all(policy, of(EvaluatePart, actions), with_state))
+    assert {one.worker for one in asked} == {0}
+    (over,) = policy.handle(merged(0, asked))
+    assert is_of_one_snapshot(over, is_merged=True)
+    assert policy.handle(merged(0, asked)) == []
+
+
+def test_where_the_one_that_merges_is_lost_another_evaluates_the_first_part_and_merges():
+    policy, actions = started(2, taken(0), taken(1))
+    asked = of(MergeStates, answers_to_all(policy, of(EvaluatePart, actions), with_state))
+    (again,) = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
+    assert isinstance(again, EvaluatePart)
+    assert (again.worker, again.part) == (1, 0)
+    assert policy.handle(merged(0, asked)) == []
+    asked = of(MergeStates, policy.handle(with_state(again)))
+    assert {one.worker for one in asked} == {1}
+    (over,) = policy.handle(merged(1, asked))
+    assert is_of_one_snapshot(over, is_merged=True)
+
+
+def test_merging_that_never_ends_ends_the_job_and_names_the_worker():
+    policy, actions = started(2, taken(0), taken(1))
+    answers_to_all(policy, of(EvaluatePart, actions), with_state)
+    assert policy.handle(Tick(now_s=DEADLINE_S)) == []
+    (stop,) = policy.handle(Tick(now_s=DEADLINE_S + 2))
+    assert isinstance(stop, Stop)
+    assert stop.worker == 0
+    assert stop.reason.startswith("worker 0 did not merge the metrics of epoch 0 within 100 s")
+
+
+def test_who_was_not_asked_to_merge_is_refused():
+    policy, actions = started(2, taken(0), taken(1))
+    asked = of(MergeStates, answers_to_all(policy, of(EvaluatePart, actions), with_state))
+    with pytest.raises(ProtocolError, match="worker 1 was not asked to merge metrics of epoch 0"):
+        policy.handle(merged(1, asked))
+    with pytest.raises(ProtocolError, match="worker 0 was not asked to merge metrics of epoch 5"):
+        policy.handle(merged(0, asked, epoch=5))
+
+
+def test_a_metric_that_is_merged_in_one_part_and_not_in_another_is_refused():
+    policy, actions = started(2, taken(0), taken(1))
+    one, other = of(EvaluatePart, actions)
+    policy.handle(with_state(one))
+    with pytest.raises(ProtocolError, match=r"got the mean loss, the count right, the merged seen, and of"):
+        policy.handle(evaluated(other))
+
+
+# Those that come late -----------------------------------------------------------------------------------
 
 
 def test_a_newcomer_hears_what_earlier_epochs_came_to():
@@ -355,8 +436,11 @@ def test_what_cannot_be_is_refused():
 class World:
     """Workers that do what they are told, at their own times, with links that lose nothing but the dead."""
 
-    def __init__(self, chance, workers, epochs):
+    def __init__(self, chance, workers, epochs, merges):
         self.chance = chance
+        self.merges = merges  # what they return, or part of it, is to be merged
+        self.first = set()  # worker, epoch and digest of those that have evaluated a first part
+        self.asked = {}  # by worker and epoch: what is to be merged
         self.policy = SharedValidation()
         self.now_s = 0.0
         self.alive = set(range(workers))
@@ -382,6 +466,12 @@ class World:
         match action:
             case EvaluatePart():
                 self.parts.append(action)
+            case MergeStates():
+                key = (action.worker, action.epoch)
+                assert (*key, action.digest) in self.first, "it merges with what it does not have"
+                self.asked[key] = [*(self.asked[key] if action.part else []), action]
+                if len(self.asked[key]) == action.parts:
+                    self.results.append(action)
             case LendSnapshot() if {action.worker, action.borrower} <= self.alive:
                 key = (action.worker, action.epoch)
                 assert self.digests[key] == action.digest, "it lends what it does not have"
@@ -395,7 +485,7 @@ class World:
             case Validated() if action.worker is None:
                 assert action.epoch not in self.over, "an epoch ends twice"
                 self.over[action.epoch] = action
-                assert action.owner is None or is_of_one_snapshot(action)
+                assert action.owner is None or is_of_one_snapshot(action, is_merged=self.merges)
             case Validated():
                 assert action.epoch in self.over
 
@@ -412,16 +502,24 @@ class World:
                 part = self.parts.pop(self.chance.randrange(len(self.parts)))
                 if self.digests[part.worker, part.epoch] == part.digest:
                     self.results.append(part)
+                    if part.part == 0:
+                        self.first.add((part.worker, part.epoch, part.digest))
             case "tell":
-                part = self.results.pop(self.chance.randrange(len(self.results)))
-                if part.worker in self.alive:
-                    self.hear(evaluated(part, self.now_s))
+                self.tell(self.results.pop(self.chance.randrange(len(self.results))))
             case "lose":
                 self.lose(self.chance.choice(sorted(self.alive)))
             case "tick":
                 self.hear(Tick(now_s=self.now_s))
         while dying := self.dying & self.alive:
             self.lose(min(dying))
+
+    def tell(self, done):
+        if done.worker not in self.alive:
+            return
+        if isinstance(done, MergeStates):
+            self.hear(merged(done.worker, self.asked[done.worker, done.epoch], self.now_s))
+        else:
+            self.hear((with_state if self.merges else evaluated)(done, self.now_s))
 
     def train(self, worker):
         epoch = self.epoch[worker]
@@ -439,9 +537,11 @@ class World:
 
 
 @settings(max_examples=300)
-@given(seed=st.integers(0, 2**32), workers=st.integers(1, 4), epochs=st.integers(1, 3))
-def test_whatever_happens_each_epoch_ends_once_with_the_metrics_of_one_snapshot(seed, workers, epochs):
-    world = World(random.Random(seed), workers, epochs)
+@given(seed=st.integers(0, 2**32), workers=st.integers(1, 4), epochs=st.integers(1, 3), merges=st.booleans())
+def test_whatever_happens_each_epoch_ends_once_with_the_metrics_of_one_snapshot(
+    seed, workers, epochs, merges
+):
+    world = World(random.Random(seed), workers, epochs, merges)
     for _ in range(2000):
         done = world.over.keys() >= set(range(epochs))
         if done and all(world.epoch[worker] == epochs for worker in world.alive):

@@ -281,10 +281,27 @@ class PartEvaluated(ValidationEvent):
         part: its number.
         means: over the part's samples, by name.
         counts: by name, whole numbers.
+        states: of metrics that are merged: name and state, as text.
     """
 
     digest: str
     part: int
+    means: dict[str, float]
+    counts: dict[str, float]
+    states: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesMerged(ValidationEvent):
+    """A worker has merged the states of all parts (see `MergeStates`), and computed what they come to.
+
+    Attributes:
+        digest: of the copy of the model.
+        means: numbers over the set, by name.
+        counts: whole ones, by name.
+    """
+
+    digest: str
     means: dict[str, float]
     counts: dict[str, float]
 
@@ -541,6 +558,7 @@ Event: TypeAlias = (
     | Evaluated
     | SnapshotTaken
     | PartEvaluated
+    | StatesMerged
     | WentBack
     | Finished
     | Left
@@ -815,6 +833,27 @@ class EvaluatePart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeStates:
+    """What metrics have seen in one part, for the worker that has those of the first; nobody else hears it.
+
+    All parts come, in the order of the set; with the last one it merges them and says what they come to.
+
+    Attributes:
+        epoch, digest: of the copy of the model.
+        part, parts: its number, from 0, and how many there are.
+        states: name and state, as text.
+    """
+
+    worker: int
+    epoch: int
+    digest: str
+    part: int
+    parts: int
+    states: tuple[tuple[str, str], ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Validated:
     """The validation of an epoch is over.
 
@@ -1059,6 +1098,7 @@ Action: TypeAlias = (
     | Validating
     | LendSnapshot
     | EvaluatePart
+    | MergeStates
     | Validated
     | EpochEnded
     | Dismiss

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args, ge
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.events import Action, Clocked, Evaluated, Event, PartEvaluated, Validated
+from offbeat.events import Action, Clocked, Evaluated, Event, PartEvaluated, StatesMerged, Validated
 from offbeat.known import make_known
 from offbeat.policies import Policy, decide
 
@@ -97,6 +97,7 @@ _DEFAULTS: Final = {  # of the fields that may be left out
 _METRICS: Final = {
     Evaluated: ("metrics",),
     PartEvaluated: ("means", "counts"),
+    StatesMerged: ("means", "counts"),
     Validated: ("means", "counts"),
 }
 _EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
@@ -23,6 +24,19 @@ class Mergeable(Protocol):
 
     def compute(self) -> Any:
         """Return what both have come to."""
+
+
+@runtime_checkable
+class Tellable(Mergeable, Protocol):
+    """A metric whose state can be told to another worker, whose own takes it in, as those of torchmetrics.
+
+    Attributes:
+        metric_state: what it has seen: tensors, or lists of tensors, by name.
+        device: where they are.
+    """
+
+    metric_state: Mapping[str, Tensor | list[Tensor]]
+    device: torch.device
 
 
 def plain(metrics: object) -> dict[str, Value]:
@@ -79,7 +93,7 @@ def joined(parts: Sequence[tuple[int, Mapping[str, Value]]]) -> dict[str, float]
 
 def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
     if any(isinstance(value, Mergeable) for _, value in values):
-        return _merged(name, [value for _, value in values])
+        return merged(name, values[0][1], [value for _, value in values[1:]])
     numbers = [(samples, value) for samples, value in values if isinstance(value, int | float)]
     if len(numbers) == 1:
         return numbers[0][1]
@@ -90,8 +104,12 @@ def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
     return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / samples
 
 
-def _merged(name: str, metrics: Sequence[Value]) -> float:
-    first, *others = metrics
+def merged(name: str, first: Value, others: Sequence[Any]) -> float:
+    """Return what a metric comes to together with others of its kind, or with their `metric_state`s.
+
+    Raises:
+        OffbeatError: it cannot be merged, or does not come to a single number.
+    """
     whole = copy.deepcopy(first)
     if not isinstance(whole, Mergeable):
         raise OffbeatError(f"expected the metric {name!r} of every part to be of one kind")

@@ -21,8 +21,10 @@ from offbeat.events import (
     Left,
     LendSnapshot,
     Lost,
+    MergeStates,
     PartEvaluated,
     SnapshotTaken,
+    StatesMerged,
     Stop,
     Tick,
     Validated,
@@ -45,6 +47,22 @@ class _Offer:
 
 
 @dataclass(kw_only=True)
+class _Result:
+    """What a part came to; see `PartEvaluated`."""
+
+    means: dict[str, float]
+    counts: dict[str, float]
+    states: tuple[tuple[str, str], ...]
+
+    def names(self) -> str:
+        return ", ".join(
+            [f"the mean {name}" for name in sorted(self.means)]
+            + [f"the count {name}" for name in sorted(self.counts)]
+            + [f"the merged {name}" for name in sorted(name for name, _ in self.states)]
+        )
+
+
+@dataclass(kw_only=True)
 class _Epoch:
     """An epoch whose validation is not over.
 
@@ -55,7 +73,9 @@ class _Epoch:
         lent: who has been, or is being, sent it in the place of its own; by whom at last.
         waiting: parts that nobody evaluates, the next one last.
         out: by part, when it was given to whom.
-        results: by part, means and counts.
+        results: by part.
+        merger: who evaluated the first part, and can merge what metrics have seen.
+        merging_since_s: when it was asked to; None as long as it was not.
         spent_s, spent_count: how long parts took that have been evaluated, in all, and how many.
     """
 
@@ -70,7 +90,9 @@ class _Epoch:
     parts: int = 0
     waiting: list[int] = field(default_factory=list)
     out: dict[int, dict[int, float]] = field(default_factory=dict)
-    results: dict[int, tuple[dict[str, float], dict[str, float]]] = field(default_factory=dict)
+    results: dict[int, _Result] = field(default_factory=dict)
+    merger: int | None = None
+    merging_since_s: float | None = None
     spent_s: float = 0.0
     spent_count: int = 0
 
@@ -99,6 +121,11 @@ class SharedValidation:
     to do; the first result counts. Where nobody is left that has the snapshot, another one takes its place,
     of a worker whose own has not been overwritten; where there is none, the epoch has no metrics.
 
+    Metrics that are merged are objects of the program, of which workers tell the states. Who has evaluated
+    the first part has such an object: once all parts are evaluated, it is sent their states, merges them in
+    the order of the set, and says what they come to. If it is lost before, another worker evaluates the first
+    part again.
+
     Source: the overlapped validation paper has one worker; that each of several validates its share is the
     project's. Backup parts: J. Dean and S. Ghemawat, "MapReduce: simplified data processing on large
     clusters", OSDI 2004, section 3.6.
@@ -126,6 +153,9 @@ class SharedValidation:
                 return [*begun, *self._answers(event.now_s)]
             case PartEvaluated():
                 self._evaluated(event)
+            case StatesMerged():
+                merged = self._merged(event)
+                return [*merged, *self._answers(event.now_s)]
             case WentBack():
                 dropped = self._dropped_after(event.epoch)
                 return [*dropped, *self._answers(event.now_s)]
@@ -200,18 +230,35 @@ class SharedValidation:
             raise ProtocolError(f"no part of epoch {event.epoch} was given to worker {event.worker}")
         if one is None or event.worker not in one.out.get(event.part, {}) or event.digest != one.digest:
             return  # another one was faster, or it was taken back
-        for means, counts in list(one.results.values())[:1]:
-            if (means.keys(), counts.keys()) != (event.means.keys(), event.counts.keys()):
+        result = _Result(means=event.means, counts=event.counts, states=event.states)
+        for other in list(one.results.values())[:1]:
+            if other.names() != result.names():
                 raise ProtocolError(
                     f"expected the same metrics of every part of epoch {event.epoch}, got "
-                    f"{_names(means, counts)}, and of part {event.part}, on worker {event.worker}, "
-                    f"{_names(event.means, event.counts)}"
+                    f"{other.names() or 'none'}, and of part {event.part}, on worker {event.worker}, "
+                    f"{result.names() or 'none'}"
                 )
         one.spent_s += event.now_s - one.out[event.part][event.worker]
         one.spent_count += 1
         one.holders.add(event.worker)
-        one.results[event.part] = (event.means, event.counts)
+        one.results[event.part] = result
         del one.out[event.part]
+        if event.part == 0:
+            one.merger = event.worker
+
+    def _merged(self, event: StatesMerged) -> list[Action]:
+        one = self._epochs.get(event.epoch)
+        if one is None and event.epoch not in self._over:
+            raise ProtocolError(
+                f"worker {event.worker} was not asked to merge metrics of epoch {event.epoch}"
+            )
+        if one is None or event.digest != one.digest or one.merging_since_s is None:
+            return []  # what it had was evaluated anew
+        if event.worker != one.merger:
+            raise ProtocolError(
+                f"worker {event.worker} was not asked to merge metrics of epoch {event.epoch}"
+            )
+        return [self._end(event.epoch, one, event.means, event.counts)]
 
     def _dropped_after(self, epoch: int) -> list[Action]:
         """End the epochs that nobody wants validated any more."""
@@ -228,7 +275,12 @@ class SharedValidation:
                 for borrower in one.lent.keys() - one.holders:  # what it was sent may not have come whole
                     one.take_back(borrower)
                 if one.owner is None:  # nobody has any more what was evaluated
-                    one.results = {}
+                    one.results, one.merger, one.merging_since_s = {}, None, None
+            if one.merger == worker:
+                one.merger = one.merging_since_s = None
+                if one.results[0].states:
+                    del one.results[0]
+                    one.waiting.append(0)
 
     # What follows ----------------------------------------------------------------------------------------
 
@@ -239,8 +291,11 @@ class SharedValidation:
         for epoch in sorted(self._epochs):
             one = self._epochs[epoch]
             actions += self._choose(epoch, one)
-            if one.is_evaluated:
-                actions.append(self._end(epoch, one))
+            if one.is_evaluated and not one.results[0].states:
+                actions.append(self._end(epoch, one, {}, {}))
+            elif one.is_evaluated and one.merging_since_s is None:
+                one.merging_since_s = now_s
+                actions += self._merge(epoch, one)
         for epoch in sorted(self._epochs):
             actions += self._late(epoch, self._epochs[epoch], now_s)
             if self._has_stopped:
@@ -268,18 +323,36 @@ class SharedValidation:
         one.holders = {worker for worker in whole if one.offers[worker].digest == one.digest}
         return []
 
-    def _end(self, epoch: int, one: _Epoch) -> Validated:
+    def _merge(self, epoch: int, one: _Epoch) -> Iterator[Action]:
+        """Send the states of all parts to the worker that merges them."""
+        assert one.merger is not None
+        for part in range(one.parts):
+            yield MergeStates(
+                worker=one.merger,
+                epoch=epoch,
+                digest=one.digest,
+                part=part,
+                parts=one.parts,
+                states=one.results[part].states,
+                reason=f"all {one.parts} parts are evaluated, the first one by worker {one.merger}",
+            )
+
+    def _end(
+        self, epoch: int, one: _Epoch, merged_means: dict[str, float], merged_counts: dict[str, float]
+    ) -> Validated:
+        """The epoch is over, with the means and counts of all parts and what others were merged to."""
         assert one.owner is not None
         results = [one.results[part] for part in range(one.parts)]
         sizes = list(map(len, split_even(one.samples, one.parts)))
-        means, counts = results[0]
+        means = {name: _mean([found.means[name] for found in results], sizes) for name in results[0].means}
+        counts = {name: math.fsum(found.counts[name] for found in results) for name in results[0].counts}
         over = Validated(
             worker=None,
             epoch=epoch,
             owner=one.owner,
             digest=one.digest,
-            means={name: _mean([found[name] for found, _ in results], sizes) for name in means},
-            counts={name: math.fsum(found[name] for _, found in results) for name in counts},
+            means=means | merged_means,
+            counts=counts | merged_counts,
             reason=f"all {one.parts} parts are evaluated",
         )
         self._over[epoch] = over
@@ -308,16 +381,21 @@ class SharedValidation:
 
     def _late(self, epoch: int, one: _Epoch, now_s: float) -> list[Action]:
         """Stop the job where a part takes for ever, wherever it is evaluated."""
-        for part, given in one.out.items():
-            worker, since_s = min(given.items(), key=lambda item: item[1])
+        waits = [
+            (*min(given.items(), key=lambda item: item[1]), f"evaluate part {part}", "evaluate is")
+            for part, given in one.out.items()
+        ]
+        if one.merger is not None and one.merging_since_s is not None:
+            waits.append((one.merger, one.merging_since_s, "merge the metrics", "they are"))
+        for worker, since_s, what, who in waits:
             if now_s - since_s > one.deadline_s:
                 self._has_stopped = True
                 return [
                     Stop(
                         worker=worker,
                         step=None,
-                        reason=f"worker {worker} did not evaluate part {part} of epoch {epoch} within "
-                        f"{one.deadline_s:g} s: look what evaluate is doing, or give it a longer deadline_s",
+                        reason=f"worker {worker} did not {what} of epoch {epoch} within "
+                        f"{one.deadline_s:g} s: look what {who} doing, or give it a longer deadline_s",
                     )
                 ]
         return []
@@ -389,11 +467,6 @@ def _mean(values: list[float], sizes: list[int]) -> float:
     return total / sum(sizes)
 
 
-def _names(means: dict[str, float], counts: dict[str, float]) -> str:
-    parts = [f"the mean {name}" for name in sorted(means)] + [f"the count {name}" for name in sorted(counts)]
-    return ", ".join(parts) or "none"
-
-
 def _plain(one: _Epoch) -> dict[str, Any]:
     return {
         **vars(one),
@@ -405,7 +478,7 @@ def _plain(one: _Epoch) -> dict[str, Any]:
             [part, [[worker, since_s] for worker, since_s in given.items()]]
             for part, given in one.out.items()
         ],
-        "results": [[part, means, counts] for part, (means, counts) in one.results.items()],
+        "results": [[part, asdict(result)] for part, result in one.results.items()],
     }
 
 
@@ -418,6 +491,11 @@ def _of_plain(plain: dict[str, Any]) -> _Epoch:
             "lent": dict(plain["lent"]),
             "waiting": list(plain["waiting"]),
             "out": {part: dict(given) for part, given in plain["out"]},
-            "results": {part: (means, counts) for part, means, counts in plain["results"]},
+            "results": {part: _result(result) for part, result in plain["results"]},
         }
     )
+
+
+def _result(plain: dict[str, Any]) -> _Result:
+    states = tuple((name, state) for name, state in plain["states"])
+    return _Result(means=plain["means"], counts=plain["counts"], states=states)

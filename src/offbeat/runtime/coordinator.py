@@ -37,6 +37,7 @@ from offbeat.events import (
     Lend,
     LendSnapshot,
     Lost,
+    MergeStates,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -415,7 +416,7 @@ class Coordinator:
                 return action.node == speaker
             case GroupViewed():
                 return speaker in ([action.node] if action.node else [one.node for one in action.workers])
-            case Deal() | Used() | Grant() | Recall() | Settle() | EvaluatePart():
+            case Deal() | Used() | Grant() | Recall() | Settle() | EvaluatePart() | MergeStates():
                 return action.worker == speaker
             case LendSnapshot():
                 return speaker in (action.worker, action.borrower)

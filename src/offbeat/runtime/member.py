@@ -20,6 +20,7 @@ from offbeat.events import (
     Joined,
     Lend,
     LendSnapshot,
+    MergeStates,
     Peer,
     Recall,
     Refuse,
@@ -91,7 +92,9 @@ class Member:
         self.on_grant: Callable[[Grant], None] = _do_nothing
         self.on_abandon: Callable[[], None] = _do_nothing
         self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
-        self.on_validation: Callable[[LendSnapshot | EvaluatePart | Validated], None] = _do_nothing
+        self.on_validation: Callable[[LendSnapshot | EvaluatePart | MergeStates | Validated], None] = (
+            _do_nothing
+        )
         self.validated: dict[int, Validated | None] = {}
         self._survives = survives
         self._is_closing = False
@@ -228,7 +231,7 @@ class Member:
                     self.on_loan(action)
                 case Validating():
                     self.validated.setdefault(action.epoch, None)
-                case LendSnapshot() | EvaluatePart() | Validated():
+                case LendSnapshot() | EvaluatePart() | MergeStates() | Validated():
                     if isinstance(action, Validated):
                         self.validated[action.epoch] = action
                     self.on_validation(action)

@@ -6,10 +6,12 @@ here acts on metrics.
 
 from __future__ import annotations
 
+import base64
+import io
 import threading
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +20,17 @@ from typing import Any, Final
 import torch
 
 from offbeat.errors import LinkError, OffbeatError
-from offbeat.events import EvaluatePart, LendSnapshot, PartEvaluated, SnapshotTaken, Validated, WentBack
-from offbeat.numerics.metrics import Value
+from offbeat.events import (
+    EvaluatePart,
+    LendSnapshot,
+    MergeStates,
+    PartEvaluated,
+    SnapshotTaken,
+    StatesMerged,
+    Validated,
+    WentBack,
+)
+from offbeat.numerics.metrics import Tellable, Value, merged
 from offbeat.record import MESSAGE_BYTES_MAX, encode
 from offbeat.runtime.evaluators import CancelledError, Crew, Evaluator, Part
 from offbeat.runtime.member import Member
@@ -40,6 +51,26 @@ class _Share(Part[Snapshot]):
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Merge(_Share):
+    """The first part, evaluated by this worker, whose metrics are to be merged with those of the others.
+
+    Attributes:
+        first: metrics of the first part.
+        others: states of the metrics of the other parts, in the order of the set.
+    """
+
+    first: dict[str, Tellable]
+    others: Sequence[dict[str, str]]
+
+    def merged(self) -> dict[str, Value]:
+        """Return what they come to."""
+        return {
+            name: merged(name, metric, [_state(states[name], metric.device) for states in self.others])
+            for name, metric in self.first.items()
+        }
+
+
 @dataclass(kw_only=True)
 class _Held:
     """A snapshot of this worker's, for as long as its epoch is not over.
@@ -50,6 +81,8 @@ class _Held:
         incoming: what is on its way to it; kept until it is there.
         lent: what others are being sent of it; a copy, since they may still be when it is used again.
         under_way: how many parts this worker evaluates with it.
+        first: metrics of the first part that are to be merged, where this worker has evaluated it.
+        states: that those are to be merged with, as far as they have come.
         is_over: its validation has ended.
     """
 
@@ -60,6 +93,8 @@ class _Held:
     incoming: torch.Tensor | None = None
     lent: torch.Tensor | None = None
     under_way: int = 0
+    first: dict[str, Tellable] = field(default_factory=dict)
+    states: list[dict[str, str]] = field(default_factory=list)
     is_over: bool = False
 
 
@@ -155,13 +190,15 @@ class Shares:
 
     # What is said, in the links' thread ------------------------------------------------------------------
 
-    def hear(self, action: LendSnapshot | EvaluatePart | Validated) -> None:
+    def hear(self, action: LendSnapshot | EvaluatePart | MergeStates | Validated) -> None:
         """Do what the coordinator says."""
         match action:
             case Validated():
                 self._end(action)
             case EvaluatePart():
                 self._take(action)
+            case MergeStates():
+                self._merge(action)
             case LendSnapshot() if action.borrower == self.member.worker:
                 self._borrow(action)
             case LendSnapshot():
@@ -184,6 +221,29 @@ class Shares:
             digest=action.digest,
         )
         self.crew.give([share])
+
+    def _merge(self, action: MergeStates) -> None:
+        with self._changed:
+            held = self._held.get(action.epoch)
+            if held is None or self.crew is None:
+                return
+            if action.part == 0:
+                held.states = []
+            held.states.append(dict(action.states))
+            if len(held.states) < action.parts:
+                return
+            held.under_way += 1
+        merge = _Merge(
+            epoch=action.epoch,
+            number=0,
+            positions=range(self.samples),
+            snapshot=held.snapshot,
+            cancelled=held.cancelled,
+            digest=action.digest,
+            first=held.first,
+            others=held.states[1:],
+        )
+        self.crew.give([merge])
 
     def _borrow(self, loan: LendSnapshot) -> None:
         with self._changed:
@@ -291,7 +351,7 @@ class Shares:
         try:
             if isinstance(result, BaseException):
                 raise result
-            said = self._said(part, result)
+            said = self._merged(part, result) if isinstance(part, _Merge) else self._said(part, result)
         except BaseException as error:
             if part.cancelled.is_set():
                 warnings.warn(
@@ -305,8 +365,25 @@ class Shares:
         with suppress(LinkError):  # then the job has failed, and says so elsewhere
             self.member.tell(said)
 
-    def _said(self, part: _Share, metrics: dict[str, Value]) -> PartEvaluated:
+    def _merged(self, part: _Merge, metrics: dict[str, Value]) -> StatesMerged:
         means, counts = _told(metrics)
+        return StatesMerged(
+            now_s=0.0,
+            worker=self.member.worker,
+            epoch=part.epoch,
+            digest=part.digest,
+            means=means,
+            counts=counts,
+        )
+
+    def _said(self, part: _Share, metrics: dict[str, Value]) -> PartEvaluated:
+        merged = {name: metric for name, metric in metrics.items() if isinstance(metric, Tellable)}
+        means, counts = _told({name: metric for name, metric in metrics.items() if name not in merged})
+        if part.number == 0:
+            with self._changed:
+                held = self._held.get(part.epoch)
+                if held is not None and held.wanted == part.digest:
+                    held.first = merged
         said = PartEvaluated(
             now_s=0.0,
             worker=self.member.worker,
@@ -315,6 +392,7 @@ class Shares:
             part=part.number,
             means=means,
             counts=counts,
+            states=tuple((name, _state_told(metric)) for name, metric in merged.items()),
         )
         if len(encode([said])) > _METRICS_BYTES_MAX:
             raise OffbeatError(
@@ -332,6 +410,8 @@ class WithTheRightSnapshot:
 
     def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
         """See `Evaluator`."""
+        if isinstance(part, _Merge):
+            return part.merged()
         self._shares.wait_for(part)
         return self._evaluator.evaluate(part)
 
@@ -354,11 +434,22 @@ def _told(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]
             counts[name] = float(value)
         else:
             raise OffbeatError(
-                f"expected the metric {name!r} to be a mean or a count where several workers share a "
-                f"validation out, got {type(value).__name__}: return its numbers, or validate on one worker "
-                "with offbeat.Validator"
+                f"expected the metric {name!r} to be a mean, a count, or a metric with a metric_state where "
+                f"several workers share a validation out, got {type(value).__name__}: return its numbers, or "
+                "validate on one worker with offbeat.Validator"
             )
     return means, counts
+
+
+def _state_told(metric: Tellable) -> str:
+    """Return the state of a metric as it is told."""
+    file = io.BytesIO()
+    torch.save(dict(metric.metric_state), file)
+    return base64.b85encode(file.getvalue()).decode()
+
+
+def _state(told: str, device: torch.device) -> Any:
+    return torch.load(io.BytesIO(base64.b85decode(told)), map_location=device, weights_only=True)
 
 
 def _metrics(over: Validated) -> dict[str, float]:

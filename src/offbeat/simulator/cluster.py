@@ -30,6 +30,7 @@ from offbeat.events import (
     Lend,
     LendSnapshot,
     Lost,
+    MergeStates,
     PassesEnded,
     Ready,
     Recall,
@@ -398,7 +399,7 @@ class Cluster:
                     continue
                 case Lend() | Settle():
                     continue  # no simulated worker computes for another: what is lent is called in
-                case Validating() | LendSnapshot() | EvaluatePart() | Validated():
+                case Validating() | LendSnapshot() | EvaluatePart() | MergeStates() | Validated():
                     continue  # no simulated worker validates
                 case Dismiss():
                     self.is_dismissed = True
