@@ -1,10 +1,10 @@
 """Draws the committed results of the papers' figures: `python benchmarks/plot.py [FOLDER]`.
 
 Of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
-hybrid_sweep.json, validate.json and validate_repeated.json it takes what is in the folder, by default this
-one, and writes a PNG beside each, with what the paper says where it says so. Beside the predictions of
-hybrid_sweep.json go the measurements of hybrid_sweep_timed.json. Needs matplotlib, which is in the extra
-`dev`.
+hybrid_sweep.json, validate.json, validate_loaders.json and validate_repeated.json it takes what is in the
+folder, by default this one, and writes a PNG beside each, with what the paper says where it says so. Beside
+the predictions of hybrid_sweep.json go the measurements of hybrid_sweep_timed.json. Needs matplotlib, which
+is in the extra `dev`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def validate(result: dict[str, Any], path: Path) -> None:
     figures, rows = result["figures"], result["rows"]
     runs = [row for row in rows if "run_s" in row]
     cases = {(row["load"], row["threads"]): None for row in runs if row["side"] == "numpy"}
-    _, (savings, copies, uses) = plt.subplots(3, 1, figsize=(9, 11))
+    _, (savings, copies, uses) = plt.subplots(3, 1, figsize=(11, 11))
     savings.bar(list(PAPER_SAVINGS), list(PAPER_SAVINGS.values()), 0.5, color=GREY, label="the paper")
     width = 0.8 / len(OVERLAPPED)
     for place, (side, (label, color)) in enumerate(OVERLAPPED.items()):
@@ -262,6 +262,7 @@ FIGURES = {
     "hybrid": hybrid,
     "hybrid_sweep": hybrid_sweep,
     "validate": validate,
+    "validate_loaders": validate,
     "validate_repeated": validate,
 }
 

@@ -83,6 +83,11 @@ RESULTS = {
             for part in ({"run_s": 1.0}, {"at_s": 0.25, "used_share": 0.5})
         ],
     },
+    "validate_loaders": {
+        "kind": "timed",
+        "figures": {"saving_memory_6_overlap_prefetch": 0.1},
+        "rows": [{"load": "memory", "threads": 6, "side": "prefetch", "run_s": 1.0}],
+    },
     "validate_repeated": {
         "kind": "timed",
         "figures": {"saving_repeated_6_overlap": 0.2},

@@ -11,6 +11,7 @@ validations but the last one may hide: (E - 1) / E of v / (t + v).
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final
 
 import msgspec
@@ -46,6 +47,7 @@ WAITING: Final = ("files",)
 _CLASSES: Final = 10
 _DATA: Final = ("mnist", "digits")
 _LOOK_S: Final = 0.25
+_LOOKS_MAX: Final = 240  # of a run that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ class Took:
         train_s, validate_s: of it, in the training's thread.
         copy_s: of `validate_s`, for snapshots.
         cpu_s: of all cores, its processes included.
-        uses: part of the cores that were used, in one look after the other, every quarter of a second.
+        uses: part of the cores that were used, in one stretch of `stretch_s` seconds after the other.
         accuracy: on what was held out, after the last epoch.
         backend, reason: of the validator, in the end.
     """
@@ -132,6 +134,7 @@ class Took:
     copy_s: float
     cpu_s: float
     uses: tuple[float, ...]
+    stretch_s: float
     accuracy: float
     backend: str
     reason: str
@@ -256,8 +259,8 @@ def _row(name: str, side: str, threads: int, number: int, took: Took, plan: Plan
 def _looks(name: str, side: str, threads: int, took: Took) -> list[dict[str, Any]]:
     """Return rows of how much of the cores was used when."""
     return [
-        {"load": name, "threads": threads, "side": side, "at_s": look * _LOOK_S, "used_share": use}
-        for look, use in enumerate(took.uses, 1)
+        {"load": name, "threads": threads, "side": side, "at_s": number * took.stretch_s, "used_share": use}
+        for number, use in enumerate(took.uses, 1)
     ]
 
 
@@ -326,10 +329,13 @@ class _Looks:
             self.uses.append((now_cpu_s - cpu_s) / ((now_s - wall_s) * cores()))
             wall_s, cpu_s = now_s, now_cpu_s
 
-    def end(self) -> tuple[float, ...]:
+    def end(self) -> tuple[tuple[float, ...], float]:
+        """Return what was seen: means over stretches, `_LOOKS_MAX` of them at most, and how long they are."""
         self._is_over.set()
         self._thread.join()
-        return tuple(self.uses)
+        size = math.ceil(len(self.uses) / _LOOKS_MAX)
+        stretches = (self.uses[first : first + size] for first in range(0, len(self.uses), size))
+        return tuple(map(fmean, stretches)), size * _LOOK_S
 
 
 class _Judge:
@@ -398,6 +404,7 @@ def train(run: Run, folder: Path) -> Took:
                 train_s += trained_s - epoch_s
                 validate_s += time.perf_counter() - trained_s
         run_s, cpu_s = time.perf_counter() - began_s, _cpu_s() - cpu_s
+        uses, stretch_s = looks.end()
     last = validator.history[run.epochs - 1]
     assert last is not None
     return Took(
@@ -406,7 +413,8 @@ def train(run: Run, folder: Path) -> Took:
         validate_s=validate_s,
         copy_s=validator.copy_s,
         cpu_s=cpu_s,
-        uses=looks.end(),
+        uses=uses,
+        stretch_s=stretch_s,
         accuracy=last["right"] / len(held_out),
         backend=validator.backend,
         reason=validator.reason,
