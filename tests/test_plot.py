@@ -86,7 +86,7 @@ RESULTS = {
     "validate_loaders": {
         "kind": "timed",
         "figures": {"saving_memory_6_overlap_prefetch": 0.1},
-        "rows": [{"load": "memory", "threads": 6, "side": "prefetch", "run_s": 1.0}],
+        "rows": [{"load": "memory", "threads": 6, "side": "numpy", "run_s": 1.0}],
     },
     "validate_repeated": {
         "kind": "timed",
