@@ -161,6 +161,8 @@ def _work(
     import torch
 
     torch.set_num_threads(1)
+    # As in a program of its own; else a DataLoader here would boot a server that imports everything again.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(variables)
     content: dict[str, Any] = {}
     try:
