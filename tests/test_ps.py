@@ -147,6 +147,29 @@ def test_a_pull_comes_behind_the_pushes_before_it(ps, name):
         assert all(one.result() is None for one in pushes)
 
 
+def test_a_pull_after_a_push_is_asked_for_with_it(name):
+    with offbeat.PS.local(servers=1) as own:
+        w = own.namespace(name, keys=10)
+        w.push(np.ones(10)).result()
+        came = own._node.endpoint.frames_received
+        for count in range(100):
+            pushed = w.push(np.ones(10))
+            assert w.pull(after=[pushed]).result().tolist() == [count + 2.0] * 10
+            assert pushed.is_done
+        assert own._node.endpoint.frames_received - came < 150  # one answer for both
+
+
+def test_a_pull_after_a_push_that_is_refused_fails_with_it(ps, name):
+    w = ps.namespace(name, keys=10, update=Function(PICKY))
+    for keys in (None, [3, 5]):
+        good = w.push(np.ones(10))
+        bad = w.push(np.full(10 if keys is None else 2, -9.0), keys=keys)
+        with pytest.raises(OffbeatError, match=r"a push to .* was refused: .*what is below zero"):
+            w.pull(after=[good, bad]).result()
+        assert good.result() is None
+    assert w.pull(after=[good]).result().tolist() == [2.0] * 10
+
+
 def test_large_answers_stay_as_they_were_while_others_come(ps, name):
     w = ps.namespace(name, keys=5_000_000)
     listed = np.arange(0, 5_000_000, 7)

@@ -203,6 +203,14 @@ class DoesNotPause(Client):
         return super()._stamp(asked, replace(view, paused={}))
 
 
+class AsksBeforeItPushes(Client):
+    """Sends again what it has pulled before what it has pushed."""
+
+    def see(self, view):
+        self._asked = dict(sorted(self._asked.items(), key=lambda one: one[1].is_push))
+        return super().see(view)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -225,6 +233,7 @@ def test_a_protocol_that_is_broken_on_purpose_is_found(broken):
         run_all(range(getattr(broken, "first_seed", 0), SEEDS_MAX), broken)
 
 
-def test_a_client_that_does_not_pause_is_found():
+@pytest.mark.parametrize("broken", [DoesNotPause, AsksBeforeItPushes])
+def test_a_client_that_is_broken_on_purpose_is_found(broken):
     with pytest.raises(ViolationError, match="again: offbeat simulate ps"):
-        run_all(range(SEEDS_MAX), make_client=DoesNotPause)
+        run_all(range(SEEDS_MAX), make_client=broken)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from offbeat.runtime.views import Views
 
 _PIECE_BYTES: Final = 4 * 1024 * 1024
 _CALLEE: Final = "servers"
+
+_Span: TypeAlias = tuple[str, int, int]  # a namespace, and keys from the first to below the last
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +58,7 @@ class _Request:
         make: makes it, in the client; None where there is nothing to send.
         finish: what the future comes to, where there is nothing to send.
         before: what has to be done before; the beginning of its iteration, too.
+        span: namespace, and keys from the first to below the last.
         answer: what is put together of a pull.
         part: namespace and content of a push that may go out as one with others.
     """
@@ -64,9 +67,24 @@ class _Request:
     future: Future
     iteration: _Iteration | None
     before: list[Future]
+    span: _Span | None = None
     answer: Answer | None = None
     part: tuple[str, Entries] | None = None
     finish: Callable[[], Any] = lambda: None
+
+
+class _Sent(NamedTuple):
+    """A request that was sent, and of which something has not been answered.
+
+    Attributes:
+        futures: of those who wait for it.
+        answer: what is put together of a pull.
+        behind: pushes that are in what a pull brings, and have to be done before it is.
+    """
+
+    futures: Sequence[Future]
+    answer: Answer | None = None
+    behind: Sequence[Future] = ()
 
 
 class Requests:
@@ -106,10 +124,11 @@ class Requests:
         self.views = Views()
         self._client = Client(number, _cut, self._pieces)
         self._piece_keys: dict[str, int] = {}  # by namespace: in ranges of so many keys they travel
-        # Who waits for a request, and what is put together of a pull.
-        self._asked: dict[int, tuple[Sequence[Future], Answer | None]] = {}
+        self._asked: dict[int, _Sent] = {}  # by the client's number
+        self._pushes: dict[Future, _Span] = {}  # under way, or combined and about to be
         self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
         self._combined = Combiner(self._buffers.array)
+        self._behind_combined: list[_Request] = []  # to be sent right after what is combined
         self._waiting: set[Future] = set()  # for others, or for their iteration
         self._graph = TaskGraph()
         self.tau: int | None = None
@@ -302,7 +321,7 @@ class Requests:
         self,
         make: Callable[[], tuple[int, list[Send | Done | Failed]]],
         what: str,
-        span: tuple[str, int, int],
+        span: _Span,
         after: Iterable[Future],
         answer: Answer | None = None,
         part: tuple[str, Entries] | None = None,
@@ -312,7 +331,7 @@ class Requests:
         future = Future(what, lambda: self.views.masters(*span))
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
-        request = _Request(make, future, iteration, before, answer, part)
+        request = _Request(make, future, iteration, before, span, answer, part)
         self.node.endpoint.call(self._admit, request)
         return future
 
@@ -335,13 +354,21 @@ class Requests:
             self._combine(name, content, future)
 
     def _advance(self, request: _Request) -> None:
-        """Send a request, once what has to be done before it is done."""
+        """Send a request, once what has to be done before it is done.
+
+        A pull need not wait for pushes that are under way to its keys: what this client sends, a master of
+        keys takes in that order, whatever becomes of masters. So it goes out behind them, and holds them.
+        """
         future = request.future
         self._waiting.discard(future)
         if future.is_done:
             return
+        behind = []
         for one in request.before:
             if not one.is_done:
+                if self._holds(request, one):
+                    behind.append(one)
+                    continue
                 self._waiting.add(future)
                 one.followers.append(lambda: self._advance(request))
                 return
@@ -357,17 +384,32 @@ class Requests:
         if request.part is not None:
             self._combine(*request.part, future)
             return
+        if behind and len(self._combined):
+            self._waiting.add(future)
+            self._behind_combined.append(request)
+            return
         self._send_combined()
         try:
             number, said = request.make()
         except (ProtocolError, ValueError) as error:  # it has withdrawn, or the time has been
             future.finish(None, error)
             return
-        self._asked[number] = (future,), request.answer
+        if request.answer is None and request.span is not None:
+            self._pushes[future] = request.span
+        self._asked[number] = _Sent((future,), request.answer, behind)
         self._take_up(said)
+
+    def _holds(self, request: _Request, push: Future) -> bool:
+        """Whether what a request brings holds a push that is not done, if it is sent now."""
+        if request.answer is None or request.span is None or push not in self._pushes:
+            return False
+        (name, first, last), (of, begin, end) = request.span, self._pushes[push]
+        space = self.views.space(name)
+        return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
     def _combine(self, name: str, content: Entries, future: Future) -> None:
         """Let a push go out as one with others; those with which it does not go before it."""
+        self._pushes[future] = name, content.first, content.first + len(content)
         if not self._combined.take(name, content, future):
             self._send_combined()
             self._combined.take(name, content, future)
@@ -379,8 +421,11 @@ class Requests:
             return
         name, content, last, futures = self._combined.give()
         number, said = self._client.push(name, content, content.first, last)
-        self._asked[number] = futures, None
+        self._asked[number] = _Sent(futures)
         self._take_up(said)
+        behind, self._behind_combined = self._behind_combined, []
+        for request in behind:
+            self._advance(request)
 
     def _pieces(
         self, name: str, content: Entries | Keys | None, first: int, last: int
@@ -398,18 +443,30 @@ class Requests:
     def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
         for one in said:
             if isinstance(one, Done):
-                futures, answer = self._asked.pop(one.number)
+                futures, answer, behind = self._asked.pop(one.number)
                 value = None if answer is None else answer.result(one.parts, one.times)
                 for future in futures:
-                    future.finish(value)
+                    self._finish(future, value, behind)
             elif isinstance(one, Failed):
-                futures, _ = self._asked.pop(one.number)
-                for future in futures:
+                for future in self._asked.pop(one.number).futures:
+                    self._pushes.pop(future, None)
                     future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
             elif one.to == MANAGER:
                 self.node.tell(self._told(one.message))
             else:
                 self.node.send(one.to, one.message)
+
+    def _finish(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
+        """A request has been answered: it is done, once the pushes that went before it are."""
+        self._pushes.pop(future, None)
+        for push in behind:
+            if not push.is_done:
+                push.followers.append(lambda: self._finish(future, value, behind))
+                return
+            if push.error is not None:
+                future.finish(None, push.error)
+                return
+        future.finish(value)
 
     def _told(self, message: object) -> Event:
         """What this client has to say to the manager."""
@@ -432,9 +489,9 @@ class Requests:
     def _hear(self, peer: str, message: Any) -> None:
         message = self.node.filtering.decoded(peer, message)
         if isinstance(message, Pulled):
-            _, answer = self._asked.get(message.number, (None, None))
-            if answer is not None:  # else it has come before
-                answer.came(message.first, message.last, message.content.values)
+            sent = self._asked.get(message.number)
+            if sent is not None and sent.answer is not None:  # else it has come before
+                sent.answer.came(message.first, message.last, message.content.values)
                 self.node.filtering.observe(message)
         self._take_up(self._client.hear(message))
 
@@ -442,8 +499,10 @@ class Requests:
         """Where rows that were pulled belong."""
         if not isinstance(message, Pulled) or not isinstance(message.content, Entries):
             return None
-        _, answer = self._asked.get(message.number, (None, None))
-        place = None if answer is None else answer.place(message.first, message.last, coming)
+        sent = self._asked.get(message.number)
+        if sent is None or sent.answer is None:
+            return None
+        place = sent.answer.place(message.first, message.last, coming)
         if place is not None:
             message.content = Entries(message.first, place, None, message.content.terms)
         return place
@@ -453,10 +512,11 @@ class Requests:
             return
         self._on_end(cause)
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
-        waiting = [*chain.from_iterable(futures for futures, _ in self._asked.values()), *self._waiting]
+        waiting = [*chain.from_iterable(sent.futures for sent in self._asked.values()), *self._waiting]
         if len(self._combined):
             waiting += self._combined.give()[-1]
         self._asked.clear()
+        self._pushes.clear()
         self._waiting.clear()
         for future in waiting:
             future.finish(None, error)

@@ -354,6 +354,9 @@ class Serving:
             wants_times = self._whims.random() < 0.5
             number, said = one.pull(space.name, first, last, times=wants_times)
             known = Counter(self._acknowledged[client])
+            if not space.aggregates:  # a client's own pushes are in what it pulls, acknowledged or not
+                own = {at: n for at, n in self._pushed.items() if (at[0], at[2]) == (space.name, client)}
+                known |= Counter(own)
             self._pulling[client, number] = (space.name, first, last, known)
             self._wants_times[client, number] = wants_times
         else:
