@@ -15,7 +15,7 @@ def push(first: int, *numbers: float) -> Entries:
 
 
 def future() -> Future:
-    return Future("a push", lambda: "")
+    return Future("a push", lambda: "", lambda wait, _, timeout_s: wait(timeout_s))
 
 
 def taken(*pushes: tuple[str, Entries]) -> tuple[Combiner, list[Future], list[bool]]:
@@ -29,7 +29,8 @@ def test_neighbours_are_one_push_in_the_order_of_their_keys(order):
     combiner, futures, were_taken = taken(*(("w", parts[number]) for number in order))
     assert all(were_taken)
     name, content, last, waiting = combiner.give()
-    assert (name, content.first, last, waiting) == ("w", 10, 16, futures)
+    assert (name, content.first, last) == ("w", 10, 16)
+    assert waiting == [futures[order.index(place)] for place in range(3)]
     assert content.values.tolist() == [1, 2, 3, 4, 5, 6]
     assert not len(combiner)
 
@@ -51,7 +52,24 @@ def test_one_alone_goes_as_it_is():
     assert combiner.give()[1] is content
 
 
+def test_some_may_go_and_others_join_the_rest():
+    pushes = [push(first, first) for first in range(10, 15)]
+    combiner, futures, _ = taken(*(("w", one) for one in pushes))
+    _, content, last, waiting = combiner.give(2)
+    assert (content.first, content.values.tolist(), last, waiting) == (10, [10, 11], 12, futures[:2])
+    assert len(combiner) == 3
+    assert not combiner.take("w", push(10, 11), future())
+    assert combiner.take("w", push(15, 15), future())
+    _, content, last, waiting = combiner.give()
+    assert (content.first, content.values.tolist(), last) == (12, [12, 13, 14, 15], 16)
+    assert waiting[:3] == futures[2:]
+    assert not len(combiner)
+
+
 def test_no_more_than_so_much_is_made_one():
     half = np.zeros(COMBINED_BYTES_MAX // 8, np.float32)
     pushes = [("w", Entries(number * len(half), half)) for number in range(3)]
-    assert taken(*pushes)[-1] == [True, True, False]
+    combiner, _, were_taken = taken(*pushes)
+    assert were_taken == [True, True, False]
+    combiner.give(1)
+    assert combiner.take(*pushes[2], future())  # there is room again

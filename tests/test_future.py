@@ -7,7 +7,7 @@ from offbeat.runtime.future import Future
 
 
 def pull():
-    return Future("a pull", lambda: "server 0 has not answered")
+    return Future("a pull", lambda: "server 0 has not answered", lambda wait, _, timeout_s: wait(timeout_s))
 
 
 def test_an_answer_that_comes_while_the_waiter_looks_whether_to_go_on_is_no_error():
@@ -35,3 +35,13 @@ def test_what_failed_is_raised_and_what_is_done_is_not_waited_for():
         failed.result_while(lambda: None, 60.0)
     done.finish(7, None)
     assert done.result_while(lambda: None, 0.0) == 7
+
+
+def test_who_waits_does_meanwhile_what_the_result_waits_for():
+    def work(wait, is_over, timeout_s):
+        assert not is_over()
+        future.finish(6, None)
+        return is_over()
+
+    future = Future("a pull", lambda: "nobody", work)
+    assert future.result() == 6

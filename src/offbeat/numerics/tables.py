@@ -128,17 +128,26 @@ class ArrayTable:
 
     def apply(self, first: int, last: int, content: Entries) -> None:
         """Take what was pushed for keys `first` to `last` - 1; of those that it does not list, nothing."""
+        if content.keys is None and content.terms is None:
+            self._apply_neighbours(content.first, content.values)
+            return
         update = self._update if content.terms is None else self._update_for(content.terms)
         for number, part in self._by_block(content):
             if not len(part):
                 continue
-            block = self._blocks.get(number)
-            if block is None:
-                block = self._blocks[number] = self._new_block(number)
+            block = self._block(number)
             if content.replaces:
                 block.replace(part)
             else:
                 block.apply(update, part)
+
+    def _apply_neighbours(self, first: int, rows: Rows) -> None:
+        """Take rows of neighbouring keys without terms: nearly always, and often few of many blocks."""
+        size, begin, last = self._block_keys, first, first + len(rows)
+        for number in range(first // size, (last - 1) // size + 1 if len(rows) else 0):
+            end = min(last, (number + 1) * size)
+            self._block(number).apply_neighbours(self._update, begin, rows[begin - first : end - first])
+            begin = end
 
     def read(self, first: int, last: int, keys: Keys | None, states: bool = False) -> Entries:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
@@ -231,8 +240,7 @@ class ArrayTable:
         number = first // self._block_keys
         self._blocks.pop(number, None)
         if content is not None:
-            self._blocks[number] = block = self._new_block(number)
-            block.copy_in(content)
+            self._block(number).copy_in(content)
 
     def drop(self, first: int, last: int) -> None:
         """Forget the block of keys `first` to `last` - 1."""
@@ -249,6 +257,13 @@ class ArrayTable:
         if self._may_fail:
             raise ValueError("expected no settings for a function of the user's own")
         return with_settings(self._update, terms.settings)
+
+    def _block(self, number: int) -> _Block:
+        """Return a block, made if need be."""
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = self._new_block(number)
+        return block
 
     def _new_block(self, number: int) -> _Block:
         first = number * self._block_keys
@@ -322,6 +337,16 @@ class _Block:
             self.arrays["values"][places] = values
             for name, rows in states.items():
                 self.arrays[name][places] = rows
+
+    def apply_neighbours(self, update: Update, first: int, rows: Rows) -> None:
+        """Take what was pushed of neighbouring keys."""
+        if self._keys is not None:
+            self.apply(update, Entries(first, rows))
+            return
+        begin = first - self._first
+        end = begin + len(rows)
+        states = {name: self.arrays[name][begin:end] for name in update.states}
+        update.apply(self.arrays["values"][begin:end], states, rows)
 
     def replace(self, content: Entries) -> None:
         """Take what was pushed in the place of what is there."""

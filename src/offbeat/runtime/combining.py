@@ -24,13 +24,12 @@ class Combiner:
     def __init__(self, empty: Empty = np.empty) -> None:
         self._empty = empty
         self._name = ""
-        self._contents: deque[Entries] = deque()  # ascending
-        self._futures: list[Future] = []
+        self._pushes: deque[tuple[Entries, Future]] = deque()  # by their keys, ascending
         self._first = self._last = self._bytes = 0
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._futures)
+        return len(self._pushes)
 
     def take(self, name: str, content: Entries, future: Future) -> bool:
         """Take a push of neighbouring keys, if it goes with those that are here; return whether it does.
@@ -38,30 +37,36 @@ class Combiner:
         If it does not, they have to go out before it.
         """
         first, last = content.first, content.first + len(content)
-        if not self._futures:
+        if not self._pushes:
             self._name, self._first, self._last, self._bytes = name, first, last, 0
-            self._contents.append(content)
+            self._pushes.append((content, future))
         elif name != self._name or self._bytes + content.values.nbytes > COMBINED_BYTES_MAX:
             return False
         elif first == self._last:
             self._last = last
-            self._contents.append(content)
+            self._pushes.append((content, future))
         elif last == self._first:
             self._first = first
-            self._contents.appendleft(content)
+            self._pushes.appendleft((content, future))
         else:
             return False
         self._bytes += content.values.nbytes
-        self._futures.append(future)
         return True
 
-    def give(self) -> tuple[str, Entries, int, list[Future]]:
-        """Return all of them as one push: namespace, content, its last key + 1, and who waits for it."""
-        contents, self._contents = self._contents, deque()
-        futures, self._futures = self._futures, []
-        whole = contents[0]
-        if len(contents) > 1:
-            parts = [one.values for one in contents]
-            into = self._empty((self._last - self._first, *parts[0].shape[1:]), parts[0].dtype)
+    def give(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:
+        """Return the first of them, by keys, as one push: namespace, content, last key + 1, who waits for it.
+
+        Args:
+            count: how many, of those that are here; by default all.
+        """
+        pushes = self._pushes
+        taken = [pushes.popleft() for _ in range(len(pushes) if count is None else count)]
+        whole = taken[0][0]
+        last = taken[-1][0].first + len(taken[-1][0])
+        if len(taken) > 1:
+            parts = [content.values for content, _ in taken]
+            into = self._empty((last - self._first, *parts[0].shape[1:]), parts[0].dtype)
             whole = Entries(self._first, np.concatenate(parts, out=into))
-        return self._name, whole, self._last, futures
+        self._first = last
+        self._bytes -= whole.values.nbytes
+        return self._name, whole, last, [future for _, future in taken]

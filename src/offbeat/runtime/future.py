@@ -12,22 +12,30 @@ from offbeat.errors import OffbeatError
 TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 0.25
 
+RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
+"""As `Loop.run_until`."""
+
 
 class Future:
     """What a request will have come to.
 
-    Attributes:
+    Args:
         what: was asked for.
+        who: returns which servers have not answered, as errors say it.
+        run_until: lets who waits do meanwhile what the result is waiting for.
+
+    Attributes:
+        what: as given.
         is_done: there is a result, or an error.
         error: why there will be no result.
         followers: called in the links' thread when it is done.
     """
 
-    __slots__ = ("_lock", "_value", "_who", "error", "followers", "is_done", "what")
+    __slots__ = ("_lock", "_run_until", "_value", "_who", "error", "followers", "is_done", "what")
 
-    def __init__(self, what: str, who: Callable[[], str]) -> None:
+    def __init__(self, what: str, who: Callable[[], str], run_until: RunUntil) -> None:
         self.is_done = False
-        self.what, self._who = what, who
+        self.what, self._who, self._run_until = what, who, run_until
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
@@ -41,10 +49,8 @@ class Future:
             OffbeatError: that took longer than `timeout_s` seconds, or cannot be any more; says which servers
                 have not answered.
         """
-        if not self.is_done:
-            if not self._lock.acquire(timeout=timeout_s):
-                raise self._overdue(timeout_s)
-            self._lock.release()
+        if not self.is_done and not self._wait(timeout_s):
+            raise self._overdue(timeout_s)
         if self.error is not None:
             raise self.error
         return self._value
@@ -56,11 +62,18 @@ class Future:
             left_s = limit_s - time.monotonic()
             if left_s <= 0:
                 raise self._overdue(timeout_s)
-            if self._lock.acquire(timeout=min(_LOOK_S, left_s)):
-                self._lock.release()
-            else:
+            if not self._wait(min(_LOOK_S, left_s)):
                 check()
         return self.result()
+
+    def _wait(self, timeout_s: float) -> bool:
+        return self._run_until(self._wait_asleep, lambda: self.is_done, timeout_s)
+
+    def _wait_asleep(self, timeout_s: float) -> bool:
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        self._lock.release()
+        return True
 
     def _overdue(self, timeout_s: float) -> OffbeatError:
         return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")

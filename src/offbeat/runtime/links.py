@@ -76,6 +76,7 @@ class Endpoint:
         beat_s: how often something is sent at least.
         silent_s: a peer from whom nothing came for so long is lost.
         connect_s: how long reaching a peer may take, retries and handshake included.
+        spins: see `Loop`.
 
     Attributes:
         addresses: where this node can be reached, best first; None of it holds after `close`.
@@ -106,6 +107,7 @@ class Endpoint:
         beat_s: float = 1.0,
         silent_s: float = 10.0,
         connect_s: float = 10.0,
+        spins: bool = False,
     ) -> None:
         if not token:
             raise ValueError("expected a token, got an empty one")
@@ -131,7 +133,7 @@ class Endpoint:
         self._flushing: list[threading.Event] = []
         self._closing = False
         self._failure: BaseException | None = None
-        self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended)
+        self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended, spins=spins)
         self._regions = Regions(partial(self._loop.call, self._released))
         self._has_neighbours = False
         self._opening = Opening(
@@ -315,6 +317,13 @@ class Endpoint:
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run a function in the I/O thread after `delay_s`."""
         self._loop.call(self._loop.later, delay_s, function)
+
+    def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
+        """Do the I/O thread's work until something is over, in place of waiting for it; see `Loop.run_until`.
+
+        Callbacks run in the calling thread meanwhile.
+        """
+        return self._loop.run_until(wait, is_over, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the kernel has taken everything that was queued; return whether it has in time."""

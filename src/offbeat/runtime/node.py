@@ -143,6 +143,7 @@ class Node:
             host=host,
             unix=unix,
             silent_s=_SILENT_S,
+            spins=name.startswith("server-"),
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message, place)

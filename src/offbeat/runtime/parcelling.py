@@ -23,7 +23,7 @@ from offbeat.numerics.entries import Entries, Terms
 from offbeat.policies.parcels import ToClient, ToServer
 from offbeat.runtime.buffers import Buffers
 
-INLINE_BYTES: Final = 64 * 1024  # arrays that are smaller are in the message itself
+INLINE_BYTES: Final = 32 * 1024  # arrays that are smaller are in the message itself
 ARRAY_BYTES_MAX: Final = 2**31
 _LOT_BYTES: Final = 256 * 1024
 _BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message

@@ -191,10 +191,11 @@ class Post:
 
     def _write_soon(self, peer: str) -> None:
         if not self._to_write:
-            self._endpoint.when_idle(self._write_all)
+            self._endpoint.when_idle(self.write)
         self._to_write.append(peer)
 
-    def _write_all(self) -> None:
+    def write(self) -> None:
+        """Write what was sent in this turn, now that nothing more comes for it."""
         peers, self._to_write = self._to_write, []
         for peer in peers:
             one = self._known.get(peer)

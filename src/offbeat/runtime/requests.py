@@ -31,6 +31,7 @@ from offbeat.runtime.parcelling import Array
 from offbeat.runtime.views import Views
 
 _PIECE_BYTES: Final = 4 * 1024 * 1024
+_HALVED_MIN: Final = 32  # small pushes that go out in two halves
 _CALLEE: Final = "servers"
 
 _Span: TypeAlias = tuple[str, int, int]  # a namespace, and keys from the first to below the last
@@ -196,7 +197,11 @@ class Requests:
         """
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = Future(what, lambda: self.views.masters(name, content.first, content.first + len(content)))
+        future = Future(
+            what,
+            lambda: self.views.masters(name, content.first, content.first + len(content)),
+            self.node.endpoint.run_until,
+        )
         self.node.endpoint.call(self._admit_part, name, content, future)
         return future
 
@@ -263,7 +268,7 @@ class Requests:
             first = next((one for one in before if not one.is_done), None)
             return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
 
-        future = Future("what follows other requests", first_of_them)
+        future = Future("what follows other requests", first_of_them, self.node.endpoint.run_until)
         self.node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
@@ -293,7 +298,9 @@ class Requests:
     @contextmanager
     def iteration(self) -> Iterator[Future]:
         """Let all requests that this thread makes in the block be one iteration, as `PS.iteration` says."""
-        iteration = _Iteration(Future("an iteration", lambda: "others before it are not finished"))
+        iteration = _Iteration(
+            Future("an iteration", lambda: "others before it are not finished", self.node.endpoint.run_until)
+        )
         self.node.endpoint.call(self._issue_iteration, iteration)
         self._current.iteration = iteration
         try:
@@ -328,7 +335,7 @@ class Requests:
     ) -> Future:
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = Future(what, lambda: self.views.masters(*span))
+        future = Future(what, lambda: self.views.masters(*span), self.node.endpoint.run_until)
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
         request = _Request(make, future, iteration, before, span, answer, part)
@@ -414,12 +421,22 @@ class Requests:
             self._send_combined()
             self._combined.take(name, content, future)
         if len(self._combined) == 1:
-            self.node.endpoint.when_idle(self._send_combined)
+            self.node.endpoint.when_idle(self._send_some)
 
-    def _send_combined(self) -> None:
-        if not len(self._combined):
+    def _send_some(self) -> None:
+        """Send what waits to go out as one; half of it first, if nothing is under way: so both have work."""
+        count = len(self._combined)
+        if not self._asked and count >= _HALVED_MIN:
+            self.node.endpoint.call(self._send_combined)
+            count //= 2
+        self._send_combined(count)
+        self.node.post.write()
+
+    def _send_combined(self, count: int | None = None) -> None:
+        """Send what waits to go out as one, or so many of it."""
+        if not len(self._combined):  # it has gone already
             return
-        name, content, last, futures = self._combined.give()
+        name, content, last, futures = self._combined.give(count)
         number, said = self._client.push(name, content, content.first, last)
         self._asked[number] = _Sent(futures)
         self._take_up(said)
