@@ -32,7 +32,7 @@ WRITE = selectors.EVENT_WRITE
 _CALLS_S = 0.05
 _CALLS_AT_ONCE = 8
 _IDLE_TURNS_MAX = 8
-# For which it looks again and again before it sleeps, where that has paid lately: about as long as a peer takes
+# For which it looks again and again before it sleeps, where that has paid lately: as long as a peer takes
 # to answer a small request.
 _SPIN_S = 300e-6
 _AWAY_S = 2e-3  # after a visit, for which the loop's own thread stays away: another one may follow
