@@ -473,7 +473,9 @@ def test_a_namespace_is_the_same_for_all_who_open_it(ps, name):
 def test_a_wait_ends_and_names_the_server():
     with offbeat.PS.local(servers=1) as ps:
         w = ps.namespace("w", keys=10)
-        ps.local_servers.processes[0].send_signal(signal.SIGSTOP)
+        server = ps.local_servers.processes[0]
+        server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # it may have run on for a while
         pushed = w.push(np.ones(10))
         with pytest.raises(OffbeatError, match=r"a push to w is not done after 0\.2 s: .* with server 0"):
             pushed.result(timeout_s=0.2)

@@ -36,11 +36,12 @@ class Combiner:
 
         If it does not, they have to go out before it.
         """
-        first, last = content.first, content.first + len(content)
+        first, values = content.first, content.values
+        last = first + len(values)
         if not self._pushes:
             self._name, self._first, self._last, self._bytes = name, first, last, 0
             self._pushes.append((content, future))
-        elif name != self._name or self._bytes + content.values.nbytes > COMBINED_BYTES_MAX:
+        elif name != self._name or self._bytes + values.nbytes > COMBINED_BYTES_MAX:
             return False
         elif first == self._last:
             self._last = last
@@ -50,7 +51,7 @@ class Combiner:
             self._pushes.appendleft((content, future))
         else:
             return False
-        self._bytes += content.values.nbytes
+        self._bytes += values.nbytes
         return True
 
     def give(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:

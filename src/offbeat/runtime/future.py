@@ -26,15 +26,18 @@ class Future:
 
     Attributes:
         what: as given.
+        pushes: namespace and keys, from the first to below the last, of a push that has gone out or is about
+            to; else None.
         is_done: there is a result, or an error.
         error: why there will be no result.
         followers: called in the links' thread when it is done.
     """
 
-    __slots__ = ("_lock", "_run_until", "_value", "_who", "error", "followers", "is_done", "what")
+    __slots__ = ("_lock", "_run_until", "_value", "_who", "error", "followers", "is_done", "pushes", "what")
 
     def __init__(self, what: str, who: Callable[[], str], run_until: RunUntil) -> None:
         self.is_done = False
+        self.pushes: tuple[str, int, int] | None = None
         self.what, self._who, self._run_until = what, who, run_until
         self._value: Any = None
         self.error: Exception | None = None

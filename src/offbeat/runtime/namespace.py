@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +32,8 @@ from offbeat.runtime.combining import COMBINED_BYTES_MAX
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.parcelling import ARRAY_BYTES_MAX
 from offbeat.runtime.requests import Requests
+
+_SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 2  # of a push that may go out as one with others
 
 
 class Namespace:
@@ -102,6 +104,11 @@ class Namespace:
             OffbeatError: this client is out of the parameter server.
         """
         rows = self._rows(values)
+        is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
+        if is_plain and after == () and self._combines and rows.nbytes <= _SMALL_BYTES_MAX:
+            is_within = 0 <= first < first + len(rows) <= self.keys
+            if is_within and not self._requests.is_in_iteration:  # these are many
+                return self._requests.push_at_once(self._a_push, self.name, Entries(first, rows))
         self._check_size(1 if keys is None else len(rows))
         listed = None if keys is None else self._listed(keys)
         if listed is not None and len(listed) != len(rows):
@@ -122,9 +129,6 @@ class Namespace:
             raise ValueError(problem)
         if weight != 1.0 or settings is not None:
             content.terms = self._terms(weight, settings)
-        requests = self._requests
-        if time is None and after == () and self._may_combine(content) and not requests.is_in_iteration:
-            return requests.push_at_once(self._a_push, self.name, content)
         return self._push(content, begin, end, time, after)
 
     def put(
@@ -346,7 +350,7 @@ class Namespace:
 
     def _may_combine(self, content: Entries) -> bool:
         is_plain = content.keys is None and content.terms is None
-        return is_plain and self._combines and content.values.nbytes <= COMBINED_BYTES_MAX // 2
+        return is_plain and self._combines and content.values.nbytes <= _SMALL_BYTES_MAX
 
     def _rows(self, values: ArrayLike) -> Rows:
         rows: Rows = np.ascontiguousarray(values, dtype=self._dtype)

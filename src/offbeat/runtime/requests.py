@@ -126,7 +126,6 @@ class Requests:
         self._client = Client(number, _cut, self._pieces)
         self._piece_keys: dict[str, int] = {}  # by namespace: in ranges of so many keys they travel
         self._asked: dict[int, _Sent] = {}  # by the client's number
-        self._pushes: dict[Future, _Span] = {}  # under way, or combined and about to be
         self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
         self._combined = Combiner(self._buffers.array)
         self._behind_combined: list[_Request] = []  # to be sent right after what is combined
@@ -402,21 +401,21 @@ class Requests:
             future.finish(None, error)
             return
         if request.answer is None and request.span is not None:
-            self._pushes[future] = request.span
+            future.pushes = request.span
         self._asked[number] = _Sent((future,), request.answer, behind)
         self._take_up(said)
 
     def _holds(self, request: _Request, push: Future) -> bool:
         """Whether what a request brings holds a push that is not done, if it is sent now."""
-        if request.answer is None or request.span is None or push not in self._pushes:
+        if request.answer is None or request.span is None or push.pushes is None:
             return False
-        (name, first, last), (of, begin, end) = request.span, self._pushes[push]
+        (name, first, last), (of, begin, end) = request.span, push.pushes
         space = self.views.space(name)
         return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
     def _combine(self, name: str, content: Entries, future: Future) -> None:
         """Let a push go out as one with others; those with which it does not go before it."""
-        self._pushes[future] = name, content.first, content.first + len(content)
+        future.pushes = name, content.first, content.first + len(content.values)
         if not self._combined.take(name, content, future):
             self._send_combined()
             self._combined.take(name, content, future)
@@ -466,7 +465,6 @@ class Requests:
                     self._finish(future, value, behind)
             elif isinstance(one, Failed):
                 for future in self._asked.pop(one.number).futures:
-                    self._pushes.pop(future, None)
                     future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
             elif one.to == MANAGER:
                 self.node.tell(self._told(one.message))
@@ -475,7 +473,6 @@ class Requests:
 
     def _finish(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
         """A request has been answered: it is done, once the pushes that went before it are."""
-        self._pushes.pop(future, None)
         for push in behind:
             if not push.is_done:
                 push.followers.append(lambda: self._finish(future, value, behind))
@@ -533,7 +530,6 @@ class Requests:
         if len(self._combined):
             waiting += self._combined.give()[-1]
         self._asked.clear()
-        self._pushes.clear()
         self._waiting.clear()
         for future in waiting:
             future.finish(None, error)
