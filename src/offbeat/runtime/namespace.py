@@ -33,7 +33,7 @@ from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.parcelling import ARRAY_BYTES_MAX
 from offbeat.runtime.requests import Requests
 
-_SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 2  # of a push that may go out as one with others
+_SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 16  # of a push that may go out as one with others
 
 
 class Namespace:

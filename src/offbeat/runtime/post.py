@@ -32,6 +32,9 @@ _LONG_BYTES_MAX: Final = 2**31
 _NONE: Final = msgspec.Raw(msgspec.msgpack.encode([]))
 _UNTOLD_MAX: Final = 64  # letters that came, after which the sender is told in a letter of its own
 _UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
+# That came beside letters, after which answers wait for nothing more: it took as long as they take on their way,
+# and the other node may have to hear that it may go on.
+_LATE_BYTES: Final = 512 * 1024
 # Beside letters that went out: a letter overtakes what travels beside those before it, and a receiver that is
 # told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
 _BESIDE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -300,6 +303,8 @@ class Post:
                         refused = refused or error
         if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
             self._write_soon(peer)
+        if one.untold_bytes >= _LATE_BYTES and one.outgoing:
+            self.write()
         if refused is not None:
             raise refused
 
