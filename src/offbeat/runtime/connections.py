@@ -17,7 +17,7 @@ from offbeat.runtime.outbox import Key, Outbox
 from offbeat.runtime.shared import ANCILLARY_BYTES, HAS_SHARED, Borrowed
 
 TCP_FRAME_BYTES = 64 * 1024
-LOCAL_FRAME_BYTES = 512 * 1024
+LOCAL_FRAME_BYTES = 1024 * 1024
 UNIX_BUFFER_BYTES = 1024 * 1024
 # What the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF) limits
 # what is in flight too: 64 KB brought 640 of 956 Mbit/s on a line busy both ways, where ACKs queue too.

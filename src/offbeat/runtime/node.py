@@ -101,7 +101,7 @@ class Node:
         on_message: (node, message) from a server or a client; may raise ProtocolError.
         on_refused: a namespace cannot be as this node wants it.
         on_group: the manager has said something of a group of workers.
-        place: where what travels beside messages is to come, see `Post`.
+        place, gather: see `Post`.
         on_close: the job to which the servers belong is over.
         on_gone: this node takes part no more, with the cause; called once.
         functions: import paths of the user's own updates that a server has.
@@ -121,6 +121,7 @@ class Node:
         on_group: Callable[[GroupAction], None] = lambda said: None,
         on_close: Callable[[], None] = lambda: None,
         place: Place = nowhere,
+        gather: Callable[[], None] = lambda: None,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
@@ -146,7 +147,7 @@ class Node:
             spins=name.startswith("server-"),
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
-        self.post = Post(self.endpoint, kinds, on_message, place)
+        self.post = Post(self.endpoint, kinds, on_message, place, gather)
         self.filtering = Filtering(crc32(name.encode()))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self._functions = functions

@@ -32,8 +32,8 @@ _LONG_BYTES_MAX: Final = 2**31
 _NONE: Final = msgspec.Raw(msgspec.msgpack.encode([]))
 _UNTOLD_MAX: Final = 64  # letters that came, after which the sender is told in a letter of its own
 _UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
-# That came beside letters, after which answers wait for nothing more: it took as long as they take on their way,
-# and the other node may have to hear that it may go on.
+# That came beside letters, after which answers go out at once: it took as long as they do on their way, and
+# the other node may wait for them to go on.
 _LATE_BYTES: Final = 512 * 1024
 # Beside letters that went out: a letter overtakes what travels beside those before it, and a receiver that is
 # told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
@@ -109,6 +109,7 @@ class Post:
         on_message: (node, message), in the order in which that node sent them; may raise ProtocolError.
         place: (node, message, array): puts another array like this one, which is to come beside the message,
             in its place there, and returns it; None to leave it.
+        gather: called right before what was sent is written; may send more.
     """
 
     def __init__(
@@ -117,12 +118,15 @@ class Post:
         kinds: Collection[type],
         on_message: Callable[[str, Any], None],
         place: Place = nowhere,
+        gather: Callable[[], None] = lambda: None,
     ) -> None:
         self._endpoint, self._on_message, self._place = endpoint, on_message, place
+        self._gather = gather
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
         self._known: dict[str, _Correspondent] = {}
         self._to_write: list[str] = []
+        self._is_about_to_write = False
         self._staging = Staging(endpoint)
         self._tag = 0
 
@@ -130,8 +134,15 @@ class Post:
         """Send a message, with others of this turn."""
         one = self._of(to)
         if not one.outgoing:
-            self._write_soon(to)
+            self._to_write.append(to)
+            self.write_soon()
         one.outgoing.append(message)
+
+    def write_soon(self) -> None:
+        """Gather and write when nothing more has come for now."""
+        if not self._is_about_to_write:
+            self._is_about_to_write = True
+            self._endpoint.when_idle(self._write_all)
 
     def hear(self, peer: str, payload: bytes) -> None:
         """Take a control message that is not the coordinator's.
@@ -192,13 +203,9 @@ class Post:
             one = self._known[peer] = _Correspondent()
         return one
 
-    def _write_soon(self, peer: str) -> None:
-        if not self._to_write:
-            self._endpoint.when_idle(self.write)
-        self._to_write.append(peer)
-
-    def write(self) -> None:
-        """Write what was sent in this turn, now that nothing more comes for it."""
+    def _write_all(self) -> None:
+        self._gather()
+        self._is_about_to_write = False
         peers, self._to_write = self._to_write, []
         for peer in peers:
             one = self._known.get(peer)
@@ -244,7 +251,8 @@ class Post:
         """Something has gone out that travels beside a letter."""
         one.beside_bytes -= one.beside.pop(tag, 0)
         if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
-            self._write_soon(peer)
+            self._to_write.append(peer)
+            self.write_soon()
 
     # In --------------------------------------------------------------------------------------------------
 
@@ -302,9 +310,10 @@ class Post:
                     except ProtocolError as error:
                         refused = refused or error
         if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
-            self._write_soon(peer)
+            self._to_write.append(peer)
+            self.write_soon()
         if one.untold_bytes >= _LATE_BYTES and one.outgoing:
-            self.write()
+            self._write_all()
         if refused is not None:
             raise refused
 

@@ -145,6 +145,7 @@ class Requests:
             on_refused=self.views.refuse,
             on_group=on_group,
             place=self._place,
+            gather=self._send_some,
         )
         self.node.join()
         try:
@@ -420,7 +421,7 @@ class Requests:
             self._send_combined()
             self._combined.take(name, content, future)
         if len(self._combined) == 1:
-            self.node.endpoint.when_idle(self._send_some)
+            self.node.post.write_soon()
 
     def _send_some(self) -> None:
         """Send what waits to go out as one; half of it first, if nothing is under way: so both have work."""
@@ -429,7 +430,6 @@ class Requests:
             self.node.endpoint.call(self._send_combined)
             count //= 2
         self._send_combined(count)
-        self.node.post.write()
 
     def _send_combined(self, count: int | None = None) -> None:
         """Send what waits to go out as one, or so many of it."""
