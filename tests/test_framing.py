@@ -16,6 +16,7 @@ from offbeat.runtime.framing import (
     MAGIC,
     MAX_DATA_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_SHARED_BYTES,
     PLACE,
     PLACE_BYTES,
     VERSION,
@@ -239,11 +240,11 @@ def test_a_hostile_header_is_refused_with_what_was_expected_and_what_came(bad: b
 def test_what_a_shared_frame_tells_of_lies_within_its_message_or_is_a_protocol_error(
     offset: int, total: int, near: int, far: int, noise: bytes
 ) -> None:
-    for payload in noise, PLACE.pack(1, 0, near % MAX_DATA_BYTES), PLACE.pack(1, 0, far % (1 << 64)):
+    for payload in noise, PLACE.pack(1, 0, near % MAX_SHARED_BYTES), PLACE.pack(1, 0, far % (1 << 64)):
         frame = Frame(Kind.SHARED, 1, offset, PLACE_BYTES, total, payload)
         with suppress(ProtocolError):
             _, _, length = place_of(frame)
-            assert 0 < length <= min(MAX_DATA_BYTES, total - offset)
+            assert 0 < length <= min(MAX_SHARED_BYTES, total - offset)
 
 
 @pytest.mark.parametrize(

@@ -473,8 +473,8 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "expected bytes within a message of 10",
     ),
     "too much in a frame": (
-        lambda: [(frame(Kind.REGION, tag=1, total=2 * MIB), [memfd(2 * MIB)]), (told(1, MIB + 1), [])],
-        "about at most 1048576 bytes",
+        lambda: [(frame(Kind.REGION, tag=1, total=8 * MIB), [memfd(8 * MIB)]), (told(1, 4 * MIB + 1), [])],
+        "about at most 4194304 bytes",
     ),
     "too much at a time": (
         lambda: [(REGION, [memfd(MIB)]), (b"".join(told(tag, MIB) for tag in range(9)), [])],

@@ -25,6 +25,7 @@ from offbeat.policies.parcels import Copied, Handed, Mark, Operation, Pulled, Pu
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
 from offbeat.runtime.post import Post
+from offbeat.runtime.shared import HAS_SHARED
 from runlogs import wait_until
 from test_parcelling import claim as array_claim
 from test_parcelling import packed, plain, pulled
@@ -53,8 +54,7 @@ class Writer:
             on_lost=self._lost,
             on_left=lambda peer: self.post.forget(peer),
             host="127.0.0.1",
-            unix=False,
-            **options,
+            **{"unix": False, **options},
         )
         self.name, self.links = name, self.node.links
         self.post = Post(self.links, KINDS, self._note)
@@ -292,6 +292,48 @@ def test_messages_of_one_turn_go_together(pair):
     a.write("server-1", *[small(number) for number in range(1, 1001)])
     b.wait_for("server-0", 1001)
     assert b.links.frames_received - before < 20
+
+
+class Reader(Writer):
+    """Reads what comes right away, where it lies if it may, and notes the number and what it has read."""
+
+    def __init__(self, make: Callable[..., Node], name: str, may_show: Callable[[Any], bool]) -> None:
+        super().__init__(make, name, unix=True)
+        self.post._show = self._shown
+        self._may_show = may_show
+        self.shown: list[int] = []
+
+    def _shown(self, peer: str, message: Any, array: Any, shown: Any) -> bool:
+        assert message.content.values is array
+        assert (shown.shape, shown.dtype) == (array.shape, array.dtype)
+        assert not shown.flags.writeable
+        if self._may_show(message):
+            message.content = Entries(0, shown)
+            self.shown.append(message.number)
+            return True
+        return False
+
+    def _note(self, peer: str, message: Any) -> None:
+        super()._note(peer, (message.number, float(message.content.values.sum())))
+
+
+@pytest.mark.skipif(not HAS_SHARED, reason="memory is not shared on this system")
+def test_what_a_neighbour_has_in_memory_is_read_there_by_who_may(node):
+    """Up to 4 MiB; of what is longer, the sender's memory takes a part at a time."""
+    sizes = [300 * KIB, MIB, 3 * MIB, 4 * MIB, 4 * MIB + 8, 9 * MIB, 100 * KIB, 8]
+    a = Writer(node, "server-0", unix=True)
+    b = Reader(node, "server-1", lambda message: message.number % 4 != 3)
+    a.knows("server-1", *b.links.addresses)
+    a.write("server-1", large(0, 8))
+    b.wait_for("server-0", 1)  # they know that they are neighbours
+    messages = [large(number, sizes[number % len(sizes)]) for number in range(1, 60)]
+    for burst in in_bursts(random.Random(0), list(messages)):
+        a.write("server-1", *burst)
+    came = b.wait_for("server-0", 60)[1:]
+    assert came == [(one.number, float(one.content.values.sum())) for one in messages]
+    may = [one.number for one in messages if one.number % 4 != 3 and one.content.values.nbytes <= 4 * MIB]
+    large_enough = [number for number in may if sizes[number % len(sizes)] >= 300 * KIB]
+    assert b.shown == large_enough
 
 
 def test_a_small_message_waits_for_a_large_one_before_it(pair):

@@ -105,6 +105,32 @@ def test_a_push_without_replicas_is_acknowledged_once():
     assert [type(send.message) for _, send in job.under_way] == [Pushed]
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+def test_nothing_is_kept_of_a_push_where_nobody_else_has_to_have_it(copies):
+    job = Job(2, copies=copies)
+    job.push({5: 1}, 5, 6)
+    (_, send), *_ = job.under_way
+    node, push = job.nodes[int(send.to[7:])], send.message
+    assert node.keeps_nothing_of(push) == (copies == 0)
+    others = ({"epoch": 99}, {"namespace": "x"}, {"last": 101}, {"first": 7})
+    assert not any(node.keeps_nothing_of(replace(push, **other)) for other in others)
+    node._store.table(SPACE).looks_once = False
+    assert not node.keeps_nothing_of(push)
+
+
+def test_what_waits_for_others_is_kept():
+    job = Job(1, copies=0)
+    job.say(job.group.opened(Space("sums", 100, 10, aggregates=True)))
+    push = Push(client=0, number=1, epoch=9, namespace="sums", first=0, last=5, time=1, after=(), content={})
+    push = replace(push, epoch=job.group.view.epoch)
+    assert not job.nodes[0].keeps_nothing_of(push)
+    assert job.nodes[0].keeps_nothing_of(replace(push, namespace="w"))
+    job.nodes[1] = ServerNode(1, Tables())
+    job.say(job.group.joined(1))  # which takes over some of it
+    push = replace(push, namespace="w", epoch=job.group.view.epoch)
+    assert not any(node.keeps_nothing_of(push) for node in job.nodes.values())
+
+
 def test_a_push_that_is_sent_again_is_acknowledged_and_not_applied_again():
     job = Job(2)
     job.push({5: 1}, 5, 6)

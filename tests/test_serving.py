@@ -35,6 +35,26 @@ def test_a_trial_is_repeated_by_its_seed():
     assert one._pushed == another._pushed
 
 
+class ForgetsWhatItKeepsNothingOf(ServerNode):
+    """Loses what was pushed when it has heard it, where it says that nothing is kept of it."""
+
+    count = 0
+
+    def hear(self, sender, message):
+        if not isinstance(message, Push) or not self.keeps_nothing_of(message):
+            return super().hear(sender, message)
+        ForgetsWhatItKeepsNothingOf.count += 1
+        own = replace(message, content=dict(message.content))  # a client sends its own again
+        said = super().hear(sender, own)
+        own.content.clear()
+        return said
+
+
+def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_heard():
+    run_all(range(60), ForgetsWhatItKeepsNothingOf)
+    assert ForgetsWhatItKeepsNothingOf.count > 500
+
+
 @pytest.fixture(scope="module")
 def some_trials():
     """What the trials prove, they prove of what happens in them."""

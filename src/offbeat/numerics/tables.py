@@ -41,6 +41,9 @@ class ArrayTable:
         may_fail: the update may raise, as one of the user's own; `rehearse` is to find out.
         empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
 
+    Attributes:
+        looks_once: at what is pushed, when it is applied; else a rehearsal looks at it before.
+
     Raises:
         ValueError: an argument out of range.
     """
@@ -69,6 +72,7 @@ class ArrayTable:
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
         self._aggregate, self._may_fail = aggregate, may_fail
+        self.looks_once = not may_fail
         self._blocks: dict[int, _Block] = {}
         self._empty = empty
 

@@ -44,13 +44,19 @@ from offbeat.policies.placement import POINTS, Space, Span, block_point
 MANAGER = "manager"
 _CHUNKS_UNDER_WAY_MAX = 4
 _ROUTES_MAX = 4096
-_OF_CLIENTS = (Push, Pull)
+OF_CLIENTS = (Push, Pull)
 
 Block = tuple[str, int]  # a namespace, and the number of a block in it
 
 
 class Table(Protocol):
-    """The values of one namespace on one server; keys that were never pushed are zero."""
+    """The values of one namespace on one server; keys that were never pushed are zero.
+
+    Attributes:
+        looks_once: at what is pushed, when it is applied.
+    """
+
+    looks_once: bool
 
     def check(self, content: Content, first: int, last: int) -> None:
         """See whether something can be pushed to keys `first` to `last` - 1.
@@ -193,6 +199,20 @@ class ServerNode:
             self._follow(view)
         return self._said()
 
+    def keeps_nothing_of(self, push: Push) -> bool:
+        """Whether nothing of a push would be kept here, nor looked at twice, if it were heard now.
+
+        Else it waits for something, or for others' pushes of its time, or goes to replicas.
+        """
+        view = self.view
+        space = None if view is None else view.spaces.get(push.namespace)
+        if view is None or space is None or space.aggregates or push.epoch > view.number:
+            return False
+        if self._awaited or self._gains() or not 0 <= push.first < push.last <= space.keys:
+            return False
+        is_alone = all(len(chain) == 1 for _, _, chain in self._route(space.name, push.first, push.last))
+        return is_alone and self._store.table(space).looks_once
+
     def times_of(self, namespace: str, key: int) -> dict[int, int]:
         """Return, by client, the time of its last push of a key that was applied here."""
         clock = self._clock(namespace)
@@ -205,7 +225,7 @@ class ServerNode:
     def _hear(self, sender: str, message: ToServer) -> None:
         """Keep what is of a view to come, and forget what is of an old one: it is sent again."""
         number = -1 if self.view is None else self.view.number
-        is_of_client = isinstance(message, _OF_CLIENTS)
+        is_of_client = isinstance(message, OF_CLIENTS)
         of_view = message.epoch if is_of_client else message.view  # type: ignore[union-attr]
         if of_view > number:
             self._early.setdefault(of_view, []).append((sender, message))
@@ -550,7 +570,7 @@ class ServerNode:
         self._serve_deferred()
         for number in sorted(number for number in self._early if number <= view.number):
             for sender, message in self._early.pop(number):
-                if isinstance(message, _OF_CLIENTS):
+                if isinstance(message, OF_CLIENTS):
                     self._serve_late(message)
                 else:
                     self._hear(sender, message)

@@ -27,6 +27,9 @@ TCP_UNSENT_BYTES = 128 * 1024
 TCP_WAKE_BYTES = 128 * 1024
 LOCAL_UNSENT_BYTES = 2 * 1024 * 1024
 
+# As numbers: to combine members of an enumeration takes as long as a small receive.
+_TRUNCATED, _CLOSE_ON_EXEC = int(socket.MSG_CTRUNC), int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+
 
 @dataclass(eq=False, slots=True)
 class Link:
@@ -102,9 +105,9 @@ def receive(link: Link) -> int:
     assert link.sock is not None
     buffers, borrowed = link.reader.buffers(), link.borrowed
     if borrowed is not None:
-        n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        if ancillary or flags & socket.MSG_CTRUNC:
-            borrowed.came(ancillary, truncated=bool(flags & socket.MSG_CTRUNC))
+        n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, _CLOSE_ON_EXEC)
+        if ancillary or flags & _TRUNCATED:
+            borrowed.came(ancillary, truncated=bool(flags & _TRUNCATED))
         return n
     if len(buffers) == 1:
         return link.sock.recv_into(buffers[0])

@@ -26,7 +26,8 @@ HEADER_BYTES = HEADER.size
 PLACE = struct.Struct("!QQQ")  # region, place in it, length: the payload of a SHARED frame
 PLACE_BYTES = PLACE.size
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_DATA_BYTES = 1 << 20  # in a DATA frame, or told of in a SHARED one
+MAX_DATA_BYTES = 1 << 20  # in a DATA frame
+MAX_SHARED_BYTES = 1 << 22  # told of in a SHARED one
 MAX_HANDSHAKE_BYTES = 4096
 READ_AHEAD_BYTES = 128 * 1024
 # While more than this is missing of a payload, only the next header is received with it: whatever else comes
@@ -96,8 +97,8 @@ def place_of(frame: Frame) -> tuple[int, int, int]:
     """
     assert frame.payload is not None
     region, place, length = PLACE.unpack(frame.payload)
-    if length > MAX_DATA_BYTES:
-        raise ProtocolError(f"expected a SHARED frame about at most {MAX_DATA_BYTES} bytes, got {length}")
+    if length > MAX_SHARED_BYTES:
+        raise ProtocolError(f"expected a SHARED frame about at most {MAX_SHARED_BYTES} bytes, got {length}")
     if not length or frame.offset + length > frame.total:
         raise ProtocolError(
             f"expected bytes within a message of {frame.total}, got {length} bytes from offset {frame.offset}"

@@ -12,6 +12,8 @@ from offbeat.errors import OffbeatError
 TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 0.25
 
+_making: Final = threading.Lock()
+
 RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
 """As `Loop.run_until`."""
 
@@ -33,7 +35,7 @@ class Future:
         followers: called in the links' thread when it is done.
     """
 
-    __slots__ = ("_lock", "_run_until", "_value", "_who", "error", "followers", "is_done", "pushes", "what")
+    __slots__ = ("_asleep", "_run_until", "_value", "_who", "error", "followers", "is_done", "pushes", "what")
 
     def __init__(self, what: str, who: Callable[[], str], run_until: RunUntil) -> None:
         self.is_done = False
@@ -42,8 +44,7 @@ class Future:
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
-        self._lock = threading.Lock()  # held until it is done
-        self._lock.acquire()
+        self._asleep: threading.Event | None = None  # made for who sleeps
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait until the request is done, and return what it came to: the rows of a pull.
@@ -73,10 +74,12 @@ class Future:
         return self._run_until(self._wait_asleep, lambda: self.is_done, timeout_s)
 
     def _wait_asleep(self, timeout_s: float) -> bool:
-        if not self._lock.acquire(timeout=timeout_s):
-            return False
-        self._lock.release()
-        return True
+        with _making:
+            if self._asleep is None:
+                self._asleep = threading.Event()
+        if self.is_done:  # perhaps before there was somebody to wake
+            return True
+        return self._asleep.wait(timeout_s)
 
     def _overdue(self, timeout_s: float) -> OffbeatError:
         return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
@@ -90,7 +93,8 @@ class Future:
         if not self.is_done:
             self._value, self.error = value, error
             self.is_done = True
-            self._lock.release()
+            if self._asleep is not None:
+                self._asleep.set()
             followers, self.followers = self.followers, []
             for follow in followers:
                 follow()

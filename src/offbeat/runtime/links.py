@@ -217,6 +217,7 @@ class Endpoint:
         total: int | None = None,
         priority: int = 0,
         done: Callable[[], None] | None = None,
+        whole: bool = False,
     ) -> None:
         """Queue bytes [offset, offset + len(data)) of tensor message `tag`, which has `total` bytes in all.
 
@@ -234,6 +235,7 @@ class Endpoint:
             total: length of the message in bytes; by default it ends with `data`.
             priority: a lower number goes first, whichever peer it is for.
             done: the bytes may be changed.
+            whole: a peer that reads them where they lie is told of up to 4 MiB at once, instead of 1.
 
         Raises:
             ValueError: the bytes do not lie within the message, or are not contiguous.
@@ -250,7 +252,9 @@ class Endpoint:
             )
         lent = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
         key = (1, priority, next(self._order))
-        item = Outgoing(Kind.DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent)
+        item = Outgoing(
+            Kind.DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent, whole=whole
+        )
         if total and not len(view):
             if done is not None:
                 self._hand_over(done)

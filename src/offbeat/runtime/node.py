@@ -39,7 +39,7 @@ from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
-from offbeat.runtime.post import Place, Post, nowhere
+from offbeat.runtime.post import Place, Post, Show, never, nowhere
 
 _SILENT_S: Final = 3.0  # a connection on which nothing came for so long is made anew
 _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
@@ -101,7 +101,7 @@ class Node:
         on_message: (node, message) from a server or a client; may raise ProtocolError.
         on_refused: a namespace cannot be as this node wants it.
         on_group: the manager has said something of a group of workers.
-        place, gather: see `Post`.
+        place, gather, show: see `Post`.
         on_close: the job to which the servers belong is over.
         on_gone: this node takes part no more, with the cause; called once.
         functions: import paths of the user's own updates that a server has.
@@ -122,6 +122,7 @@ class Node:
         on_close: Callable[[], None] = lambda: None,
         place: Place = nowhere,
         gather: Callable[[], None] = lambda: None,
+        show: Show = never,
         functions: tuple[str, ...] = (),
         unix: bool = True,
     ) -> None:
@@ -147,7 +148,7 @@ class Node:
             spins=name.startswith("server-"),
         )
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
-        self.post = Post(self.endpoint, kinds, on_message, place, gather)
+        self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
         self.filtering = Filtering(crc32(name.encode()))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self._functions = functions

@@ -23,6 +23,7 @@ from offbeat.runtime.framing import (
     HEADER_BYTES,
     MAGIC,
     MAX_DATA_BYTES,
+    MAX_SHARED_BYTES,
     PLACE,
     PLACE_BYTES,
     VERSION,
@@ -51,9 +52,10 @@ class Outgoing:
     Attributes:
         kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame is about
             that region, and `data` an empty view that keeps its memory.
+        whole: where they are SHARED, as few frames as there can be.
     """
 
-    __slots__ = ("data", "done", "key", "kind", "lent", "offset", "sent", "tag", "total")
+    __slots__ = ("data", "done", "key", "kind", "lent", "offset", "sent", "tag", "total", "whole")
 
     def __init__(
         self,
@@ -66,7 +68,9 @@ class Outgoing:
         total: int = 0,
         done: Callable[[], None] | None = None,
         lent: tuple[Region, int] | None = None,
+        whole: bool = False,
     ) -> None:
+        self.whole = whole
         self.lent = lent
         self.kind = int(kind)
         self.key = key
@@ -217,7 +221,7 @@ class Outbox:
         length = len(item.data) - sent
         if kind == _SHARED:
             assert item.lent is not None
-            length = min(length, MAX_DATA_BYTES)
+            length = min(length, MAX_SHARED_BYTES if item.whole else MAX_DATA_BYTES)
             region, place = item.lent
             HEADER.pack_into(
                 header, 0, MAGIC, VERSION, kind, PLACE_BYTES, item.tag, item.offset + sent, item.total

@@ -22,7 +22,7 @@ import numpy as np
 from offbeat.errors import ProtocolError
 from offbeat.policies.channels import Channel, Packet
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES
-from offbeat.runtime.inbox import OnData
+from offbeat.runtime.inbox import OnData, OnShared
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import Array, Packed, Packer, Unpacker
 from offbeat.runtime.staging import MIN_STAGED_BYTES, Staging
@@ -100,6 +100,14 @@ def nowhere(node: str, message: Any, array: Array) -> Array | None:
     return None
 
 
+Show = Callable[[str, Any, Array, Array], bool]
+
+
+def never(node: str, message: Any, array: Array, shown: Array) -> bool:
+    """Let everything be copied."""
+    return False
+
+
 class Post:
     """What a node and the others say to each other.
 
@@ -110,6 +118,9 @@ class Post:
         place: (node, message, array): puts another array like this one, which is to come beside the message,
             in its place there, and returns it; None to leave it.
         gather: called right before what was sent is written; may send more.
+        show: (node, message, array, shown): takes an array that lies in the sender's memory, and may be read
+            there until the message has been handed on, in the place of the one that was to come; returns
+            whether it does, else it is copied.
     """
 
     def __init__(
@@ -119,7 +130,9 @@ class Post:
         on_message: Callable[[str, Any], None],
         place: Place = nowhere,
         gather: Callable[[], None] = lambda: None,
+        show: Show = never,
     ) -> None:
+        self._show = show
         self._endpoint, self._on_message, self._place = endpoint, on_message, place
         self._gather = gather
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
@@ -284,12 +297,29 @@ class Post:
         for array in beside:
             coming.missing_bytes += array.nbytes
             coming.size_bytes += array.nbytes
+        shown = partial(self._shown, peer, one, coming, beside[0]) if len(beside) == 1 else None
         for place, array in enumerate(beside, tag):
-            self._expect(peer, place, memoryview(array), came)  # type: ignore[arg-type]
+            self._expect(peer, place, memoryview(array), came, shown)  # type: ignore[arg-type]
 
-    def _expect(self, peer: str, tag: int, into: memoryview, came: OnData) -> None:
+    def _shown(
+        self, peer: str, one: _Correspondent, coming: _Coming, array: Array, offset: int, source: memoryview
+    ) -> None:
+        """The one array beside a letter, or some of it, lies in the sender's memory, and is there for now."""
+        coming.missing_bytes -= len(source)
+        is_next = len(source) == array.nbytes and one.coming[0] is coming  # so it is handed on right here
+        if is_next:
+            view = np.frombuffer(source, array.dtype).reshape(array.shape)
+            view.flags.writeable = False
+        if not (is_next and self._show(peer, coming.messages[-1], array, view)):
+            memoryview(array).cast("B")[offset : offset + len(source)] = source  # type: ignore[arg-type]
+        if not coming.missing_bytes:
+            self._hand_on(peer, one)
+
+    def _expect(
+        self, peer: str, tag: int, into: memoryview, came: OnData, shown: OnShared | None = None
+    ) -> None:
         try:
-            self._endpoint.expect(peer, tag, into, came)
+            self._endpoint.expect(peer, tag, into, came, shown)
         except ValueError as error:  # of its peers' tags a node knows only what they say
             raise ProtocolError(str(error)) from None
 

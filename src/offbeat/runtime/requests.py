@@ -74,6 +74,12 @@ class _Request:
     finish: Callable[[], Any] = lambda: None
 
 
+class _Current(threading.local):
+    """To which iteration belongs what a thread asks for."""
+
+    iteration: _Iteration | None = None
+
+
 class _Sent(NamedTuple):
     """A request that was sent, and of which something has not been answered.
 
@@ -134,7 +140,7 @@ class Requests:
         self.tau: int | None = None
         self._scheduler = IterationScheduler(self._graph, None)
         self._iterations: dict[int, _Iteration] = {}  # by their task's number
-        self._current = threading.local()
+        self._current = _Current()
         self.node = Node(
             f"client-{number}",
             cluster,
@@ -312,7 +318,7 @@ class Requests:
     @property
     def is_in_iteration(self) -> bool:
         """Whether what the calling thread asks for belongs to an iteration."""
-        return self._iteration is not None
+        return self._current.iteration is not None
 
     def close(self) -> None:
         """Leave; requests that are not done fail."""
@@ -322,7 +328,7 @@ class Requests:
     @property
     def _iteration(self) -> _Iteration | None:
         """To which what the calling thread asks for belongs."""
-        return getattr(self._current, "iteration", None)
+        return self._current.iteration
 
     def _request(
         self,

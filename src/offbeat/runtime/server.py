@@ -18,15 +18,16 @@ import msgspec
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
+from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable
 from offbeat.policies.manager import server_of
 from offbeat.policies.parcels import Copy, Filled, Pull, Push, View
 from offbeat.policies.placement import Space
-from offbeat.policies.server import MANAGER, Send, ServerNode, refused
+from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refused
 from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.node import Cluster, Node
-from offbeat.runtime.parcelling import Encoded
+from offbeat.runtime.parcelling import Array, Encoded
 from offbeat.runtime.starting import say
 
 _LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
@@ -96,6 +97,7 @@ class Server:
             on_message=self._hear,
             on_close=self._close,
             on_gone=self._end,
+            show=self._show,
             functions=configuration.functions,
             unix=configuration.unix,
         )
@@ -153,7 +155,7 @@ class Server:
             self._changed.notify_all()
 
     def _hear(self, peer: str, message: Any) -> None:
-        if isinstance(message, Push | Pull):
+        if isinstance(message, OF_CLIENTS):
             may_say = peer == f"client-{message.client}"
         else:
             may_say = server_of(peer) is not None
@@ -169,7 +171,7 @@ class Server:
         try:
             self._hear(peer, message)
         except ProtocolError as error:
-            if not isinstance(message, Push | Pull):
+            if not isinstance(message, OF_CLIENTS):
                 raise
             self._node.send(peer, refused(message, error))
 
@@ -179,8 +181,18 @@ class Server:
         content = one.keys if isinstance(message, Pull) else getattr(one, "content", None)
         if not isinstance(content, Encoded) or self._node.filtering.knows(one.namespace):
             return False
-        number = message.epoch if isinstance(message, Push | Pull) else message.view
+        number = message.epoch if isinstance(message, OF_CLIENTS) else message.view
         return self._core.view is None or number > self._core.view.number
+
+    def _show(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
+        """Let what was pushed be read where it lies, if once is enough, and nothing of it is kept."""
+        if not isinstance(message, Push) or not isinstance(message.content, Entries):
+            return False
+        content = message.content
+        if content.values is not array or peer in self._held or not self._core.keeps_nothing_of(message):
+            return False
+        message.content = Entries(content.first, shown, content.keys, content.terms)
+        return True
 
     def _take_up(self, said: Sequence[Send]) -> None:
         for to, message in said:

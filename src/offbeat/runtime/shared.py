@@ -26,7 +26,7 @@ from mmap import MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE
 from typing import Any
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.framing import MAX_DATA_BYTES
+from offbeat.runtime.framing import MAX_SHARED_BYTES
 
 HAS_SHARED = sys.platform == "linux"
 MAX_REGIONS = 256  # that a node has, and that a peer may have lent at a time
@@ -206,7 +206,7 @@ class Borrowed:
                 f"expected bytes within a region of {len(region)}, got {length} bytes from place {place}"
             )
         self._read_bytes += length
-        if self._read_bytes >= MAX_UNREAD_BYTES + MAX_DATA_BYTES:
+        if self._read_bytes >= MAX_UNREAD_BYTES + MAX_SHARED_BYTES:
             raise ProtocolError(f"expected to be told of {MAX_UNREAD_BYTES} bytes at a time, got more")
         self.read += 1
         return memoryview(region).cast("B")[place : place + length]

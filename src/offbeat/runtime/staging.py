@@ -15,11 +15,12 @@ from functools import partial
 from itertools import count
 from typing import Final
 
+from offbeat.runtime.framing import MAX_SHARED_BYTES
 from offbeat.runtime.links import Endpoint
 
 MIN_STAGED_BYTES: Final = 256 * 1024
-_SLAB_BYTES: Final = 1024 * 1024
-_SLABS_MAX: Final = 16
+_SLAB_BYTES: Final = MAX_SHARED_BYTES
+_SLABS_MAX: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +79,7 @@ class Staging:
                 offset=job.sent,
                 total=len(job.data),
                 done=partial(self._back, number, size),
+                whole=True,
             )
             job.sent += size
             if job.sent == len(job.data):

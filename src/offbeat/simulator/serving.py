@@ -58,6 +58,8 @@ class Counts:
     def __init__(self) -> None:
         self.values: Counter[int] = Counter()
 
+    looks_once = True
+
     def check(self, content: dict[int, int], first: int, last: int) -> None:
         """See `Table.check`."""
 
