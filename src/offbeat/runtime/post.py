@@ -306,7 +306,8 @@ class Post:
     ) -> None:
         """The one array beside a letter, or some of it, lies in the sender's memory, and is there for now."""
         coming.missing_bytes -= len(source)
-        is_next = len(source) == array.nbytes and one.coming[0] is coming  # so it is handed on right here
+        is_first = bool(one.coming) and one.coming[0] is coming
+        is_next = is_first and len(source) == array.nbytes  # so it is handed on right here
         if is_next:
             view = np.frombuffer(source, array.dtype).reshape(array.shape)
             view.flags.writeable = False
