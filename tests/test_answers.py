@@ -137,6 +137,17 @@ def test_memory_is_taken_again_when_nobody_has_its_array():
     assert buffers.array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
 
 
+def test_memory_that_somebody_still_reads_is_not_taken_again():
+    made, is_read = [], True
+    buffers = Buffers(lambda size: made.append(size) or np.empty(size, np.uint8), lambda buffer: is_read)
+    for _ in range(3):
+        buffers.array((PART,), FLOATS)
+    assert made == [4 * PART] * 3
+    is_read = False
+    buffers.array((PART,), FLOATS)
+    assert len(made) == 3
+
+
 def test_with_states_rows_are_by_name_and_with_times_a_pair():
     def part(first, value):
         rows = np.full(2, value, FLOATS)

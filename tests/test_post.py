@@ -336,6 +336,21 @@ def test_what_a_neighbour_has_in_memory_is_read_there_by_who_may(node):
     assert b.shown == large_enough
 
 
+@pytest.mark.skipif(not HAS_SHARED, reason="memory is not shared on this system")
+def test_what_lies_in_memory_that_neighbours_can_read_is_copied_nowhere_before(node):
+    a, b = Writer(node, "server-0", unix=True), Writer(node, "server-1", unix=True)
+    a.knows("server-1", *b.links.addresses)
+    a.write("server-1", large(0, 8))
+    b.wait_for("server-0", 1)  # they know that they are neighbours
+    rows = np.frombuffer(a.links.allocate(9 * MIB), np.float64)
+    rows[:] = np.arange(len(rows))
+    own = Pulled(number=1, namespace="w", first=0, last=1, content=Entries(0, rows))
+    a.write("server-1", own, large(2, 8))
+    came = b.wait_for("server-0", 3)[1:]
+    assert np.array_equal(came[0].content.values, rows)
+    assert a.node.in_thread(lambda: (len(a.post._staging._free), a.post._staging._lent)) == (0, {})
+
+
 def test_a_small_message_waits_for_a_large_one_before_it(pair):
     a, b = pair
     messages = [large(0, 8 * MIB), small(1), long(2, 700 * KIB), small(3)]

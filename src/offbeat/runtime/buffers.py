@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+Buffer = NDArray[np.uint8]
 
 _MIN_BYTES: Final = 128 * 1024  # smaller ones the allocator takes again by itself
 _BYTES_MAX: Final = 256 * 1024 * 1024
@@ -20,10 +23,20 @@ _UNUSED: Final = (
 
 
 class Buffers:
-    """The buffers of one owner, 256 MiB of them at most; of one thread."""
+    """The buffers of one owner, 256 MiB of them at most; of one thread.
 
-    def __init__(self) -> None:
-        self._buffers: dict[int, list[NDArray[np.uint8]]] = {}  # by the bits of their length
+    Args:
+        allocate: returns so many bytes of memory, whatever is in them.
+        is_read: whether somebody may still read a buffer of which there is no array any more.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Buffer] = lambda size: np.empty(size, np.uint8),
+        is_read: Callable[[Buffer], bool] = lambda buffer: False,
+    ) -> None:
+        self._allocate, self._is_read = allocate, is_read
+        self._buffers: dict[int, list[Buffer]] = {}  # by the bits of their length
         self._bytes = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -33,9 +46,10 @@ class Buffers:
             return np.empty(shape, dtype)
         buffers = self._buffers.setdefault(size.bit_length(), [])
         for buffer in buffers:
-            if size <= buffer.nbytes and sys.getrefcount(buffer) == _UNUSED:
+            is_unused = size <= buffer.nbytes and sys.getrefcount(buffer) == _UNUSED
+            if is_unused and not self._is_read(buffer):
                 return buffer[:size].view(dtype).reshape(shape)
-        buffer = np.empty(size, np.uint8)
+        buffer = self._allocate(size)
         if self._bytes + size <= _BYTES_MAX:
             buffers.append(buffer)
             self._bytes += size

@@ -183,6 +183,10 @@ class Endpoint:
         known = self._peers.get(peer)
         return known is not None and known.link is not None and known.link.borrowed is not None
 
+    def is_lent(self, memory: memoryview) -> bool:
+        """Whether this is memory of `allocate` that peers on this host can read where it lies."""
+        return self._regions.find(_as_bytes(memory)) is not None
+
     def is_read(self, memory: memoryview) -> bool:
         """Whether a peer may still read this memory, or what is allocated together with it.
 

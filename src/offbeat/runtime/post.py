@@ -255,10 +255,11 @@ class Post:
         one.beside[tag] = len(data)
         one.beside_bytes += len(data)
         done = partial(self._went, peer, one, tag)
-        if len(data) >= MIN_STAGED_BYTES and self._endpoint.shares_memory(peer):
+        is_shared = len(data) >= MIN_STAGED_BYTES and self._endpoint.shares_memory(peer)
+        if is_shared and not self._endpoint.is_lent(data):
             self._staging.put(peer, tag, data, done)
         else:
-            self._endpoint.put(peer, tag, data, done=done)
+            self._endpoint.put(peer, tag, data, done=done, whole=True)
 
     def _went(self, peer: str, one: _Correspondent, tag: int) -> None:
         """Something has gone out that travels beside a letter."""
