@@ -373,6 +373,21 @@ def test_who_computes_from_what_was_pulled_waits_for_the_beginning_of_its_iterat
     ps.tau = None
 
 
+def test_what_is_asked_for_when_something_is_done_is_of_no_iteration(ps, name):
+    """Though a thread that waits in an iteration may be the one that calls it."""
+    w, found = ps.namespace(name, keys=10), []
+
+    def ask():
+        found.append((threading.get_ident(), ps._requests.is_in_iteration))
+
+    with ps.iteration():
+        for _ in range(50):
+            ps.when_done([w.push(np.ones(10))], ask).result()
+            assert ps._requests.is_in_iteration
+    assert (threading.get_ident(), False) in found
+    assert not any(is_in_iteration for _, is_in_iteration in found)
+
+
 def test_iterations_of_who_leaves_begin_no_more(ps, name):
     late = offbeat.PS(ps.cluster)
     own = late.namespace(name, keys=10)

@@ -326,6 +326,11 @@ class Endpoint:
         """Run a function in the I/O thread after `delay_s`."""
         self._loop.call(self._loop.later, delay_s, function)
 
+    @property
+    def inside(self) -> bool:
+        """Whether the caller does the I/O thread's work, as callbacks do."""
+        return self._loop.inside
+
     def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Do the I/O thread's work until something is over, in place of waiting for it; see `Loop.run_until`.
 

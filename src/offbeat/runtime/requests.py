@@ -318,7 +318,7 @@ class Requests:
     @property
     def is_in_iteration(self) -> bool:
         """Whether what the calling thread asks for belongs to an iteration."""
-        return self._current.iteration is not None
+        return self._iteration is not None
 
     def close(self) -> None:
         """Leave; requests that are not done fail."""
@@ -328,7 +328,10 @@ class Requests:
     @property
     def _iteration(self) -> _Iteration | None:
         """To which what the calling thread asks for belongs."""
-        return self._current.iteration
+        iteration = self._current.iteration
+        if iteration is not None and self.node.endpoint.inside:
+            return None  # a thread that waits within it has been lent for what others have asked for
+        return iteration
 
     def _request(
         self,
