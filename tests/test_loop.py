@@ -353,6 +353,27 @@ def test_a_wait_for_nothing_can_be_interrupted(run, number) -> None:
         signal.signal(number, before)
 
 
+def test_of_two_signals_in_one_turn_both_are_heard(run) -> None:
+    one, never, heard = run(), threading.Event(), []
+
+    def call() -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            one.loop.call(call)
+            return
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+    one.loop.start()
+    one.loop.call(call)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            one.loop.run_until(*asleep(never), DEADLINE_S)
+        assert heard == ["SIGTERM"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_signal_whose_handler_raises_nothing_does_not_end_a_wait(run) -> None:
     one, over, came = run(), threading.Event(), []
     before = signal.signal(signal.SIGTERM, lambda *_: came.append("signal"))

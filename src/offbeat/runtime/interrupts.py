@@ -55,8 +55,16 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self._restore()
-        for number, frame in self._came:
-            self._handlers[number](number, frame)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Run the handlers of what has come, in order, also behind one that raises."""
+        if self._came:
+            number, frame = self._came.pop(0)
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self._deliver()
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():

@@ -110,7 +110,10 @@ class Loop:
         return not self._thread.is_alive()
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function in the loop's thread soon, after what was called before; from any thread."""
+        """Run a function in the loop's thread soon, after what was called before; from any thread.
+
+        Soon is 2 ms at most where a visit has just ended, and at once else, if the thread has nothing to do.
+        """
         self._calls.append((function, args))
         if self._waiting:  # set before the loop looks at its calls for the last time, so none is missed
             self._waiting = False
