@@ -41,9 +41,6 @@ class ArrayTable:
         may_fail: the update may raise, as one of the user's own; `rehearse` is to find out.
         empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
 
-    Attributes:
-        looks_once: at what is pushed, when it is applied; else a rehearsal looks at it before.
-
     Raises:
         ValueError: an argument out of range.
     """
@@ -72,9 +69,13 @@ class ArrayTable:
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
         self._aggregate, self._may_fail = aggregate, may_fail
-        self.looks_once = not may_fail
         self._blocks: dict[int, _Block] = {}
         self._empty = empty
+
+    @property
+    def looks_once(self) -> bool:
+        """Whether what is pushed is looked at when it is applied, and not by a rehearsal before."""
+        return not self._may_fail
 
     @property
     def size_bytes(self) -> int:

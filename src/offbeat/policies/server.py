@@ -50,13 +50,11 @@ Block = tuple[str, int]  # a namespace, and the number of a block in it
 
 
 class Table(Protocol):
-    """The values of one namespace on one server; keys that were never pushed are zero.
+    """The values of one namespace on one server; keys that were never pushed are zero."""
 
-    Attributes:
-        looks_once: at what is pushed, when it is applied.
-    """
-
-    looks_once: bool
+    @property
+    def looks_once(self) -> bool:
+        """Whether it looks at what is pushed when that is applied, and at no other time."""
 
     def check(self, content: Content, first: int, last: int) -> None:
         """See whether something can be pushed to keys `first` to `last` - 1.

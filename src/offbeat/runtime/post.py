@@ -132,9 +132,8 @@ class Post:
         gather: Callable[[], None] = lambda: None,
         show: Show = never,
     ) -> None:
-        self._show = show
-        self._endpoint, self._on_message, self._place = endpoint, on_message, place
-        self._gather = gather
+        self._endpoint, self._on_message = endpoint, on_message
+        self._place, self._gather, self._show = place, gather, show
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
         self._known: dict[str, _Correspondent] = {}
@@ -147,8 +146,7 @@ class Post:
         """Send a message, with others of this turn."""
         one = self._of(to)
         if not one.outgoing:
-            self._to_write.append(to)
-            self.write_soon()
+            self._write_soon(to)
         one.outgoing.append(message)
 
     def write_soon(self) -> None:
@@ -216,6 +214,10 @@ class Post:
             one = self._known[peer] = _Correspondent()
         return one
 
+    def _write_soon(self, peer: str) -> None:
+        self._to_write.append(peer)
+        self.write_soon()
+
     def _write_all(self) -> None:
         self._gather()
         self._is_about_to_write = False
@@ -265,8 +267,7 @@ class Post:
         """Something has gone out that travels beside a letter."""
         one.beside_bytes -= one.beside.pop(tag, 0)
         if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
-            self._to_write.append(peer)
-            self.write_soon()
+            self._write_soon(peer)
 
     # In --------------------------------------------------------------------------------------------------
 
@@ -342,8 +343,7 @@ class Post:
                     except ProtocolError as error:
                         refused = refused or error
         if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
-            self._to_write.append(peer)
-            self.write_soon()
+            self._write_soon(peer)
         if one.untold_bytes >= _LATE_BYTES and one.outgoing:
             self._write_all()
         if refused is not None:

@@ -203,10 +203,8 @@ class Requests:
         """
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = Future(
-            what,
-            lambda: self.views.masters(name, content.first, content.first + len(content)),
-            self.node.endpoint.run_until,
+        future = self._future(
+            what, lambda: self.views.masters(name, content.first, content.first + len(content))
         )
         self.node.endpoint.call(self._admit_part, name, content, future)
         return future
@@ -274,7 +272,7 @@ class Requests:
             first = next((one for one in before if not one.is_done), None)
             return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
 
-        future = Future("what follows other requests", first_of_them, self.node.endpoint.run_until)
+        future = self._future("what follows other requests", first_of_them)
         self.node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
@@ -304,9 +302,8 @@ class Requests:
     @contextmanager
     def iteration(self) -> Iterator[Future]:
         """Let all requests that this thread makes in the block be one iteration, as `PS.iteration` says."""
-        iteration = _Iteration(
-            Future("an iteration", lambda: "others before it are not finished", self.node.endpoint.run_until)
-        )
+        begins = self._future("an iteration", lambda: "others before it are not finished")
+        iteration = _Iteration(begins)
         self.node.endpoint.call(self._issue_iteration, iteration)
         self._current.iteration = iteration
         try:
@@ -333,6 +330,10 @@ class Requests:
             return None  # a thread that waits within it has been lent for what others have asked for
         return iteration
 
+    def _future(self, what: str, who: Callable[[], str]) -> Future:
+        """Return a future that is done by the links' thread, whose work who waits for it does meanwhile."""
+        return Future(what, who, self.node.endpoint.run_until)
+
     def _request(
         self,
         make: Callable[[], tuple[int, list[Send | Done | Failed]]],
@@ -344,7 +345,7 @@ class Requests:
     ) -> Future:
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = Future(what, lambda: self.views.masters(*span), self.node.endpoint.run_until)
+        future = self._future(what, lambda: self.views.masters(*span))
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
         request = _Request(make, future, iteration, before, span, answer, part)
