@@ -37,10 +37,10 @@ def test_four_simulated_workers_change_groups_when_four_real_ones_do(tmp_path):
 
 def test_a_setting_is_what_the_log_says(tmp_path):
     path = tmp_path / "log.jsonl"
-    values(run(train, 2, str(path), 6, 0.0))
+    values(run(train, 2, str(path), 3, 0.0))  # too few for anybody to be left out, however slow a machine is
     entries = read_log(path).entries
     setting = likeness.setting_of(entries)
-    assert (setting.world, setting.steps, setting.steps_per_epoch) == (2, 6, 6)
+    assert (setting.world, setting.steps, setting.steps_per_epoch) == (2, 3, 3)
     told = [entry.compute_s for entry in entries if isinstance(entry, Ready) and entry.worker == 1]
     assert setting.times.times_s[1] == tuple(told)
     assert 0 < setting.network.all_reduce_s(setting.size_bytes, 2) < 1
