@@ -16,6 +16,7 @@ from cluster import run, values
 from jobs import job
 from offbeat.errors import WorkerError
 from offbeat.strategies import AllReduce, Hybrid
+from runlogs import wait_until
 
 STEPS = 6
 
@@ -629,6 +630,82 @@ def test_who_changes_parameters_before_the_step_has_reached_them_is_told():
     for ended in run(clamped, 2):
         assert ended.error_type in ("OffbeatError", "WorkerError")
         assert "head.weight was changed between optimizer.step() and its next use" in ended.error
+
+
+def behind(one, stepper, session):
+    """Takes steps, of which the last one has yet to reach the head, and returns the head's weight."""
+    for number in range(4):
+        plain_step(session, one, stepper, number)
+    assert is_behind(session)
+    return one.head.weight.detach().clone()
+
+
+def ahead(rank, say):
+    """The forward pass stands still at its second layer until the last one has been stepped."""
+    torch.set_num_threads(1)
+    strategy = {"policy": "ring", "fuse_bytes": 0}
+    expected, _ = trained("plain", "sgd", Hybrid(overlap="none", **strategy), steps=5)
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(**strategy)) as session:
+        before = behind(one, stepper, session)
+        handle = one.norm.register_forward_pre_hook(
+            lambda *_: wait_until(lambda: not torch.equal(before, one.head.weight), "the head to be stepped")
+        )
+        plain_step(session, one, stepper, 4)
+        handle.remove()
+    assert bits(one) == expected
+
+
+def test_a_step_reaches_layers_before_the_forward_pass_does():
+    values(run(ahead, 2))
+
+
+def clamped_behind(rank, say):
+    """The forward pass changes what was stepped while it was on its way there."""
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+        before = behind(one, stepper, session)
+
+        def change(*_):
+            wait_until(lambda: not torch.equal(before, one.head.weight), "the head to be stepped")
+            with torch.no_grad():
+                one.head.weight.clamp_(-0.5, 0.5)
+
+        one.norm.register_forward_pre_hook(change)
+        plain_step(session, one, stepper, 4)
+
+
+def test_who_changes_parameters_that_were_stepped_ahead_is_told():
+    for ended in run(clamped_behind, 2):
+        assert ended.error_type in ("OffbeatError", "WorkerError")
+        assert "head.weight was changed between optimizer.step() and its next use" in ended.error
+
+
+class FailsOnce(dict):
+    """An optimizer's state that cannot be read at the first try."""
+
+    has_failed = False
+
+    def get(self, *args):
+        if not self.has_failed:
+            self.has_failed = True
+            raise ArithmeticError("no state, for once")
+        return super().get(*args)
+
+
+def failing_ahead(rank, say):
+    one, stepper = made("plain")
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+        behind(one, stepper, session)
+        state = stepper.state[one.head.weight] = FailsOnce(stepper.state[one.head.weight])
+        one.norm.register_forward_pre_hook(lambda *_: wait_until(lambda: state.has_failed, "the head's turn"))
+        plain_step(session, one, stepper, 4)
+
+
+def test_a_step_that_fails_ahead_of_the_forward_pass_fails_there_and_is_not_tried_again():
+    kinds = {ended.error_type for ended in run(failing_ahead, 2)}
+    assert "ArithmeticError" in kinds
+    assert kinds <= {"ArithmeticError", "WorkerError"}
 
 
 def constant_memory(rank, say):

@@ -1,13 +1,17 @@
 """Averages gradients layer by layer, behind the backward pass and the next forward pass.
 
 A layer's gradients leave as soon as the backward pass has them. Nobody waits for their mean before the next
-forward pass comes to the layer; then they are applied, to this layer alone. Whoever looks at a gradient
-before that waits for all of them (`Promise`). This module never decides who takes part, nor which layers
+forward pass comes to the layer; by then they are applied, to this layer alone. A thread does so while the
+forward pass is on its way there: an optimizer's step with the largest layers takes as long as they compute.
+Before the pass begins nothing changes behind the loop's back. Whoever looks at a gradient before that waits
+for all of them (`Promise`). This module never decides who takes part, nor which layers
 travel together by which all-reduce.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +101,9 @@ class LayerAverager:
         self._rounds_since_step = 0
         self._round: Round | None = None  # under way, or the last one
         self._stepped: Round | None = None  # with which a step is taken layer by layer, until all have
+        self._ahead: queue.SimpleQueue[Round | None] = queue.SimpleQueue()  # to be stepped with ahead
+        self._ahead_of: Round | None = None  # the last of them
+        self._stepping = threading.Lock()  # held by whoever takes a step with some parameters
         count = len(self._parameters)
         self._promised: list[Promise | None] = [None] * count
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -160,6 +167,9 @@ class LayerAverager:
 
     def detach(self) -> None:
         """Takes every hook off the model again."""
+        self._ahead.put(None)
+        with self._stepping:
+            self._stepped = None
         self._uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
@@ -176,6 +186,7 @@ class LayerAverager:
         for module, indices in needs.items():
             hook = Hook(partial(self._before_module, indices))
             self._handles.append(module.register_forward_pre_hook(hook))
+        threading.Thread(target=self._run_ahead, name="offbeat steps ahead", daemon=True).start()
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -211,6 +222,9 @@ class LayerAverager:
             for index in indices:
                 self._apply(self._stepped, index)
             self._host.timer.switch(part)
+            if self._stepped.weight and self._ahead_of is not self._stepped:
+                self._ahead_of = self._stepped
+                self._ahead.put(self._stepped)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         watch(output, self._backward_begins)
@@ -260,7 +274,7 @@ class LayerAverager:
         self._begin_pass()
         self._has_accumulated = True
         index, _ = self._rounds.layout.place_of[entry]
-        if self._stepped is not None and not self._stepped.is_applied[index]:
+        if self._stepped is not None and not self._stepped.is_reached[index]:
             raise OffbeatError(
                 f"{self._rounds.names[entry]} was used before the last step had reached it, because the "
                 "forward pass came to it in another way than in the first steps: use overlap=backward"
@@ -362,6 +376,7 @@ class LayerAverager:
         part = self._host.timer.part
         for index in range(self._rounds.layout.parcels):
             round_.wait(index)
+            round_.settle(index)
         self._host.timer.switch(part)
         round_.was_looked_at = True
 
@@ -452,14 +467,25 @@ class LayerAverager:
                 self._keep_promise(entry)
 
     def _apply(self, round_: Round, index: int) -> None:
-        """Takes the step with the parameters of one parcel."""
-        if round_.is_applied[index]:
+        """Waits until the step has been taken with the parameters of one parcel, or takes it.
+
+        Raises:
+            WorkerError: a member was lost, or did not come within the deadline.
+            OffbeatError: they were changed since the step was called for, or the step cannot be taken.
+        """
+        if round_.is_reached[index]:
             return
         round_.wait(index)
-        round_.is_applied[index] = True
-        if index >= self._rounds.layout.parcels or not round_.weight:
-            return
-        self._host.timer.switch("apply")
+        if index < self._rounds.layout.parcels and round_.weight:
+            self._host.timer.switch("apply")
+            with self._stepping:
+                if round_.failure is not None:
+                    raise round_.failure
+                self._take(round_, index)
+        round_.is_reached[index] = True
+
+    def _take(self, round_: Round, index: int) -> None:
+        """Takes the step with the parameters of a parcel that has come, if nobody has."""
         entries = [
             entry for entry in self._rounds.slots[index].entries if round_.used[entry] and self._held[entry]
         ]
@@ -467,14 +493,39 @@ class LayerAverager:
             if self._parameters[entry]._version != round_.versions[entry]:
                 raise OffbeatError(
                     f"{self._rounds.names[entry]} was changed between optimizer.step() and its next use, "
-                    "when the step had not reached it yet: call session.refresh() before you change "
+                    "when the step may not have reached it yet: call session.refresh() before you change "
                     "parameters"
                 )
+        if round_.is_taken[index]:
+            return
+        round_.settle(index)
         self._steps.take(
             [self._parameters[entry] for entry in entries],
             [round_.mean(entry) for entry in entries],
             round_.settings,
         )
+        for entry in entries:
+            round_.versions[entry] = self._parameters[entry]._version
+        round_.is_taken[index] = True
+
+    def _run_ahead(self) -> None:
+        """Takes steps parcel by parcel as they come, while the forward pass is on its way to them."""
+        while (round_ := self._ahead.get()) is not None:
+            for index in range(self._rounds.layout.parcels):
+                if not round_.comes(index):
+                    break  # which the loop hears when it waits for it
+                with self._stepping:
+                    if self._stepped is not round_:
+                        break
+                    began_s = time.perf_counter()
+                    try:
+                        self._take(round_, index)
+                    except Exception as error:
+                        round_.failure = error
+                        break
+                if self._host.tracer is not None:
+                    name = self._rounds.names[self._rounds.slots[index].entries[0]]
+                    self._host.tracer.add("steps ahead", name, began_s, time.perf_counter())
 
 
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()

@@ -48,6 +48,7 @@ class LayerRounds:
         slots: by bucket of the layout, its memory.
         fires: by parameter, how often its gradient comes in a backward pass; 0 before that is known.
         has_failed: the job has failed, and has said so here.
+        patience_s: how long an exchange is waited for, in seconds.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LayerRounds:
         deadline_s: float,
     ) -> None:
         self.parameters, self.grouping, self.host = parameters, grouping, host
-        self._deadline_s = deadline_s
+        self.patience_s = deadline_s + WORD_S
         seat = grouping.seat(wait=True)
         assert seat is not None  # the group has everybody
         self.exchange, self.position = seat.exchange, seat.position
@@ -131,7 +132,7 @@ class LayerRounds:
             WorkerError: a member was lost, or did not come within the deadline.
         """
         try:
-            pending.wait(self._deadline_s + WORD_S)
+            pending.wait(self.patience_s)
         except WorkerError:
             self.has_failed = True
             raise
@@ -179,8 +180,11 @@ class Round:
         used: by parameter, whether anybody has a gradient; empty before that is known.
         was_looked_at: somebody has looked at one of its means.
         settings: by group of the optimizer, its hyperparameters when it stepped; empty before.
-        versions: by parameter, how often it had been changed when the optimizer stepped.
-        is_applied: by bucket, whether that step has been taken with it.
+        versions: by parameter, how often it had been changed when the optimizer stepped, or was stepped with
+            it since.
+        is_taken: by bucket, whether that step has been taken with it.
+        is_reached: by bucket, whether the loop has waited for that.
+        failure: that step could not be taken with a bucket before the loop came to it.
     """
 
     def __init__(self, rounds: LayerRounds, share: float) -> None:
@@ -193,6 +197,7 @@ class Round:
         self._pending: list[Pending | None] = [None] * len(slots)
         self._launched_s = [0.0] * len(slots)
         self._is_there = [False] * len(slots)
+        self._is_settled = [False] * len(slots)
         self._has: list[bool] = []  # by parameter, whether this worker has a gradient
         self._copies: dict[int, torch.Tensor] = {}  # of means that lie in another order than their parameters
         self.fired = [0] * len(rounds.parameters)
@@ -202,7 +207,9 @@ class Round:
         self.was_looked_at = False
         self.settings: Settings = []
         self.versions: list[int] = []
-        self.is_applied = [False] * len(slots)
+        self.is_taken = [False] * len(slots)
+        self.is_reached = [False] * len(slots)
+        self.failure: Exception | None = None
 
     # The way there -------------------------------------------------------------------------------------
 
@@ -330,7 +337,7 @@ class Round:
     # The way back --------------------------------------------------------------------------------------
 
     def wait(self, index: int) -> None:
-        """Waits until what a bucket holds is there, and before that for what goes along.
+        """Waits until what a bucket holds has come, and before that for what goes along.
 
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
@@ -340,10 +347,26 @@ class Round:
         rounds = self._rounds
         rounds.host.timer.switch("communicate")
         self._wait_along()
-        if index >= rounds.layout.parcels:
+        if index < rounds.layout.parcels:
+            self._wait(index)
+            self._is_there[index] = True
+
+    def comes(self, index: int) -> bool:
+        """Wait until what a parcel holds has come; return whether it has. For any thread; nobody is told."""
+        pending = self._pending[index]
+        assert pending is not None
+        try:
+            pending.wait(self._rounds.patience_s)
+        except WorkerError:
+            return False
+        return True
+
+    def settle(self, index: int) -> None:
+        """Makes means of what a parcel holds, when all of it has come."""
+        if self._is_settled[index]:
             return
         assert self.weight is not None
-        self._wait(index)
+        rounds = self._rounds
         bank, entries = self._banks[index], rounds.slots[index].entries
         with plainly():
             if self.weight not in (0.0, 1.0):
@@ -351,7 +374,7 @@ class Round:
             for entry, view in zip(entries, bank.views, strict=True):
                 if entry in self._copies:
                     self._copies[entry].copy_(view)
-        self._is_there[index] = True
+        self._is_settled[index] = True
 
     def learn_used(self) -> list[bool]:
         """Return by parameter whether anybody has a gradient.

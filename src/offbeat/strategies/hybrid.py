@@ -25,10 +25,11 @@ class Hybrid:
     """Layer-overlapping hybrid all-reduce: gradients on their way are waited for where they are needed.
 
     A layer's gradients leave when the backward pass has them; the next forward pass waits for their mean when
-    it comes to the layer, and takes the optimizer's step for that layer there. What it needs first overtakes
-    the rest. Training is the same as with `AllReduce`, but for the order in which numbers are added. After
-    `optimizer.step()` parameters are those of the step before until they are used: `session.refresh()`,
-    `state_dict()`, `eval()` and leaving the session bring them up to date.
+    it comes to the layer. The optimizer's step for that layer is taken there, or by a thread before that, if
+    the mean has come and the pass is on its way. What it needs first overtakes the rest. Training is the same
+    as with `AllReduce`, but for the order in which numbers are added. After `optimizer.step()` parameters are
+    those of the step before until they are used: `session.refresh()`, `state_dict()`, `eval()` and leaving
+    the session bring them up to date.
 
     What looks at gradients between `backward()` and `step()` (clipping by a norm, a gradient scaler) waits
     for all of them, and so does an optimizer that is not one of torch's: then only the backward pass is
