@@ -681,6 +681,31 @@ def test_who_changes_parameters_that_were_stepped_ahead_is_told():
         assert "head.weight was changed between optimizer.step() and its next use" in ended.error
 
 
+@torch.no_grad()
+def bound(layer, _):
+    layer.weight.clamp_(-0.05, 0.05)
+
+
+def own_clamp(rank, say):
+    """Layers bound their own weights where they begin, when the last step has reached them."""
+    torch.set_num_threads(1)
+    found = []
+    for overlap in ("none", "forward"):
+        one, stepper = made("plain")
+        with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0, overlap=overlap)) as session:
+            for number in range(3 * STEPS):
+                plain_step(session, one, stepper, number)
+                if number == 2:  # behind the session's own hooks
+                    for layer in (one.conv, one.norm, one.hidden, one.head):
+                        layer.register_forward_pre_hook(bound)
+        found.append(bits(one))
+    assert found[0] == found[1]
+
+
+def test_a_layer_may_change_its_own_weights():
+    values(run(own_clamp, 2))
+
+
 class FailsOnce(dict):
     """An optimizer's state that cannot be read at the first try."""
 

@@ -517,6 +517,8 @@ class LayerAverager:
                 with self._stepping:
                     if self._stepped is not round_:
                         break
+                    if round_.is_taken[index]:
+                        continue
                     began_s = time.perf_counter()
                     try:
                         self._take(round_, index)
