@@ -789,13 +789,26 @@ class Turning(nn.Module):
         return self.last(x) if self.steps < 5 else F.linear(x, self.last.weight, self.last.bias)
 
 
-def turned(rank, say):
-    MODELS["turning"] = Turning
+class TurningAhead(Turning):
+    """And the last step reaches that layer when it has been used, and before the forward pass is over."""
+
+    def forward(self, x):
+        is_turned = self.steps >= 4
+        before = self.last.weight.detach().clone() if is_turned else None
+        out = super().forward(x)
+        if is_turned:
+            wait_until(lambda: not torch.equal(before, self.last.weight), "the last layer to be stepped")
+        return out
+
+
+def turned(rank, say, kind):
+    MODELS["turning"] = kind
     trained("turning", "sgd", Hybrid(policy="ring", fuse_bytes=0))
 
 
-def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error_that_names_it():
-    for ended in run(turned, 2):
+@pytest.mark.parametrize("kind", [Turning, TurningAhead])
+def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error_that_names_it(kind):
+    for ended in run(turned, 2, kind):
         assert ended.error_type in ("OffbeatError", "WorkerError")  # of the other, who was first
         assert "last." in ended.error
         assert "use overlap=backward" in ended.error

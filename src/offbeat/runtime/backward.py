@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,27 @@ def watch(output: Any, begins: Callable[[torch.Tensor], None]) -> None:
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.register_hook(begins)
+
+
+def leads_to(output: Any, parameters: Collection[torch.Tensor]) -> torch.Tensor | None:
+    """Return one of these parameters from which a model's output was computed, or None.
+
+    What a reentrant checkpoint hides is not found.
+    """
+    wanted = {id(parameter): parameter for parameter in parameters}
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    nodes: list[Any] = [leaf.grad_fn for leaf in leaves]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = wanted.get(id(getattr(node, "variable", None)))
+        if found is not None:
+            return found
+        nodes.extend(following for following, _ in node.next_functions)
+    return None
 
 
 def check_dense(gradient: torch.Tensor | None) -> None:

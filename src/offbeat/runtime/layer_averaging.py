@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError
 from offbeat.numerics.plans import Policy
 from offbeat.runtime.averager import Host
-from offbeat.runtime.backward import BackwardPass, check_dense, watch
+from offbeat.runtime.backward import BackwardPass, check_dense, leads_to, watch
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.hooks import Hook
 from offbeat.runtime.layer_layout import Order, Plan, check_layers, plan_by_layer, plan_by_type
@@ -102,7 +102,7 @@ class LayerAverager:
         self._round: Round | None = None  # under way, or the last one
         self._stepped: Round | None = None  # with which a step is taken layer by layer, until all have
         self._ahead: queue.SimpleQueue[Round | None] = queue.SimpleQueue()  # to be stepped with ahead
-        self._ahead_of: Round | None = None  # the last of them
+        self._ahead_of: Round | None = None  # the last of them, while a forward pass is under way
         self._stepping = threading.Lock()  # held by whoever takes a step with some parameters
         count = len(self._parameters)
         self._promised: list[Promise | None] = [None] * count
@@ -169,7 +169,7 @@ class LayerAverager:
         """Takes every hook off the model again."""
         self._ahead.put(None)
         with self._stepping:
-            self._stepped = None
+            self._ahead_of = None
         self._uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
@@ -228,6 +228,27 @@ class LayerAverager:
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         watch(output, self._backward_begins)
+        if self._stepped is not None and self._ahead_of is self._stepped:
+            self._end_ahead(self._stepped, output)
+
+    def _end_ahead(self, round_: Round, output: Any) -> None:
+        """The forward pass is over, and has not used what was stepped ahead where it did not come to."""
+        with self._stepping:
+            self._ahead_of = None
+        passed = [
+            index
+            for index, is_taken in enumerate(round_.is_taken)
+            if is_taken and not round_.is_reached[index]
+        ]
+        entries = {
+            id(self._parameters[entry]): entry
+            for index in passed
+            for entry in self._stepped_by(round_, index)
+        }
+        if entries:
+            used = leads_to(output, [self._parameters[entry] for entry in entries.values()])
+            if used is not None:
+                raise self._used_too_early(entries[id(used)])
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._begin_pass()
@@ -275,10 +296,7 @@ class LayerAverager:
         self._has_accumulated = True
         index, _ = self._rounds.layout.place_of[entry]
         if self._stepped is not None and not self._stepped.is_reached[index]:
-            raise OffbeatError(
-                f"{self._rounds.names[entry]} was used before the last step had reached it, because the "
-                "forward pass came to it in another way than in the first steps: use overlap=backward"
-            )
+            raise self._used_too_early(entry)
         if self._quiet:
             return
         now_s = self._came_s[entry] = time.perf_counter()
@@ -287,6 +305,12 @@ class LayerAverager:
         self._host.timer.switch("communicate")
         self._pack_early(entry)
         self._host.timer.switch("compute")
+
+    def _used_too_early(self, entry: int) -> OffbeatError:
+        return OffbeatError(
+            f"{self._rounds.names[entry]} was used before the last step had reached it, because the "
+            "forward pass came to it in another way than in the first steps: use overlap=backward"
+        )
 
     def _pack_early(self, entry: int) -> None:
         """Packs a gradient while the backward pass goes on, and sends what is complete with it."""
@@ -486,9 +510,7 @@ class LayerAverager:
 
     def _take(self, round_: Round, index: int) -> None:
         """Takes the step with the parameters of a parcel that has come, if nobody has."""
-        entries = [
-            entry for entry in self._rounds.slots[index].entries if round_.used[entry] and self._held[entry]
-        ]
+        entries = self._stepped_by(round_, index)
         for entry in entries:
             if self._parameters[entry]._version != round_.versions[entry]:
                 raise OffbeatError(
@@ -508,6 +530,12 @@ class LayerAverager:
             round_.versions[entry] = self._parameters[entry]._version
         round_.is_taken[index] = True
 
+    def _stepped_by(self, round_: Round, index: int) -> list[int]:
+        """The parameters of a parcel with which the optimizer takes a round's step."""
+        return [
+            entry for entry in self._rounds.slots[index].entries if round_.used[entry] and self._held[entry]
+        ]
+
     def _run_ahead(self) -> None:
         """Takes steps parcel by parcel as they come, while the forward pass is on its way to them."""
         while (round_ := self._ahead.get()) is not None:
@@ -515,7 +543,7 @@ class LayerAverager:
                 if not round_.comes(index):
                     break  # which the loop hears when it waits for it
                 with self._stepping:
-                    if self._stepped is not round_:
+                    if self._ahead_of is not round_:
                         break
                     if round_.is_taken[index]:
                         continue
