@@ -13,7 +13,7 @@ This module never knows what the sockets carry.
 from __future__ import annotations
 
 import os
-import selectors
+import select
 import threading
 import time
 from collections import deque
@@ -26,12 +26,13 @@ from typing import Any
 
 from offbeat.runtime.interrupts import Held
 
-READ = selectors.EVENT_READ
-WRITE = selectors.EVENT_WRITE
+READ = 0x001  # epoll's own bits
+WRITE = 0x004
 
 _CALLS_S = 0.05
 _CALLS_AT_ONCE = 8
 _IDLE_TURNS_MAX = 8
+_EVENTS_MAX = 64  # a turn; who is left over comes first in the next one
 # For which it looks again and again before it sleeps, where that has paid lately: as long as a peer takes
 # to answer a small request.
 _SPIN_S = 300e-6
@@ -65,7 +66,8 @@ class Loop:
         self._spins = spins
         self._each_turn = each_turn
         self._on_end = on_end
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._watchers: dict[int, Watcher] = {}  # by descriptor
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._idle: list[Callable[[], None]] = []
         self._idle_turns = 0
@@ -87,7 +89,7 @@ class Loop:
         self._wake_read, self._wake_write = socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self._selector.register(self._wake_read, READ, self._drain)
+        self.watch(self._wake_read, READ, self._drain)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -166,16 +168,19 @@ class Loop:
 
     def watch(self, sock: socket, events: int, watcher: Watcher) -> None:
         """Run `watcher(events)` whenever the socket is ready for any of `events`."""
-        self._selector.register(sock, events, watcher)
+        self._epoll.register(sock, events)
+        self._watchers[sock.fileno()] = watcher
 
     def rewatch(self, sock: socket, events: int, watcher: Watcher) -> None:
         """Change what a watched socket is watched for."""
-        self._selector.modify(sock, events, watcher)
+        self._epoll.modify(sock, events)
+        self._watchers[sock.fileno()] = watcher
 
     def unwatch(self, sock: socket) -> None:
         """Watch a socket no more; nothing happens if it is not watched."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
+        if self._watchers.pop(sock.fileno(), None) is not None:
+            with suppress(OSError):
+                self._epoll.unregister(sock)
 
     def stop(self) -> None:
         """End the loop after this turn."""
@@ -246,7 +251,7 @@ class Loop:
             self._wake_write.send(b"\0")
 
     def _close(self) -> None:
-        self._selector.close()
+        self._epoll.close()
         self._wake_read.close()
         self._wake_write.close()
 
@@ -259,8 +264,8 @@ class Loop:
             due_s = max(0.0, timers[0][0] - time.monotonic())
             timeout_s = due_s if timeout_s is None else min(timeout_s, due_s)
         ready = self._ready(timeout_s, spins)
-        for key, events in ready:
-            key.data(events)
+        for watcher, events in ready:
+            watcher(events)
         if calls:
             limit_s = time.monotonic() + _CALLS_S
             for number in range(len(calls)):
@@ -281,15 +286,15 @@ class Loop:
                     function()
         return self._each_turn()
 
-    def _ready(self, timeout_s: float | None, spins: bool) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for sockets, a call or `timeout_s`; return which sockets are ready for what."""
-        select, calls = self._selector.select, self._calls
+    def _ready(self, timeout_s: float | None, spins: bool) -> list[tuple[Watcher, int]]:
+        """Wait for sockets, a call or `timeout_s`; return who watches for what has happened."""
+        look, calls = self._look, self._calls
         if timeout_s == 0:
-            return select(0)
+            return look(0)
         if spins and self._spinning_pays:
             limit_s = time.monotonic() + _SPIN_S
             while time.monotonic() < limit_s:
-                ready = select(0)
+                ready = look(0)
                 if ready or calls:
                     return ready
                 os.sched_yield()
@@ -298,10 +303,19 @@ class Loop:
         if calls:
             timeout_s = 0
         asleep_s = time.monotonic()
-        ready = select(timeout_s)
+        ready = look(timeout_s)
         self._waiting = False
         self._spinning_pays |= time.monotonic() - asleep_s < _SPIN_S
         return ready
+
+    def _look(self, timeout_s: float | None) -> list[tuple[Watcher, int]]:
+        """Wait for sockets; an end, for which nobody watches, is both to be read and to be written."""
+        watchers = self._watchers
+        return [
+            (watchers[fd], (event & ~READ and WRITE) | (event & ~WRITE and READ))
+            for fd, event in self._epoll.poll(timeout_s, _EVENTS_MAX)
+            if fd in watchers
+        ]
 
     def _drain(self, _: int) -> None:
         with suppress(BlockingIOError):
