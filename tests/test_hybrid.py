@@ -660,6 +660,19 @@ def test_a_step_reaches_layers_before_the_forward_pass_does():
     values(run(ahead, 2))
 
 
+def past_the_hooks(rank, say):
+    """Where the end of a forward pass is not heard of, none is stepped ahead of: the program may go on."""
+    one, stepper = made("unhooked")
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+        behind(one, stepper, session)
+        one(batch(rank, 4)[0])
+        assert session._synchronizer.averager._ahead_of is None
+
+
+def test_no_step_is_taken_ahead_of_a_forward_pass_past_the_hooks():
+    values(run(past_the_hooks, 2))
+
+
 def clamped_behind(rank, say):
     """The forward pass changes what was stepped while it was on its way there."""
     one, stepper = made("plain")

@@ -39,6 +39,7 @@ from offbeat.runtime.uses import Uses
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 
+_JOIN_S = 1.0  # where the job has failed, the thread may still wait for what will not come
 _WATCHED_ROUNDS = 2  # the first one warms up
 
 
@@ -103,6 +104,8 @@ class LayerAverager:
         self._stepped: Round | None = None  # with which a step is taken layer by layer, until all have
         self._ahead: queue.SimpleQueue[Round | None] = queue.SimpleQueue()  # to be stepped with ahead
         self._ahead_of: Round | None = None  # the last of them, while a forward pass is under way
+        self._stepper: threading.Thread | None = None  # takes those steps
+        self._is_in_forward = False
         self._stepping = threading.Lock()  # held by whoever takes a step with some parameters
         count = len(self._parameters)
         self._promised: list[Promise | None] = [None] * count
@@ -167,9 +170,11 @@ class LayerAverager:
 
     def detach(self) -> None:
         """Takes every hook off the model again."""
-        self._ahead.put(None)
         with self._stepping:
             self._ahead_of = None
+        if self._stepper is not None:
+            self._ahead.put(None)
+            self._stepper.join(_JOIN_S)
         self._uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
@@ -186,7 +191,8 @@ class LayerAverager:
         for module, indices in needs.items():
             hook = Hook(partial(self._before_module, indices))
             self._handles.append(module.register_forward_pre_hook(hook))
-        threading.Thread(target=self._run_ahead, name="offbeat steps ahead", daemon=True).start()
+        self._stepper = threading.Thread(target=self._run_ahead, name="offbeat steps ahead", daemon=True)
+        self._stepper.start()
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -206,6 +212,7 @@ class LayerAverager:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._rounds.check()
         if torch.is_grad_enabled():
+            self._is_in_forward = True
             self._host.timer.switch("compute")
         else:
             self.drain()
@@ -222,12 +229,14 @@ class LayerAverager:
             for index in indices:
                 self._apply(self._stepped, index)
             self._host.timer.switch(part)
-            if self._stepped.weight and self._ahead_of is not self._stepped:
+            may_step = self._is_in_forward and self._stepped.weight  # outside the program may change settings
+            if may_step and self._ahead_of is not self._stepped:
                 self._ahead_of = self._stepped
                 self._ahead.put(self._stepped)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         watch(output, self._backward_begins)
+        self._is_in_forward = False
         if self._stepped is not None and self._ahead_of is self._stepped:
             self._end_ahead(self._stepped, output)
 
@@ -537,25 +546,29 @@ class LayerAverager:
         ]
 
     def _run_ahead(self) -> None:
-        """Takes steps parcel by parcel as they come, while the forward pass is on its way to them."""
         while (round_ := self._ahead.get()) is not None:
-            for index in range(self._rounds.layout.parcels):
-                if not round_.comes(index):
-                    break  # which the loop hears when it waits for it
-                with self._stepping:
-                    if self._ahead_of is not round_:
-                        break
-                    if round_.is_taken[index]:
-                        continue
-                    began_s = time.perf_counter()
-                    try:
-                        self._take(round_, index)
-                    except Exception as error:
-                        round_.failure = error
-                        break
-                if self._host.tracer is not None:
-                    name = self._rounds.names[self._rounds.slots[index].entries[0]]
-                    self._host.tracer.add("steps ahead", name, began_s, time.perf_counter())
+            self._step_ahead(round_)
+            del round_  # whose memory may be taken again
+
+    def _step_ahead(self, round_: Round) -> None:
+        """Takes a step parcel by parcel as they come, while the forward pass is on its way to them."""
+        for index in range(self._rounds.layout.parcels):
+            if not round_.comes(index):
+                return  # which the loop hears when it waits for it
+            with self._stepping:
+                if self._ahead_of is not round_:
+                    return
+                if round_.is_taken[index]:
+                    continue
+                began_s = time.perf_counter()
+                try:
+                    self._take(round_, index)
+                except Exception as error:
+                    round_.failure = error
+                    return
+            if self._host.tracer is not None:
+                name = self._rounds.names[self._rounds.slots[index].entries[0]]
+                self._host.tracer.add("steps ahead", name, began_s, time.perf_counter())
 
 
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
