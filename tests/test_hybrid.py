@@ -194,7 +194,7 @@ def plain_step(session, model, optimizer, step):
 
 def is_behind(session):
     """Whether a step was taken of which something is still to come."""
-    return getattr(session._synchronizer.averager, "_stepped", None) is not None
+    return getattr(session._synchronizer.averager, "_deferred", None) is not None
 
 
 def trained(model, optimizer, strategy, step=plain_step, steps=STEPS):
@@ -666,11 +666,36 @@ def past_the_hooks(rank, say):
     with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
         behind(one, stepper, session)
         one(batch(rank, 4)[0])
-        assert session._synchronizer.averager._ahead_of is None
+        assert not session._synchronizer.averager._deferred.is_ahead
 
 
 def test_no_step_is_taken_ahead_of_a_forward_pass_past_the_hooks():
     values(run(past_the_hooks, 2))
+
+
+def interrupted(rank, say):
+    """A forward pass raises at its second layer; nothing is stepped ahead of it from then on."""
+    torch.set_num_threads(1)
+    strategy = {"policy": "ring", "fuse_bytes": 0}
+    expected, _ = trained("plain", "sgd", Hybrid(overlap="none", **strategy), steps=5)
+    one, stepper = made("plain")
+
+    def interrupt(*_):
+        raise ArithmeticError("not this time")
+
+    with offbeat.join(one, stepper, Hybrid(**strategy)) as session:
+        behind(one, stepper, session)
+        handle = one.norm.register_forward_pre_hook(interrupt)
+        with pytest.raises(ArithmeticError):
+            one(batch(rank, 4)[0])
+        handle.remove()
+        assert not session._synchronizer.averager._deferred.is_ahead
+        plain_step(session, one, stepper, 4)
+    assert bits(one) == expected
+
+
+def test_no_step_is_taken_ahead_of_a_forward_pass_that_raised():
+    values(run(interrupted, 2))
 
 
 def clamped_behind(rank, say):

@@ -1,17 +1,13 @@
 """Averages gradients layer by layer, behind the backward pass and the next forward pass.
 
 A layer's gradients leave as soon as the backward pass has them. Nobody waits for their mean before the next
-forward pass comes to the layer; by then they are applied, to this layer alone. A thread does so while the
-forward pass is on its way there: an optimizer's step with the largest layers takes as long as they compute.
-Before the pass begins nothing changes behind the loop's back. Whoever looks at a gradient before that waits
-for all of them (`Promise`). This module never decides who takes part, nor which layers
-travel together by which all-reduce.
+forward pass comes to the layer; by then they are applied, to this layer alone (`DeferredStep`). Whoever looks
+at a gradient before that waits for all of them (`Promise`). This module never decides who takes part, nor
+which layers travel together by which all-reduce.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +25,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.plans import Policy
 from offbeat.runtime.averager import Host
 from offbeat.runtime.backward import BackwardPass, check_dense, leads_to, watch
+from offbeat.runtime.deferred_step import DeferredStep, StepsAhead
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.hooks import Hook
 from offbeat.runtime.layer_layout import Order, Plan, check_layers, plan_by_layer, plan_by_type
@@ -39,7 +36,6 @@ from offbeat.runtime.uses import Uses
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 
-_JOIN_S = 1.0  # where the job has failed, the thread may still wait for what will not come
 _WATCHED_ROUNDS = 2  # the first one warms up
 
 
@@ -101,12 +97,9 @@ class LayerAverager:
         self._finished = 0  # rounds
         self._rounds_since_step = 0
         self._round: Round | None = None  # under way, or the last one
-        self._stepped: Round | None = None  # with which a step is taken layer by layer, until all have
-        self._ahead: queue.SimpleQueue[Round | None] = queue.SimpleQueue()  # to be stepped with ahead
-        self._ahead_of: Round | None = None  # the last of them, while a forward pass is under way
-        self._stepper: threading.Thread | None = None  # takes those steps
+        self._deferred: DeferredStep | None = None  # until it has been taken with every parameter
+        self._ahead: StepsAhead | None = None  # from the plan on, where steps are put off
         self._is_in_forward = False
-        self._stepping = threading.Lock()  # held by whoever takes a step with some parameters
         count = len(self._parameters)
         self._promised: list[Promise | None] = [None] * count
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -160,7 +153,8 @@ class LayerAverager:
             self._handles.append(one.register_state_dict_pre_hook(drain))
             self._handles.append(one.register_load_state_dict_pre_hook(drain))
         self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
-        self._handles.append(self._model.register_forward_hook(Hook(self._after_forward)))
+        after = Hook(self._after_forward)
+        self._handles.append(self._model.register_forward_hook(after, always_call=True))
         self._uses.attach()
         _drains[self._model] = self.drain
         self._model.train = MethodType(train, self._model)  # type: ignore[method-assign]
@@ -170,11 +164,10 @@ class LayerAverager:
 
     def detach(self) -> None:
         """Takes every hook off the model again."""
-        with self._stepping:
-            self._ahead_of = None
-        if self._stepper is not None:
-            self._ahead.put(None)
-            self._stepper.join(_JOIN_S)
+        if self._deferred is not None:
+            self._deferred.end_ahead()
+        if self._ahead is not None:
+            self._ahead.stop()
         self._uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
@@ -191,8 +184,7 @@ class LayerAverager:
         for module, indices in needs.items():
             hook = Hook(partial(self._before_module, indices))
             self._handles.append(module.register_forward_pre_hook(hook))
-        self._stepper = threading.Thread(target=self._run_ahead, name="offbeat steps ahead", daemon=True)
-        self._stepper.start()
+        self._ahead = StepsAhead()
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -224,40 +216,27 @@ class LayerAverager:
             for index in [one for one in indices if one < self._rounds.layout.parcels]:
                 name = self._rounds.names[self._rounds.slots[index].entries[0]]
                 self._host.tracer.add("the forward pass comes to", name, now_s, now_s)
-        if self._stepped is not None:
+        step = self._deferred
+        if step is not None:
             part = self._host.timer.part
             for index in indices:
-                self._apply(self._stepped, index)
+                step.reach(index)
             self._host.timer.switch(part)
-            may_step = self._is_in_forward and self._stepped.weight  # outside the program may change settings
-            if may_step and self._ahead_of is not self._stepped:
-                self._ahead_of = self._stepped
-                self._ahead.put(self._stepped)
+            # Outside a forward pass the program may change settings and parameters.
+            if self._is_in_forward and step.round.weight and not step.is_ahead:
+                assert self._ahead is not None
+                self._ahead.begin(step)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        watch(output, self._backward_begins)
+        """The forward pass is over; where it has raised there is no output."""
         self._is_in_forward = False
-        if self._stepped is not None and self._ahead_of is self._stepped:
-            self._end_ahead(self._stepped, output)
-
-    def _end_ahead(self, round_: Round, output: Any) -> None:
-        """The forward pass is over, and has not used what was stepped ahead where it did not come to."""
-        with self._stepping:
-            self._ahead_of = None
-        passed = [
-            index
-            for index, is_taken in enumerate(round_.is_taken)
-            if is_taken and not round_.is_reached[index]
-        ]
-        entries = {
-            id(self._parameters[entry]): entry
-            for index in passed
-            for entry in self._stepped_by(round_, index)
-        }
-        if entries:
-            used = leads_to(output, [self._parameters[entry] for entry in entries.values()])
-            if used is not None:
-                raise self._used_too_early(entries[id(used)])
+        watch(output, self._backward_begins)
+        if self._deferred is not None and self._deferred.is_ahead:
+            passed = {id(self._parameters[entry]): entry for entry in self._deferred.end_ahead()}
+            if passed:
+                used = leads_to(output, [self._parameters[entry] for entry in passed.values()])
+                if used is not None:
+                    raise self._used_too_early(passed[id(used)])
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._begin_pass()
@@ -273,7 +252,7 @@ class LayerAverager:
 
     def _begin_round(self, weight: float) -> None:
         """Begins the next round; the one before is there, if no step was put off with it."""
-        if self._round is not None and self._round is not self._stepped:
+        if self._round is not None and not self._is_put_off(self._round):
             self._look(self._round)
         self._round = Round(self._rounds, weight / self._workers)
 
@@ -304,7 +283,7 @@ class LayerAverager:
         self._begin_pass()
         self._has_accumulated = True
         index, _ = self._rounds.layout.place_of[entry]
-        if self._stepped is not None and not self._stepped.is_reached[index]:
+        if self._deferred is not None and not self._deferred.is_reached(index):
             raise self._used_too_early(entry)
         if self._quiet:
             return
@@ -404,7 +383,7 @@ class LayerAverager:
         """
         if round_ is None or round_.was_looked_at or not round_.is_sent:
             return
-        if round_ is self._stepped:
+        if self._is_put_off(round_):
             self.drain()
         part = self._host.timer.part
         for index in range(self._rounds.layout.parcels):
@@ -436,9 +415,7 @@ class LayerAverager:
             self._exchange_now()
         round_ = self._round
         if round_ is not None and round_.is_sent and self._can_wait(round_):
-            self._stepped = round_
-            round_.settings = self._steps.settings()
-            round_.versions = [parameter._version for parameter in self._parameters]
+            self._deferred = DeferredStep(self._steps, self._rounds, round_, self._held)
             for parameter, is_held in zip(self._parameters, self._held, strict=True):
                 if is_held:
                     parameter.grad = None
@@ -460,10 +437,14 @@ class LayerAverager:
             )
         )
 
+    def _is_put_off(self, round_: Round) -> bool:
+        """Whether the step with a round is yet to be taken with some parameters."""
+        return self._deferred is not None and self._deferred.round is round_
+
     def after_step(self) -> None:
         """The optimizer has stepped."""
         self._rounds_since_step = 0
-        if self._round is not None and self._round is self._stepped:
+        if self._round is not None and self._is_put_off(self._round):
             for parameter, promised, is_held in zip(
                 self._parameters, self._promised, self._held, strict=True
             ):
@@ -481,11 +462,10 @@ class LayerAverager:
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
         """
-        if self._stepped is not None:
+        if self._deferred is not None:
             part = self._host.timer.part
-            for index in range(self._rounds.layout.parcels):
-                self._apply(self._stepped, index)
-            self._stepped = None
+            self._deferred.reach_all()
+            self._deferred = None
             self._host.timer.switch(part)
 
     def flush(self) -> None:
@@ -498,77 +478,6 @@ class LayerAverager:
             self.drain()
             for entry in range(len(self._parameters)):
                 self._keep_promise(entry)
-
-    def _apply(self, round_: Round, index: int) -> None:
-        """Waits until the step has been taken with the parameters of one parcel, or takes it.
-
-        Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
-            OffbeatError: they were changed since the step was called for, or the step cannot be taken.
-        """
-        if round_.is_reached[index]:
-            return
-        round_.wait(index)
-        if index < self._rounds.layout.parcels and round_.weight:
-            self._host.timer.switch("apply")
-            with self._stepping:
-                if round_.failure is not None:
-                    raise round_.failure
-                self._take(round_, index)
-        round_.is_reached[index] = True
-
-    def _take(self, round_: Round, index: int) -> None:
-        """Takes the step with the parameters of a parcel that has come, if nobody has."""
-        entries = self._stepped_by(round_, index)
-        for entry in entries:
-            if self._parameters[entry]._version != round_.versions[entry]:
-                raise OffbeatError(
-                    f"{self._rounds.names[entry]} was changed between optimizer.step() and its next use, "
-                    "when the step may not have reached it yet: call session.refresh() before you change "
-                    "parameters"
-                )
-        if round_.is_taken[index]:
-            return
-        round_.settle(index)
-        self._steps.take(
-            [self._parameters[entry] for entry in entries],
-            [round_.mean(entry) for entry in entries],
-            round_.settings,
-        )
-        for entry in entries:
-            round_.versions[entry] = self._parameters[entry]._version
-        round_.is_taken[index] = True
-
-    def _stepped_by(self, round_: Round, index: int) -> list[int]:
-        """The parameters of a parcel with which the optimizer takes a round's step."""
-        return [
-            entry for entry in self._rounds.slots[index].entries if round_.used[entry] and self._held[entry]
-        ]
-
-    def _run_ahead(self) -> None:
-        while (round_ := self._ahead.get()) is not None:
-            self._step_ahead(round_)
-            del round_  # whose memory may be taken again
-
-    def _step_ahead(self, round_: Round) -> None:
-        """Takes a step parcel by parcel as they come, while the forward pass is on its way to them."""
-        for index in range(self._rounds.layout.parcels):
-            if not round_.comes(index):
-                return  # which the loop hears when it waits for it
-            with self._stepping:
-                if self._ahead_of is not round_:
-                    return
-                if round_.is_taken[index]:
-                    continue
-                began_s = time.perf_counter()
-                try:
-                    self._take(round_, index)
-                except Exception as error:
-                    round_.failure = error
-                    return
-            if self._host.tracer is not None:
-                name = self._rounds.names[self._rounds.slots[index].entries[0]]
-                self._host.tracer.add("steps ahead", name, began_s, time.perf_counter())
 
 
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()

@@ -180,11 +180,6 @@ class Round:
         used: by parameter, whether anybody has a gradient; empty before that is known.
         was_looked_at: somebody has looked at one of its means.
         settings: by group of the optimizer, its hyperparameters when it stepped; empty before.
-        versions: by parameter, how often it had been changed when the optimizer stepped, or was stepped with
-            it since.
-        is_taken: by bucket, whether that step has been taken with it.
-        is_reached: by bucket, whether the loop has waited for that.
-        failure: that step could not be taken with a bucket before the loop came to it.
     """
 
     def __init__(self, rounds: LayerRounds, share: float) -> None:
@@ -206,10 +201,6 @@ class Round:
         self.used: list[bool] = []
         self.was_looked_at = False
         self.settings: Settings = []
-        self.versions: list[int] = []
-        self.is_taken = [False] * len(slots)
-        self.is_reached = [False] * len(slots)
-        self.failure: Exception | None = None
 
     # The way there -------------------------------------------------------------------------------------
 
