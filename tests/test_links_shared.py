@@ -46,6 +46,7 @@ node, pair = nodes.node, nodes.pair  # the fixtures
 pytestmark = pytest.mark.skipif(not shared.HAS_SHARED, reason="memory is shared on Linux only")
 
 F_SEALED = shared._SEALS
+TOLD_MAX = MAX_UNREAD_BYTES // MIB  # frames of 1 MiB that are not read
 
 
 def filled(at: Node, size: int, seed: int = 0) -> memoryview:
@@ -297,18 +298,18 @@ def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_f
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    memory = filled(a, 16 * MIB)
+    memory = filled(a, 2 * MAX_UNREAD_BYTES)
     done = threading.Event()
     a.links.put("b", 1, memory[: 2 * MIB], done=done.set)
     a.links.put("b", 2, memory, done=done.set)
     assert b.frame().kind == Kind.REGION
-    first = [place_of(b.frame()) for _ in range(MAX_UNREAD_BYTES // MIB)]
-    assert [length for _, _, length in first] == [MIB] * 4
+    first = [place_of(b.frame()) for _ in range(TOLD_MAX)]
+    assert [length for _, _, length in first] == [MIB] * TOLD_MAX
     a.links.forget(1, 3)
     assert a.links.is_read(memory)
     assert a.links.is_read(memory[5:6])
     assert not a.links.is_read(memoryview(bytearray(10)))
-    b.sock.sendall(frame(Kind.TAKEN, total=4) + frame(Kind.MESSAGE, payload=b"read"))
+    b.sock.sendall(frame(Kind.TAKEN, total=TOLD_MAX) + frame(Kind.MESSAGE, payload=b"read"))
     a.message()
     assert not a.links.is_read(memory)
     assert not done.is_set()
@@ -365,10 +366,10 @@ def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callab
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    memory, urgent = filled(a, 16 * MIB), filled(a, MIB)
+    memory, urgent = filled(a, 2 * MAX_UNREAD_BYTES), filled(a, MIB)
     a.links.put("b", 1, memory, priority=5)
-    kinds = [b.frame().kind for _ in range(5)]
-    assert kinds == [Kind.REGION, *[Kind.SHARED] * 4]
+    kinds = [b.frame().kind for _ in range(1 + TOLD_MAX)]
+    assert kinds == [Kind.REGION, *[Kind.SHARED] * TOLD_MAX]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
     a.links.put("b", 2, urgent, priority=4)
@@ -381,9 +382,11 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
     a = node("a", beat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.put("b", 1, filled(a, 16 * MIB))
+    a.links.put("b", 1, filled(a, 2 * MAX_UNREAD_BYTES))
     seen = Counter()
-    while sum(seen.values()) - seen[Kind.BEAT] < 5:  # what is in the way of all else that it has to say
+    while (
+        sum(seen.values()) - seen[Kind.BEAT] < 1 + TOLD_MAX
+    ):  # what is in the way of all else that it has to say
         seen[b.frame().kind] += 1
     assert seen[Kind.REGION] == 1
     assert [b.frame().kind for _ in range(2)] == [Kind.BEAT, Kind.BEAT]
@@ -477,8 +480,11 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         "about at most 4194304 bytes",
     ),
     "too much at a time": (
-        lambda: [(REGION, [memfd(MIB)]), (b"".join(told(tag, MIB) for tag in range(9)), [])],
-        "expected to be told of 4194304 bytes at a time",
+        lambda: [
+            (REGION, [memfd(MIB)]),
+            (b"".join(told(100 + tag, MIB) for tag in range(TOLD_MAX + 5)), []),
+        ],
+        f"expected to be told of {MAX_UNREAD_BYTES} bytes at a time",
     ),
     "nothing": (
         lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],
