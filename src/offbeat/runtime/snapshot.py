@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -110,13 +109,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _zeros(size_bytes: int, device: torch.device) -> Tensor:
-    """Return zeroed memory; of numpy's on the CPU, which asks for large pages: they are touched sooner."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(size_bytes, np.uint8))
-    return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-
-
 def _kinds(values: Sequence[Tensor]) -> list[tuple[object, ...]]:
     return [(value.shape, value.stride(), value.dtype, value.device) for value in values]
 
@@ -175,7 +167,9 @@ class Snapshot:
         self.places, sizes = _lay_out(values)
         self.room = next(_rooms)
         self.blocks = {
-            device: _zeros(-(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, device)
+            device: torch.zeros(
+                -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, dtype=torch.uint8, device=device
+            )
             for device, size_bytes in sizes.items()
         }
         if self.shared:
