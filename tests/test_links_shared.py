@@ -39,14 +39,14 @@ from offbeat.runtime.framing import (
     place_of,
 )
 from offbeat.runtime.handshake import Acceptor
-from offbeat.runtime.shared import MAX_REGIONS, MAX_UNREAD_BYTES, MIN_SHARED_BYTES, Borrowed, Regions
+from offbeat.runtime.shared import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Regions
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
 pytestmark = pytest.mark.skipif(not shared.HAS_SHARED, reason="memory is shared on Linux only")
 
 F_SEALED = shared._SEALS
-TOLD_MAX = MAX_UNREAD_BYTES // MIB  # frames of 1 MiB that are not read
+TOLD_MAX = 16  # frames of 1 MiB that are not read
 
 
 def filled(at: Node, size: int, seed: int = 0) -> memoryview:
@@ -298,7 +298,7 @@ def test_what_was_told_of_is_read_until_the_peer_says_that_it_has_though_it_is_f
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    memory = filled(a, 2 * MAX_UNREAD_BYTES)
+    memory = filled(a, 2 * TOLD_MAX * MIB)
     done = threading.Event()
     a.links.put("b", 1, memory[: 2 * MIB], done=done.set)
     a.links.put("b", 2, memory, done=done.set)
@@ -366,7 +366,7 @@ def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callab
     a = node("a")
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    memory, urgent = filled(a, 2 * MAX_UNREAD_BYTES), filled(a, MIB)
+    memory, urgent = filled(a, 2 * TOLD_MAX * MIB), filled(a, MIB)
     a.links.put("b", 1, memory, priority=5)
     kinds = [b.frame().kind for _ in range(1 + TOLD_MAX)]
     assert kinds == [Kind.REGION, *[Kind.SHARED] * TOLD_MAX]
@@ -382,11 +382,10 @@ def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Call
     a = node("a", beat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.put("b", 1, filled(a, 2 * MAX_UNREAD_BYTES))
+    a.links.put("b", 1, filled(a, 2 * TOLD_MAX * MIB))
     seen = Counter()
-    while (
-        sum(seen.values()) - seen[Kind.BEAT] < 1 + TOLD_MAX
-    ):  # what is in the way of all else that it has to say
+    # What is in the way of all else that it has to say:
+    while sum(seen.values()) - seen[Kind.BEAT] < 1 + TOLD_MAX:
         seen[b.frame().kind] += 1
     assert seen[Kind.REGION] == 1
     assert [b.frame().kind for _ in range(2)] == [Kind.BEAT, Kind.BEAT]
@@ -484,7 +483,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
             (REGION, [memfd(MIB)]),
             (b"".join(told(100 + tag, MIB) for tag in range(TOLD_MAX + 5)), []),
         ],
-        f"expected to be told of {MAX_UNREAD_BYTES} bytes at a time",
+        "expected to be told of 16777216 bytes at a time",
     ),
     "nothing": (
         lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torch import nn
-
 from offbeat.errors import OffbeatError
 from offbeat.runtime.layer_rounds import LayerRounds, Round
 from offbeat.runtime.partial_step import PartialSteps
@@ -39,6 +37,7 @@ class DeferredStep:
         self, steps: PartialSteps, rounds: LayerRounds, round_: Round, is_held: Sequence[bool]
     ) -> None:
         self._steps, self._rounds, self._is_held = steps, rounds, is_held
+        self._parameters = rounds.parameters
         self.round = round_
         round_.settings = steps.settings()
         # By parameter, how often it had been changed now, or when it was stepped:
@@ -48,10 +47,6 @@ class DeferredStep:
         self._failure: Exception | None = None  # of the thread
         self._taking = threading.Lock()
         self.is_ahead = False
-
-    @property
-    def _parameters(self) -> Sequence[nn.Parameter]:
-        return self._rounds.parameters
 
     def is_reached(self, index: int) -> bool:
         """Whether the loop has been here with a bucket (`reach`)."""

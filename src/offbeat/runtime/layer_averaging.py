@@ -252,7 +252,7 @@ class LayerAverager:
 
     def _begin_round(self, weight: float) -> None:
         """Begins the next round; the one before is there, if no step was put off with it."""
-        if self._round is not None and not self._is_put_off(self._round):
+        if not self._is_put_off(self._round):
             self._look(self._round)
         self._round = Round(self._rounds, weight / self._workers)
 
@@ -437,14 +437,14 @@ class LayerAverager:
             )
         )
 
-    def _is_put_off(self, round_: Round) -> bool:
+    def _is_put_off(self, round_: Round | None) -> bool:
         """Whether the step with a round is yet to be taken with some parameters."""
         return self._deferred is not None and self._deferred.round is round_
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
         self._rounds_since_step = 0
-        if self._round is not None and self._is_put_off(self._round):
+        if self._is_put_off(self._round):
             for parameter, promised, is_held in zip(
                 self._parameters, self._promised, self._held, strict=True
             ):
