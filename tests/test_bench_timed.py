@@ -1,5 +1,7 @@
 """Promises of timed compute: what is measured, what a timed model keeps of the model it stands for."""
 
+import copy
+import pickle
 import time
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offbeat.bench.timed import LayerTimes, ModelTimes, Stretch, TimedModel, Waiter, time_layers
+from offbeat.bench.timed import LayerTimes, ModelTimes, Stretch, TimedLayer, TimedModel, Waiter, time_layers
 from offbeat.models import build
 
 
@@ -246,6 +248,21 @@ def test_gradients_are_drawn_from_the_seed_once_and_cost_no_copy():
     timed.zero_grad()
     F.cross_entropy(timed(inputs), labels).backward()
     assert [p.grad.data_ptr() for p in timed.parameters() if p.requires_grad] == places
+
+
+def test_a_copy_has_the_gradients_in_common_and_one_in_another_process_none():
+    """A real model has none, and what copying costs is measured with this one."""
+    inputs, labels = batch()
+    timed = twin(Branched())
+    copied = copy.deepcopy(timed)
+    for model in (timed, copied):
+        F.cross_entropy(model(inputs), labels).backward()
+    places = [[p.grad.data_ptr() for p in model.parameters() if p.requires_grad] for model in (timed, copied)]
+    assert places[0] == places[1]
+    assert copied.head.weight.data_ptr() != timed.head.weight.data_ptr()
+    read = pickle.loads(pickle.dumps(timed))
+    assert torch.equal(read.head.weight, timed.head.weight)
+    assert not any(module._drawn for module in read.modules() if isinstance(module, TimedLayer))
 
 
 def test_the_times_of_another_model_are_refused_by_layer():

@@ -112,6 +112,25 @@ def test_what_changes_from_epoch_to_epoch_is_as_it_was():
     assert snapshot.room != first_room
 
 
+def test_what_was_empty_is_the_copys_own_and_what_was_one_stays_one():
+    model = nn.Linear(2, 2)
+    model.seen, model.known = {}, {}
+    model.also_seen = model.seen
+    snapshot = Snapshot(shared=False)
+    snapshot.take(model)
+    model.register_forward_hook(lambda *_: pytest.fail("a hook that came later"))
+    model.seen["later"] = 1
+    copied = snapshot.model()
+    copied(torch.zeros(1, 2))
+    copied.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the copy's"))
+    copied.seen["here"] = copied.known["here"] = 2
+    assert copied.seen is copied.also_seen
+    assert copied.seen is not copied.known
+    assert (model.seen, model.known) == ({"later": 1}, {})
+    assert snapshot.model().seen == {}
+    snapshot.model()(torch.zeros(1, 2))
+
+
 def test_threads_have_modules_of_their_own_and_values_in_common():
     model = Odd()
     snapshot = Snapshot(shared=False)

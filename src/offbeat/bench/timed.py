@@ -305,14 +305,14 @@ class TimedLayer(nn.Module):
     def __init__(self, times: LayerTimes, waiter: Waiter) -> None:
         super().__init__()
         self.times, self._waiter = times, waiter
-        self._drawn: list[Tensor] = []
+        self._drawn = _Drawn()
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw the gradients of the parameters that were registered."""
-        self._drawn = [
+        self._drawn = _Drawn(
             torch.empty_like(parameter, requires_grad=False).normal_(0.0, _DRAWN_STD, generator=generator)
             for parameter in self._trained()
-        ]
+        )
 
     def forward(self, passed: Tensor) -> Tensor:
         """Wait for the layer's forward time."""
@@ -330,6 +330,19 @@ class TimedLayer(nn.Module):
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters(recurse=False) if parameter.requires_grad]
+
+
+class _Drawn(list[Tensor]):
+    """Gradients that nobody writes to: copies of a model have them in common, as a real model has none.
+
+    Whoever gets a copy in another process evaluates it, and gets none.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Drawn:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Drawn], tuple[()]]:
+        return _Drawn, ()
 
 
 class _Wait(torch.autograd.Function):

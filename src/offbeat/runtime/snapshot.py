@@ -12,6 +12,7 @@ import hashlib
 import io
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -25,6 +26,7 @@ from offbeat.errors import OffbeatError
 
 Blocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
+_DICTS: Final = (dict, OrderedDict)
 _WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _rooms = itertools.count()
 _read = threading.local()  # the tensors of the snapshot that a process of its own is about to read
@@ -243,8 +245,11 @@ def _copied(model: nn.Module, values: Sequence[Tensor], instead: Sequence[Tensor
     """Return a copy of a model with `instead` in the place of `values`, set to evaluate."""
     memo: dict[int, Any] = {id(value): tensor for value, tensor in zip(values, instead, strict=True)}
     for module in model.modules():
-        for noted in vars(module).values():  # a result of the last forward pass, which torch does not copy
-            if isinstance(noted, Tensor) and not noted.is_leaf:
+        for noted in vars(module).values():
+            if type(noted) in _DICTS and not noted:  # hooks mostly, a dozen a module: half of the time
+                memo[id(noted)] = type(noted)()
+            elif isinstance(noted, Tensor) and not noted.is_leaf:
+                # A result of the last forward pass, which torch does not copy.
                 memo[id(noted)] = noted.detach().clone()
     copied: nn.Module = copy.deepcopy(model, memo)
     return copied.eval()
