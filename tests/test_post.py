@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -374,6 +375,45 @@ def test_a_node_is_told_of_little_that_has_not_gone_out(pair):
     assert told_of < 12  # 8 MiB, what a connection holds, and the first that was small
 
 
+class Slow(Writer):
+    """Takes a millisecond over each message, and answers the first; does not end before that has come."""
+
+    def __init__(self, make: Callable[..., Node], name: str, asks: Writer) -> None:
+        super().__init__(make, name)
+        self._asks = asks
+
+    def _note(self, peer: str, message: Any) -> None:
+        until_s = monotonic() + 1e-3
+        while monotonic() < until_s:
+            pass
+        if message == small(0):
+            self.post.send(peer, small(1000))
+        elif message == small(9):
+            self._asks.wait_for(self.name, 1)
+        super()._note(peer, message)
+
+
+def test_what_comes_of_the_first_messages_goes_out_before_the_last_is_handed_on(node):
+    a = Writer(node, "server-0")
+    b = Slow(node, "server-1", asks=a)
+    a.knows("server-1", *b.links.addresses)
+    messages = [small(number) for number in range(10)]
+    a.write("server-1", *messages)
+    same(b.wait_for("server-0", 10), messages)
+    same(a.came["server-1"], [small(1000)])
+
+
+def test_who_sends_what_is_refused_later_is_lost_and_no_other_message_is(node):
+    b = Slow(node, "server-1", asks=Writer(node, "server-0"))
+    evil: Node = node("client-666")
+    evil.links.introduce("server-1", b.links.addresses)
+    evil.links.send("server-1", letter(body(small(1), small(2), REFUSED, small(3), REFUSED)))
+    evil.links.send("server-1", letter(body(small(4)), number=1))
+    assert "client-666 broke the protocol: expected anything but that" in str(b.lost("client-666"))
+    assert evil.loss().peer == "server-1"
+    same(b.wait_for("client-666", 3)[:3], [small(number) for number in range(1, 4)])
+
+
 def test_what_has_come_is_not_kept_for_long_though_nothing_is_said_in_return(pair):
     a, b = pair
     a.write("server-1", *[small(number) for number in range(1000)])
@@ -452,6 +492,14 @@ def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance
         same(other.wait_for(one.name, len(sent[one])), sent[one])
 
 
+@pytest.fixture(params=["all that has come is handed on", "each message is"])
+def put_off(request, monkeypatch):
+    """What is handed on in one go; the rest is put off, and a connection may break meanwhile."""
+    if request.param == "each message is":
+        monkeypatch.setattr("offbeat.runtime.post._STRETCH_S", 0.0)
+
+
+@pytest.mark.usefixtures("put_off")
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_and_in_order(
@@ -467,6 +515,7 @@ def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_
     assert all(one.peer == "client-5" for one in server.losses)
 
 
+@pytest.mark.usefixtures("put_off")
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_breaks_between_two_servers_every_message_comes_once_and_in_order(

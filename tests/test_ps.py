@@ -19,6 +19,7 @@ from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adagrad, Assign
 from offbeat.policies.parcels import Pull, Pulled
+from offbeat.runtime.shared import HAS_SHARED
 from runlogs import wait_until
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
@@ -135,6 +136,24 @@ def test_small_pushes_of_neighbours_go_together_and_each_is_done(ps, name):
     expected[0] += 1
     assert np.array_equal(w.pull().result(), expected)
     assert ps._node.endpoint.frames_received - sent < len(ranges) / 2
+
+
+@pytest.mark.skipif(not HAS_SHARED, reason="memory is not shared on this system")
+def test_pushes_made_one_are_put_together_where_a_server_on_this_host_reads_them(name):
+    with offbeat.PS.local(servers=1) as own:
+        w = own.namespace(name, keys=150_000)
+        w.push([1.0]).result()  # they know that they are neighbours
+        for count in range(1, 4):  # in the same memory, the next times
+            parts = [np.full(50_000, 10.0**count, np.float32)] * 3
+            pushes = own._requests.in_order(
+                lambda parts=parts: [w.push(part, first=50_000 * i) for i, part in enumerate(parts)]
+            )
+            assert [one.result() for one in pushes] == [None] * 3
+        expected = np.full(150_000, 1110.0, np.float32)
+        expected[0] += 1
+        assert np.array_equal(w.pull().result(), expected)
+        staging = own._node.post._staging
+        assert own._requests.in_order(lambda: (staging._free, staging._lent)) == ([], {})
 
 
 def test_a_pull_comes_behind_the_pushes_before_it(ps, name):

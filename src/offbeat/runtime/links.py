@@ -314,6 +314,12 @@ class Endpoint:
                     self.name, f"a callback has kept the links of {self.name} busy for {HAND_OVER_S:g} s"
                 )
 
+    def accuse(self, peer: str, error: ProtocolError) -> None:
+        """Lose a peer for what it has sent, as where a callback raises the error; in the I/O thread."""
+        accused = self._peer(peer)
+        if accused.link is not None:
+            self._lose(accused, f"{peer} broke the protocol: {error}")
+
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the I/O thread soon, after what was asked for before."""
         self._loop.call(function, *args)

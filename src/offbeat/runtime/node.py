@@ -13,6 +13,7 @@ from typing import Any, Final
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import (
@@ -34,12 +35,14 @@ from offbeat.events import (
 from offbeat.policies.manager import view_of
 from offbeat.policies.parcels import View
 from offbeat.runtime import addresses as places
+from offbeat.runtime.buffers import Buffer
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
 from offbeat.runtime.post import Place, Post, Show, never, nowhere
+from offbeat.runtime.staging import MIN_STAGED_BYTES
 
 _SILENT_S: Final = 3.0  # a connection on which nothing came for so long is made anew
 _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
@@ -165,6 +168,16 @@ class Node:
     def send(self, to: str, message: Any) -> None:
         """Send a message to a server or a client, as its namespace's filters make it."""
         self.post.send(to, self.filtering.encoded(to, message))
+
+    def allocate(self, size_bytes: int) -> Buffer:
+        """Return memory for what is sent: if it is large, nodes on this host read it where it lies."""
+        if size_bytes < MIN_STAGED_BYTES:
+            return np.empty(size_bytes, np.uint8)
+        return np.frombuffer(self.endpoint.allocate(size_bytes), np.uint8)
+
+    def is_read(self, buffer: Buffer) -> bool:
+        """Whether a node on this host may still read memory of `allocate`."""
+        return self.endpoint.is_read(buffer.data)
 
     def close(self) -> None:
         """Leave in order."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from time import monotonic
 from typing import Annotated, Any, Final
 
@@ -38,6 +39,7 @@ _LATE_BYTES: Final = 512 * 1024
 # Beside letters that went out: a letter overtakes what travels beside those before it, and a receiver that is
 # told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
 _BESIDE_BYTES_MAX: Final = 8 * 1024 * 1024
+_STRETCH_S: Final = 300e-6  # for which messages are handed on before what comes of them goes out
 _NEVER_S: Final = float("inf")  # links lose nothing but with a connection
 
 
@@ -86,6 +88,8 @@ class _Correspondent:
     beside: dict[int, int] = field(default_factory=dict)  # bytes by tag, of what is still to go out
     beside_bytes: int = 0
     coming: deque[_Coming] = field(default_factory=deque)
+    due: deque[Any] = field(default_factory=deque)  # messages that have come and are to be handed on
+    is_put_off: bool = False
     connection: int = 0
     received: int = 0
     untold: int = 0
@@ -309,14 +313,14 @@ class Post:
         """The one array beside a letter, or some of it, lies in the sender's memory, and is there for now."""
         coming.missing_bytes -= len(source)
         is_first = bool(one.coming) and one.coming[0] is coming
-        is_next = is_first and len(source) == array.nbytes  # so it is handed on right here
+        is_next = is_first and not one.due and len(source) == array.nbytes  # so it is handed on right here
         if is_next:
             view = np.frombuffer(source, array.dtype).reshape(array.shape)
             view.flags.writeable = False
         if not (is_next and self._show(peer, coming.messages[-1], array, view)):
             memoryview(array).cast("B")[offset : offset + len(source)] = source  # type: ignore[arg-type]
         if not coming.missing_bytes:
-            self._hand_on(peer, one)
+            self._hand_on(peer, one, at_once=is_next)
 
     def _expect(
         self, peer: str, tag: int, into: memoryview, came: OnData, shown: OnShared | None = None
@@ -326,28 +330,50 @@ class Post:
         except ValueError as error:  # of its peers' tags a node knows only what they say
             raise ProtocolError(str(error)) from None
 
-    def _hand_on(self, peer: str, one: _Correspondent) -> None:
-        """Hand on what has come, in order; one message that is refused is not the fault of the others."""
-        refused: ProtocolError | None = None
-        while one.coming and not one.coming[0].missing_bytes and self._known.get(peer) is one:
+    def _hand_on(self, peer: str, one: _Correspondent, *, at_once: bool = False) -> None:
+        """Hand on what has come, in order; one message that is refused is not the fault of the others.
+
+        Where that takes long, the rest is put off until what came of the first messages has gone out, so that
+        the other node has work meanwhile; but not if all are to be handed on at once.
+        """
+        while one.coming and not one.coming[0].missing_bytes:
             coming = one.coming.popleft()
             packet = Packet(number=coming.number, received=0, message=coming.messages)
             due, answers = one.channel.hear(packet, monotonic())
             one.received = answers[0].received
             one.untold += 1
             one.untold_bytes += coming.size_bytes
-            for messages in due:
-                for message in messages:
-                    try:
-                        self._on_message(peer, message)
-                    except ProtocolError as error:
-                        refused = refused or error
+            one.due.extend(chain.from_iterable(due))
+        refused: ProtocolError | None = None
+        limit_s = monotonic() + _STRETCH_S
+        while one.due and self._known.get(peer) is one:
+            try:
+                self._on_message(peer, one.due.popleft())
+            except ProtocolError as error:
+                refused = refused or error
+            if one.due and not at_once and monotonic() >= limit_s:
+                self._put_off(peer, one)
+                break
         if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
             self._write_soon(peer)
         if one.untold_bytes >= _LATE_BYTES and one.outgoing:
             self._write_all()
         if refused is not None:
             raise refused
+
+    def _put_off(self, peer: str, one: _Correspondent) -> None:
+        """Let go out what there is, and then hand on the rest."""
+        self._write_all()
+        if not one.is_put_off:
+            one.is_put_off = True
+            self._endpoint.call(self._go_on, peer, one)
+
+    def _go_on(self, peer: str, one: _Correspondent) -> None:
+        one.is_put_off = False
+        try:
+            self._hand_on(peer, one)
+        except ProtocolError as error:
+            self._endpoint.accuse(peer, error)
 
 
 def _taken(messages: deque[Any]) -> Iterator[Any]:

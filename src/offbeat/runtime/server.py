@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 import msgspec
-import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
@@ -26,10 +25,9 @@ from offbeat.policies.manager import server_of
 from offbeat.policies.parcels import Copy, Filled, Pull, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refused
-from offbeat.runtime.buffers import Buffer, Buffers
+from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array, Encoded
-from offbeat.runtime.staging import MIN_STAGED_BYTES
 from offbeat.runtime.starting import say
 
 _LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
@@ -90,7 +88,8 @@ class Server:
         functions = {path: load(path) for path in configuration.functions}
         server = configuration.server
         self.server = 1000 + secrets.randbelow(2**31) if server is None else server
-        self._core = ServerNode(self.server, Tables(functions, Buffers(self._allocate, self._is_read)))
+        buffers = Buffers(lambda size: self._node.allocate(size), lambda buffer: self._node.is_read(buffer))
+        self._core = ServerNode(self.server, Tables(functions, buffers))
         self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
         self._changed = threading.Condition()
         self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
@@ -199,15 +198,6 @@ class Server:
             return False
         message.content = Entries(content.first, shown, content.keys, content.terms)
         return True
-
-    def _allocate(self, size: int) -> Buffer:
-        """Memory for what is read: a client on this host copies it from there."""
-        if size < MIN_STAGED_BYTES:
-            return np.empty(size, np.uint8)
-        return np.frombuffer(self._node.endpoint.allocate(size), np.uint8)
-
-    def _is_read(self, buffer: Buffer) -> bool:
-        return self._node.endpoint.is_read(buffer.data)
 
     def _take_up(self, said: Sequence[Send]) -> None:
         for to, message in said:
