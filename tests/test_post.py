@@ -492,22 +492,23 @@ def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance
         same(other.wait_for(one.name, len(sent[one])), sent[one])
 
 
-@pytest.fixture(params=["all that has come is handed on", "each message is"])
-def put_off(request, monkeypatch):
-    """What is handed on in one go; the rest is put off, and a connection may break meanwhile."""
-    if request.param == "each message is":
-        monkeypatch.setattr("offbeat.runtime.post._STRETCH_S", 0.0)
+def put_off(writers: list[Writer], stretch_s: float | None) -> None:
+    """Each message is handed on in a turn of its own, where that is 0; a connection may break meanwhile."""
+    for one in writers:
+        if stretch_s is not None:
+            one.post._stretch_s = stretch_s
 
 
-@pytest.mark.usefixtures("put_off")
+@pytest.mark.parametrize("stretch_s", [None, 0.0])
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_and_in_order(
-    seed, seen_by, proxy, node
+    seed, seen_by, stretch_s, proxy, node
 ):
     """The client alone connects anew: the server does not know where it is."""
     chance = random.Random(seed)
     client, server = Writer(node, "client-5", **QUICK), Writer(node, "server-0", redials=False, **QUICK)
+    put_off([client, server], stretch_s)
     between = proxy(server.links.addresses[0], some_cuts(chance, seen_by))
     client.knows("server-0", between.address)
     exchange_in_spite_of_cuts(client, server, [between], chance)
@@ -515,15 +516,16 @@ def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_
     assert all(one.peer == "client-5" for one in server.losses)
 
 
-@pytest.mark.usefixtures("put_off")
+@pytest.mark.parametrize("stretch_s", [None, 0.0])
 @pytest.mark.parametrize("seen_by", CUTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whatever_breaks_between_two_servers_every_message_comes_once_and_in_order(
-    seed, seen_by, proxy, node
+    seed, seen_by, stretch_s, proxy, node
 ):
     """Both connect anew, often at the same time."""
     chance = random.Random(seed)
     a, b = (Writer(node, f"server-{number}", **QUICK) for number in (0, 1))
+    put_off([a, b], stretch_s)
     proxies = []
     for one, other in ((a, b), (b, a)):
         proxies.append(proxy(other.links.addresses[0], some_cuts(chance, seen_by)[: RESTARTS // 2]))

@@ -145,6 +145,7 @@ class Post:
         self._is_about_to_write = False
         self._staging = Staging(endpoint)
         self._tag = 0
+        self._stretch_s = _STRETCH_S
 
     def send(self, to: str, message: Any) -> None:
         """Send a message, with others of this turn."""
@@ -345,7 +346,7 @@ class Post:
             one.untold_bytes += coming.size_bytes
             one.due.extend(chain.from_iterable(due))
         refused: ProtocolError | None = None
-        limit_s = monotonic() + _STRETCH_S
+        limit_s = monotonic() + self._stretch_s
         while one.due and self._known.get(peer) is one:
             try:
                 self._on_message(peer, one.due.popleft())
