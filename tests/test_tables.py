@@ -332,3 +332,82 @@ def test_no_memory_is_taken_for_more_values_than_a_message_may_have(keys, width)
 def test_a_table_that_cannot_be_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         ArrayTable(update=Sum(), **arguments)
+
+
+class CountsCalls(Sum):
+    """An update that says of how many rows each of its calls was."""
+
+    def __init__(self):
+        object.__setattr__(self, "calls", [])
+
+    def apply(self, values, states, pushed):
+        self.calls.append(len(values))
+        super().apply(values, states, pushed)
+
+
+def test_small_blocks_that_are_pushed_together_are_updated_together():
+    update = CountsCalls()
+    table = ArrayTable(100, 10, update)
+    for _ in range(2):
+        table.apply(15, 75, Entries(15, np.ones(60, np.float32)))
+    table.apply(0, 100, Entries(0, np.ones(100, np.float32)))
+    table.drop(30, 40)
+    table.apply(20, 50, Entries(20, np.ones(30, np.float32)))
+    assert update.calls == [60, 60, 100, 30]
+    assert table.read(0, 100, None).values.tolist() == [1] * 15 + [3] * 5 + [4] * 10 + [1] * 10 + [4] * 10 + [
+        3
+    ] * 25 + [1] * 25
+
+
+def test_blocks_lie_together_up_to_a_mebibyte_of_values():
+    update = CountsCalls()
+    keys, block_keys = 2**20, 2**16  # of 256 KiB
+    table = ArrayTable(keys, block_keys, update)
+    table.apply(0, keys, Entries(0, np.ones(keys, np.float32)))
+    assert update.calls == [2**18] * 4
+    large = ArrayTable(keys, keys // 2, CountsCalls())
+    large.apply(0, keys, Entries(0, np.ones(keys, np.float32)))
+    assert large.size_bytes == table.size_bytes == 4 * keys
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_block_comes_and_goes_alone_whatever_it_lies_together_with(data):
+    block_keys, update = data.draw(st.integers(1, 20)), SGD(0.1, 0.9)
+    table, other = (ArrayTable(KEYS, block_keys, update) for _ in range(2))
+    other.apply(0, KEYS, Entries(0, np.arange(KEYS, dtype=np.float32)))
+    expected = {name: np.zeros(KEYS, np.float32) for name in ("values", "momentum")}
+    there: set[int] = set()
+    for _ in range(data.draw(st.integers(1, 12))):
+        first = data.draw(st.integers(0, KEYS - 1))
+        number = first // block_keys
+        begin, end = number * block_keys, min((number + 1) * block_keys, KEYS)
+        match data.draw(st.sampled_from(["apply", "apply", "drop", "copy in", "copy nothing in"])):
+            case "apply":
+                last = data.draw(st.integers(first + 1, KEYS))
+                rows = np.random.default_rng(last).normal(size=last - first).astype(np.float32)
+                table.apply(first, last, Entries(first, rows))
+                states = {"momentum": expected["momentum"][first:last]}
+                update.apply(expected["values"][first:last], states, rows)
+                there.update(range(number, (last - 1) // block_keys + 1))
+            case "copy in":
+                block = other.copy_out(begin, end)
+                table.copy_in(begin, end, block)
+                for name, rows in expected.items():
+                    rows[begin:end] = block[name]
+                there.add(number)
+            case how:
+                table.drop(begin, end) if how == "drop" else table.copy_in(begin, end, None)
+                for rows in expected.values():
+                    rows[begin:end] = 0
+                there.discard(number)
+    held = 0
+    for number in range((KEYS - 1) // block_keys + 1):
+        begin, end = number * block_keys, min((number + 1) * block_keys, KEYS)
+        block = table.copy_out(begin, end)
+        assert (block is not None) == (number in there)
+        for name, rows in (block or {}).items():
+            assert np.array_equal(rows, expected[name][begin:end]), name
+            held += rows.nbytes
+    assert table.size_bytes == held
+    assert np.array_equal(table.read(0, KEYS, None).values, expected["values"])

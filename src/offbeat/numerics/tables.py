@@ -21,6 +21,8 @@ Aggregate: TypeAlias = Literal["sum", "mean", "each"]
 
 _READ_BYTES_MAX = 2**31  # in one message
 DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
+# Of values of blocks that lie together: with more, a call of the update costs nothing beside its work.
+_TOGETHER_BYTES_MAX = 1024 * 1024
 
 
 class ArrayTable:
@@ -28,7 +30,8 @@ class ArrayTable:
 
     A key that was never pushed is zero, and so is what is kept besides it. Blocks come into being when
     something is pushed to them. One with up to 2**20 keys has an array of all of them; a larger one keeps the
-    keys that were pushed, in order, and takes time for all of them when there is a new one.
+    keys that were pushed, in order, and takes time for all of them when there is a new one. Small blocks that
+    are pushed together come to lie together, up to 1 MiB of values, until one of them goes.
 
     Args:
         keys: of the namespace: 0 to `keys` - 1.
@@ -69,7 +72,7 @@ class ArrayTable:
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
         self._aggregate, self._may_fail = aggregate, may_fail
-        self._blocks: dict[int, _Block] = {}
+        self._stretches: dict[int, _Stretch] = {}  # by block
         self._empty = empty
 
     @property
@@ -80,7 +83,8 @@ class ArrayTable:
     @property
     def size_bytes(self) -> int:
         """What the values, and what is kept besides them, take."""
-        return sum(array.nbytes for block in self._blocks.values() for array in block.arrays.values())
+        stretches = set(self._stretches.values())
+        return sum(array.nbytes for stretch in stretches for array in stretch.arrays.values())
 
     def check(self, content: Entries, first: int, last: int) -> None:
         """See whether something can be pushed to keys `first` to `last` - 1.
@@ -117,13 +121,13 @@ class ArrayTable:
             return
         if not self._may_fail:
             return
-        for number, part in self._by_block(content):
+        for number, part in self._parts(content):
             if not len(part):
                 continue
             rows = {name: np.zeros_like(part.values) for name in ("values", *self._update.states)}
-            if (block := self._blocks.get(number)) is not None:
+            if (stretch := self._stretches.get(number)) is not None:
                 for name, row in rows.items():
-                    block.read_into(Entries(part.first, row, part.keys), name)
+                    stretch.read_into(Entries(part.first, row, part.keys), name)
             pushed = part.values.view()
             pushed.flags.writeable = False  # replicas get it, too
             try:
@@ -137,22 +141,56 @@ class ArrayTable:
             self._apply_neighbours(content.first, content.values)
             return
         update = self._update if content.terms is None else self._update_for(content.terms)
-        for number, part in self._by_block(content):
+        for number, part in self._parts(content):
             if not len(part):
                 continue
-            block = self._block(number)
+            stretch = self._stretch(number)
             if content.replaces:
-                block.replace(part)
+                stretch.replace(part)
             else:
-                block.apply(update, part)
+                stretch.apply(update, part)
 
     def _apply_neighbours(self, first: int, rows: Rows) -> None:
         """Take rows of neighbouring keys without terms: nearly always, and often few of many blocks."""
-        size, begin, last = self._block_keys, first, first + len(rows)
-        for number in range(first // size, (last - 1) // size + 1 if len(rows) else 0):
-            end = min(last, (number + 1) * size)
-            self._block(number).apply_neighbours(self._update, begin, rows[begin - first : end - first])
+        begin, last = first, first + len(rows)
+        while begin < last:
+            stretch = self._stretch(begin // self._block_keys)
+            if stretch.last < last:
+                stretch = self._put_together(stretch, last)
+            end = min(last, stretch.last)
+            stretch.apply_neighbours(self._update, begin, rows[begin - first : end - first])
             begin = end
+
+    def _put_together(self, stretch: _Stretch, last: int) -> _Stretch:
+        """Let blocks lie together that are pushed together, from those of a stretch on; return their stretch.
+
+        Args:
+            last: the last key that is pushed, + 1.
+        """
+        row_bytes = self._dtype.itemsize * math.prod(self._shape)
+        found, end = [stretch], stretch.last
+        while end < last and not stretch.is_sparse:
+            following = self._stretch(end // self._block_keys)
+            if (following.last - stretch.first) * row_bytes > _TOGETHER_BYTES_MAX:
+                break
+            found.append(following)
+            end = following.last
+        if len(found) == 1:
+            return stretch
+        arrays = {name: np.concatenate([one.arrays[name] for one in found]) for name in stretch.arrays}
+        together = _Stretch(stretch.first, end, arrays)
+        self._stretches.update(dict.fromkeys(self._blocks_of(together), together))
+        return together
+
+    def _take_out(self, number: int) -> None:
+        """Forget a block; those with which it lies together get memory of their own."""
+        stretch = self._stretches.pop(number, None)
+        if stretch is not None:
+            for other in self._blocks_of(stretch):
+                if other != number:
+                    first, last = self._range_of(other)
+                    own = {name: rows.copy() for name, rows in stretch.rows_of(first, last).items()}
+                    self._stretches[other] = _Stretch(first, last, own)
 
     def read(self, first: int, last: int, keys: Keys | None, states: bool = False) -> Entries:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
@@ -180,12 +218,12 @@ class ArrayTable:
 
     def _read(self, first: int, count: int, keys: Keys | None, name: str) -> Entries:
         wanted = Entries(first, self._empty((count, *self._shape), self._dtype), keys)
-        for number, part in self._by_block(wanted):
-            block = self._blocks.get(number)
-            if block is None:
+        for number, part in self._parts(wanted):
+            stretch = self._stretches.get(number)
+            if stretch is None:
                 part.values[...] = 0
             else:
-                block.read_into(part, name)
+                stretch.read_into(part, name)
         return wanted
 
     def cut(self, content: Entries, first: int, last: int) -> Entries:
@@ -229,7 +267,7 @@ class ArrayTable:
         count = last - first if keys is None else len(keys)
         names = ("values", *self._update.states)
         rows = {name: self._read(first, count, keys, name).values for name in names}
-        scratch = _Block(first, rows, keys)
+        scratch = _Stretch(first, last, rows, keys)
         for one in contents:
             terms = one.terms or PLAIN
             scratch.apply(self._update_for(terms), Entries(one.first, one.values / terms.weight, one.keys))
@@ -237,19 +275,19 @@ class ArrayTable:
 
     def copy_out(self, first: int, last: int) -> Contents | None:
         """Return all that is kept of the block of keys `first` to `last` - 1; None where that is nothing."""
-        block = self._blocks.get(first // self._block_keys)
-        return None if block is None else block.copy_out()
+        stretch = self._stretches.get(first // self._block_keys)
+        return None if stretch is None else stretch.copy_out(first, last)
 
     def copy_in(self, first: int, last: int, content: Contents | None) -> None:
         """Replace all that is kept of the block of keys `first` to `last` - 1."""
         number = first // self._block_keys
-        self._blocks.pop(number, None)
+        self._take_out(number)
         if content is not None:
-            self._block(number).copy_in(content)
+            self._stretch(number).copy_in(content)
 
     def drop(self, first: int, last: int) -> None:
         """Forget the block of keys `first` to `last` - 1."""
-        self._blocks.pop(first // self._block_keys, None)
+        self._take_out(first // self._block_keys)
 
     def _update_for(self, terms: Terms) -> Update:
         """The update with the settings of a push.
@@ -263,36 +301,46 @@ class ArrayTable:
             raise ValueError("expected no settings for a function of the user's own")
         return with_settings(self._update, terms.settings)
 
-    def _block(self, number: int) -> _Block:
-        """Return a block, made if need be."""
-        block = self._blocks.get(number)
-        if block is None:
-            block = self._blocks[number] = self._new_block(number)
-        return block
+    def _stretch(self, number: int) -> _Stretch:
+        """Return the stretch in which a block lies; the block is made if need be."""
+        stretch = self._stretches.get(number)
+        if stretch is None:
+            stretch = self._stretches[number] = self._new_stretch(number)
+        return stretch
 
-    def _new_block(self, number: int) -> _Block:
-        first = number * self._block_keys
-        count = min(self._block_keys, self._keys - first)
+    def _new_stretch(self, number: int) -> _Stretch:
+        first, last = self._range_of(number)
         names = ("values", *self._update.states)
-        is_sparse = count > DENSE_KEYS_MAX
-        rows = 0 if is_sparse else count
+        is_sparse = last - first > DENSE_KEYS_MAX
+        rows = 0 if is_sparse else last - first
         arrays = {name: np.zeros((rows, *self._shape), self._dtype) for name in names}
-        return _Block(first, arrays, np.zeros(0, np.int64) if is_sparse else None)
+        return _Stretch(first, last, arrays, np.zeros(0, np.int64) if is_sparse else None)
 
-    def _by_block(self, content: Entries) -> Iterator[tuple[int, Entries]]:
+    def _range_of(self, number: int) -> tuple[int, int]:
+        first = number * self._block_keys
+        return first, min(first + self._block_keys, self._keys)
+
+    def _blocks_of(self, stretch: _Stretch) -> range:
+        return range(stretch.first // self._block_keys, (stretch.last - 1) // self._block_keys + 1)
+
+    def _parts(self, content: Entries) -> Iterator[tuple[int, Entries]]:
+        """Yield what is for blocks that lie together, and the number of the first of them."""
         if content.keys is None:
-            first, last = content.first, content.first + len(content)
+            begin, last = content.first, content.first + len(content)
         elif len(content.keys):
-            first, last = int(content.keys[0]), int(content.keys[-1]) + 1
+            begin, last = int(content.keys[0]), int(content.keys[-1]) + 1
         else:
             return
         size = self._block_keys
-        begin, end = first // size, (last - 1) // size
-        if begin == end:
-            yield begin, content
+        if begin // size == (last - 1) // size:
+            yield begin // size, content
             return
-        for number in range(begin, end + 1):
-            yield number, content.cut(max(first, number * size), min(last, (number + 1) * size))
+        while begin < last:
+            number = begin // size
+            stretch = self._stretches.get(number)
+            end = min(last, (number + 1) * size if stretch is None else stretch.last)
+            yield number, content.cut(begin, end)
+            begin = end
 
 
 def check_weight(weight: float) -> None:
@@ -316,19 +364,32 @@ def check_states(update: Update, states: Mapping[str, Rows]) -> None:
         raise ValueError(f"expected states of {type(update).__name__} among {known}, got {min(unknown)}")
 
 
-class _Block:
-    """Some keys' rows, by name: "values", and what the update keeps besides them.
+class _Stretch:
+    """The rows of a block, or of neighbouring ones, by name: "values", and what the update keeps besides them.
 
     Args:
-        first: the first key that it may have.
+        first, last: the keys that it may have: `first` to `last` - 1.
         arrays: one row a key.
-        keys: whose they are, ascending; None where they are of all keys from `first` on.
+        keys: whose they are, ascending; None where they are of all keys.
+
+    Attributes:
+        first, last, arrays: as given.
     """
 
-    def __init__(self, first: int, arrays: dict[str, Rows], keys: Keys | None) -> None:
-        self._first = first
+    def __init__(self, first: int, last: int, arrays: dict[str, Rows], keys: Keys | None = None) -> None:
+        self.first, self.last = first, last
         self.arrays = arrays
         self._keys = keys
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it has some of the keys that it may have."""
+        return self._keys is not None
+
+    def rows_of(self, first: int, last: int) -> dict[str, Rows]:
+        """Return the rows of some keys, where it has all."""
+        begin, end = first - self.first, last - self.first
+        return {name: rows[begin:end] for name, rows in self.arrays.items()}
 
     def apply(self, update: Update, content: Entries) -> None:
         """Take what was pushed."""
@@ -348,7 +409,7 @@ class _Block:
         if self._keys is not None:
             self.apply(update, Entries(first, rows))
             return
-        begin = first - self._first
+        begin = first - self.first
         end = begin + len(rows)
         states = {name: self.arrays[name][begin:end] for name in update.states}
         update.apply(self.arrays["values"][begin:end], states, rows)
@@ -377,10 +438,11 @@ class _Block:
         else:
             wanted.values[...] = 0
 
-    def copy_out(self) -> Contents:
-        """Return all of it, as it is now."""
-        copied: Contents = {name: array.copy() for name, array in self.arrays.items()}
-        return copied if self._keys is None else copied | {"keys": self._keys}
+    def copy_out(self, first: int, last: int) -> Contents:
+        """Return all that there is of a block's keys, as it is now."""
+        if self._keys is None:
+            return {name: rows.copy() for name, rows in self.rows_of(first, last).items()}
+        return {name: rows.copy() for name, rows in self.arrays.items()} | {"keys": self._keys}
 
     def copy_in(self, content: Contents) -> None:
         """Take over what `copy_out` gave."""
@@ -392,8 +454,8 @@ class _Block:
         if self._keys is not None:
             return np.searchsorted(self._keys, content.listed())
         if content.keys is None:
-            return slice(content.first - self._first, content.first - self._first + len(content))
-        return content.keys - self._first
+            return slice(content.first - self.first, content.first - self.first + len(content))
+        return content.keys - self.first
 
     def _make_room(self, keys: Keys) -> None:
         assert self._keys is not None
