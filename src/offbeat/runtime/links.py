@@ -318,7 +318,7 @@ class Endpoint:
         """Lose a peer for what it has sent, as where a callback raises the error; in the I/O thread."""
         accused = self._peer(peer)
         if accused.link is not None:
-            self._lose(accused, f"{peer} broke the protocol: {error}")
+            self._lose_for(accused, error)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the I/O thread soon, after what was asked for before."""
@@ -410,7 +410,7 @@ class Endpoint:
         try:
             peer.inbox.post(tag, into, on_data, on_shared)
         except ProtocolError as error:
-            self._lose(peer, f"{name} broke the protocol: {error}")
+            self._lose_for(peer, error)
         else:
             self._resume(peer)
 
@@ -583,7 +583,7 @@ class Endpoint:
         except BlockingIOError:
             return
         except ProtocolError as error:
-            self._lose(peer, f"{peer.name} broke the protocol: {error}")
+            self._lose_for(peer, error)
             return
         except OSError as error:
             self._lose(peer, f"{peer.name} {_cause(error)}")
@@ -609,7 +609,7 @@ class Endpoint:
                 if link.borrowed.read:
                     self._answer(peer, link.borrowed)
         except ProtocolError as error:
-            self._lose(peer, f"{peer.name} broke the protocol: {error}")
+            self._lose_for(peer, error)
         if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
             link.paused = True
             self._watch(peer, link)
@@ -676,6 +676,10 @@ class Endpoint:
                 peer.outbox.add(Outgoing(Kind.BEAT, (0, 0, next(self._order)), _NOTHING))
                 self._schedule(peer)
             link.spoke = False
+
+    def _lose_for(self, peer: Peer, error: ProtocolError) -> None:
+        """The peer has said what nobody says."""
+        self._lose(peer, f"{peer.name} broke the protocol: {error}")
 
     def _lose(self, peer: Peer, text: str, *, was_open: bool = True) -> None:
         """The peer is gone without a goodbye, or cannot be reached."""
