@@ -354,9 +354,8 @@ def test_small_blocks_that_are_pushed_together_are_updated_together():
     table.drop(30, 40)
     table.apply(20, 50, Entries(20, np.ones(30, np.float32)))
     assert update.calls == [60, 60, 100, 30]
-    assert table.read(0, 100, None).values.tolist() == [1] * 15 + [3] * 5 + [4] * 10 + [1] * 10 + [4] * 10 + [
-        3
-    ] * 25 + [1] * 25
+    expected = np.repeat([1.0, 3, 4, 1, 4, 3, 1], [15, 5, 10, 10, 10, 25, 25])
+    assert np.array_equal(table.read(0, 100, None).values, expected)
 
 
 def test_blocks_lie_together_up_to_a_mebibyte_of_values():

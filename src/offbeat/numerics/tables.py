@@ -365,7 +365,7 @@ def check_states(update: Update, states: Mapping[str, Rows]) -> None:
 
 
 class _Stretch:
-    """The rows of a block, or of neighbouring ones, by name: "values", and what the update keeps besides them.
+    """The rows of neighbouring blocks, by name: "values", and what the update keeps besides them.
 
     Args:
         first, last: the keys that it may have: `first` to `last` - 1.

@@ -35,12 +35,12 @@ from offbeat.events import (
 from offbeat.policies.manager import view_of
 from offbeat.policies.parcels import View
 from offbeat.runtime import addresses as places
-from offbeat.runtime.buffers import Buffer
+from offbeat.runtime.buffers import Buffer, Buffers
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
-from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
+from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER, Array
 from offbeat.runtime.post import Place, Post, Show, never, nowhere
 from offbeat.runtime.staging import MIN_STAGED_BYTES
 
@@ -153,6 +153,7 @@ class Node:
         kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
         self.filtering = Filtering(crc32(name.encode()))
+        self._buffers = Buffers(self._allocate, lambda buffer: self.endpoint.is_read(buffer.data))
         self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self._functions = functions
 
@@ -169,15 +170,12 @@ class Node:
         """Send a message to a server or a client, as its namespace's filters make it."""
         self.post.send(to, self.filtering.encoded(to, message))
 
-    def allocate(self, size_bytes: int) -> Buffer:
-        """Return memory for what is sent: if it is large, nodes on this host read it where it lies."""
-        if size_bytes < MIN_STAGED_BYTES:
-            return np.empty(size_bytes, np.uint8)
-        return np.frombuffer(self.endpoint.allocate(size_bytes), np.uint8)
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array for what is sent, whose values are anything.
 
-    def is_read(self, buffer: Buffer) -> bool:
-        """Whether a node on this host may still read memory of `allocate`."""
-        return self.endpoint.is_read(buffer.data)
+        If it is large, nodes on this host read it where it lies.
+        """
+        return self._buffers.array(shape, dtype)
 
     def close(self) -> None:
         """Leave in order."""
@@ -188,6 +186,11 @@ class Node:
         self.endpoint.close()
 
     # In the links' thread --------------------------------------------------------------------------------
+
+    def _allocate(self, size_bytes: int) -> Buffer:
+        if size_bytes < MIN_STAGED_BYTES:
+            return np.empty(size_bytes, np.uint8)
+        return np.frombuffer(self.endpoint.allocate(size_bytes), np.uint8)
 
     def _hear(self, peer: str, payload: bytes) -> None:
         if peer != Coordinator.NAME:

@@ -133,8 +133,7 @@ class Requests:
         self._piece_keys: dict[str, int] = {}  # by namespace: in ranges of so many keys they travel
         self._asked: dict[int, _Sent] = {}  # by the client's number
         self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
-        lent = Buffers(lambda size: self.node.allocate(size), lambda buffer: self.node.is_read(buffer))
-        self._combined = Combiner(lent.array)
+        self._combined = Combiner(lambda shape, dtype: self.node.empty(shape, dtype))
         self._behind_combined: list[_Request] = []  # to be sent right after what is combined
         self._waiting: set[Future] = set()  # for others, or for their iteration
         self._graph = TaskGraph()

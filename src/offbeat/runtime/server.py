@@ -20,12 +20,11 @@ from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
-from offbeat.numerics.tables import ArrayTable
+from offbeat.numerics.tables import ArrayTable, Empty
 from offbeat.policies.manager import server_of
 from offbeat.policies.parcels import Copy, Filled, Pull, Push, View
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refused
-from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array, Encoded
 from offbeat.runtime.starting import say
@@ -56,11 +55,11 @@ class Tables:
 
     Args:
         functions: the user's own updates, by import path.
-        buffers: for what is read.
+        empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
     """
 
-    def __init__(self, functions: Mapping[str, Any], buffers: Buffers) -> None:
-        self._functions, self._buffers = functions, buffers
+    def __init__(self, functions: Mapping[str, Any], empty: Empty) -> None:
+        self._functions, self._empty = functions, empty
         self._tables: dict[str, ArrayTable] = {}
 
     def table(self, space: Space) -> ArrayTable:
@@ -68,7 +67,7 @@ class Tables:
         found = self._tables.get(space.name)
         if found is None:
             found = self._tables[space.name] = make_table(
-                space.about, space.keys, space.block_keys, self._functions, self._buffers.array
+                space.about, space.keys, space.block_keys, self._functions, self._empty
             )
         return found
 
@@ -88,8 +87,8 @@ class Server:
         functions = {path: load(path) for path in configuration.functions}
         server = configuration.server
         self.server = 1000 + secrets.randbelow(2**31) if server is None else server
-        buffers = Buffers(lambda size: self._node.allocate(size), lambda buffer: self._node.is_read(buffer))
-        self._core = ServerNode(self.server, Tables(functions, buffers))
+        tables = Tables(functions, lambda shape, dtype: self._node.empty(shape, dtype))
+        self._core = ServerNode(self.server, tables)
         self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
         self._changed = threading.Condition()
         self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
