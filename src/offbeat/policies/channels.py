@@ -44,6 +44,9 @@ class Channel:
         resend_s: how long an answer usually takes at most, in seconds.
         resend_max_s: the longest wait between two attempts, in seconds.
 
+    Attributes:
+        received: how many of the other side's messages were handed out.
+
     Raises:
         ValueError: times that are not positive or not in this order.
     """
@@ -56,7 +59,7 @@ class Channel:
         self._sent: deque[Any] = deque()  # what is not known to have come
         self._first = 0  # the number of the first of these
         self._due_s: float | None = None  # when these are sent again
-        self._received = 0
+        self.received = 0
         self._early: dict[int, Any] = {}
 
     @property
@@ -79,25 +82,39 @@ class Channel:
         Raises:
             ProtocolError: it speaks of messages that were never sent.
         """
-        said = self._first + len(self._sent)
-        if packet.received > said:
-            raise ProtocolError(f"expected at most {said} messages to have come, got {packet.received}")
-        if packet.received > self._first:
-            for _ in range(packet.received - self._first):
-                self._sent.popleft()
-            self._first = packet.received
-            self._wait_s = self._resend_s
-            self._due_s = now_s + self._wait_s if self._sent else None
+        self.acknowledge(packet.received, now_s)
         if packet.number < 0:
             return [], []
+        return self.take(packet.number, packet.message), [Packet(number=-1, received=self.received)]
+
+    def acknowledge(self, received: int, now_s: float) -> None:
+        """The other side has got so many messages from here.
+
+        Raises:
+            ProtocolError: so many were never sent.
+        """
+        said = self._first + len(self._sent)
+        if received > said:
+            raise ProtocolError(f"expected at most {said} messages to have come, got {received}")
+        if received > self._first:
+            for _ in range(received - self._first):
+                self._sent.popleft()
+            self._first = received
+            self._wait_s = self._resend_s
+            self._due_s = now_s + self._wait_s if self._sent else None
+
+    def take(self, number: int, message: Any) -> list[Any]:
+        """Take the other side's message of this number; return the messages that are due now, in order."""
+        if number == self.received and not self._early:  # nearly always
+            self.received += 1
+            return [message]
+        if number == self.received or (number > self.received and len(self._early) < _EARLY_MAX):
+            self._early[number] = message
         due: list[Any] = []
-        is_due = packet.number == self._received
-        if is_due or (packet.number > self._received and len(self._early) < _EARLY_MAX):
-            self._early[packet.number] = packet.message
-        while self._received in self._early:
-            due.append(self._early.pop(self._received))
-            self._received += 1
-        return due, [Packet(number=-1, received=self._received)]
+        while self.received in self._early:
+            due.append(self._early.pop(self.received))
+            self.received += 1
+        return due
 
     def tick(self, now_s: float) -> list[Packet]:
         """Return what is to be sent again, if it is time."""
@@ -115,6 +132,6 @@ class Channel:
 
     def _packets(self, first: int, messages: Iterable[Any]) -> list[Packet]:
         return [
-            Packet(number=number, received=self._received, message=message)
+            Packet(number=number, received=self.received, message=message)
             for number, message in enumerate(messages, first)
         ]

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from time import monotonic
 from typing import Annotated, Any, Final
 
@@ -40,7 +39,8 @@ _LATE_BYTES: Final = 512 * 1024
 # told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
 _BESIDE_BYTES_MAX: Final = 8 * 1024 * 1024
 _STRETCH_S: Final = 300e-6  # for which messages are handed on before what comes of them goes out
-_NEVER_S: Final = float("inf")  # links lose nothing but with a connection
+_NEVER_S: Final = float("inf")  # links lose nothing but with a connection,
+_NOW_S: Final = 0.0  # so it does not matter when anything was sent
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -91,7 +91,6 @@ class _Correspondent:
     due: deque[Any] = field(default_factory=deque)  # messages that have come and are to be handed on
     is_put_off: bool = False
     connection: int = 0
-    received: int = 0
     untold: int = 0
     untold_bytes: int = 0
 
@@ -171,11 +170,11 @@ class Post:
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"expected a letter of a parameter server's node: {error}") from None
         one = self._of(peer)
-        one.channel.hear(Packet(number=-1, received=letter.received), monotonic())
+        one.channel.acknowledge(letter.received, _NOW_S)
         if letter.connection > one.connection:
             one.connection = letter.connection
             one.coming.clear()
-            self._write(peer, one, one.channel.again(monotonic()))
+            self._write(peer, one, one.channel.again(_NOW_S))
         if letter.number < 0:
             return
         if letter.long_bytes:
@@ -204,7 +203,7 @@ class Post:
         """Send again, on a new connection, what may have been lost; the other node does likewise."""
         one = self._of(peer)
         one.connection += 1
-        self._write(peer, one, one.channel.again(monotonic()))
+        self._write(peer, one, one.channel.again(_NOW_S))
 
     def forget(self, peer: str) -> None:
         """This node is gone: nothing is kept for it any more."""
@@ -233,7 +232,7 @@ class Post:
                 continue
             if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
                 for lot in self._packer.pack(_taken(one.outgoing)):
-                    self._write(peer, one, one.channel.send([lot], monotonic()))
+                    self._write(peer, one, one.channel.send([lot], _NOW_S))
                     if one.beside_bytes >= _BESIDE_BYTES_MAX:
                         break
             elif one.untold:
@@ -243,12 +242,12 @@ class Post:
         """Send letters; without any, only word of what has come."""
         one.untold = one.untold_bytes = 0
         if not packets:
-            letter = _Letter(one.connection, one.received, -1, 0, 0, _NONE)
+            letter = _Letter(one.connection, one.channel.received, -1, 0, 0, _NONE)
             self._endpoint.send(peer, self._encoder.encode(letter))
         for packet in packets:
             packed: Packed = packet.message
             beside: list[Array | bytes] = list(packed.beside)
-            letter = _Letter(one.connection, one.received, packet.number, self._tag, 0, packed.messages)
+            letter = _Letter(one.connection, packet.received, packet.number, self._tag, 0, packed.messages)
             long_bytes = len(memoryview(packed.messages))
             if long_bytes > _LETTER_BYTES:
                 letter.long_bytes, letter.messages = long_bytes, _NONE
@@ -339,12 +338,10 @@ class Post:
         """
         while one.coming and not one.coming[0].missing_bytes:
             coming = one.coming.popleft()
-            packet = Packet(number=coming.number, received=0, message=coming.messages)
-            due, answers = one.channel.hear(packet, monotonic())
-            one.received = answers[0].received
+            for messages in one.channel.take(coming.number, coming.messages):
+                one.due.extend(messages)
             one.untold += 1
             one.untold_bytes += coming.size_bytes
-            one.due.extend(chain.from_iterable(due))
         refused: ProtocolError | None = None
         limit_s = monotonic() + self._stretch_s
         while one.due and self._known.get(peer) is one:

@@ -430,8 +430,7 @@ class Requests:
         if not self._combined.take(name, content, future):
             self._send_combined()
             self._combined.take(name, content, future)
-        if len(self._combined) == 1:
-            self.node.post.write_soon()
+        self.node.post.write_soon()
 
     def _send_some(self) -> None:
         """Send what waits to go out as one; half of it first, if nothing is under way: so both have work."""
@@ -472,7 +471,10 @@ class Requests:
                 futures, answer, behind = self._asked.pop(one.number)
                 value = None if answer is None else answer.result(one.parts, one.times)
                 for future in futures:
-                    self._finish(future, value, behind)
+                    if behind:
+                        self._finish_behind(future, value, behind)
+                    else:
+                        future.finish(value)
             elif isinstance(one, Failed):
                 for future in self._asked.pop(one.number).futures:
                     future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
@@ -481,11 +483,11 @@ class Requests:
             else:
                 self.node.send(one.to, one.message)
 
-    def _finish(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
+    def _finish_behind(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
         """A request has been answered: it is done, once the pushes that went before it are."""
         for push in behind:
             if not push.is_done:
-                push.followers.append(lambda: self._finish(future, value, behind))
+                push.followers.append(lambda: self._finish_behind(future, value, behind))
                 return
             if push.error is not None:
                 future.finish(None, push.error)
