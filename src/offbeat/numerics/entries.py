@@ -98,7 +98,7 @@ def gathered(parts: list[Entries]) -> Entries:
     """
     if not parts or any((one.keys is None) != (parts[0].keys is None) for one in parts):
         raise ValueError("expected at least one part, and keys in all of them or in none")
-    values = np.concatenate([one.values for one in parts])
+    values = parts[0].values.copy() if len(parts) == 1 else np.concatenate([one.values for one in parts])
     listed = [one.keys for one in parts if one.keys is not None]
     return Entries(parts[0].first, values, np.concatenate(listed) if listed else None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from offbeat.errors import ProtocolError
@@ -207,10 +208,7 @@ class Client:
                 case Pushed():
                     self._answered(asked, message.first, message.last)
                 case Pulled():
-                    for first, last in _within(asked.missing, message.first, message.last):
-                        asked.parts.append((first, last, self._cut(message.content, first, last)))
-                        if isinstance(message, Inspected):
-                            asked.times += _of_range(message.times, first, last)
+                    self._take(asked, message)
                     self._answered(asked, message.first, message.last)
                 case Refused():
                     del self._asked[asked.number]
@@ -247,6 +245,15 @@ class Client:
         reached = Reached(client=self.client, namespace=namespace, pause=pause, time=time)
         self._out.append(Send(MANAGER, reached))
 
+    def _take(self, asked: _Asked, pulled: Pulled) -> None:
+        """Take of an answer what has not come before: nearly always all of it."""
+        for first, last in _within(asked.missing, pulled.first, pulled.last):
+            is_whole = first == pulled.first and last == pulled.last
+            content = pulled.content if is_whole else self._cut(pulled.content, first, last)
+            asked.parts.append((first, last, content))
+            if isinstance(pulled, Inspected):
+                asked.times += _of_range(pulled.times, first, last)
+
     def _answered(self, asked: _Asked, first: int, last: int) -> None:
         if asked.missing == [(first, last)]:
             asked.missing = []
@@ -254,7 +261,7 @@ class Client:
             asked.missing = _without(asked.missing, first, last)
         if not asked.missing:
             del self._asked[asked.number]
-            parts = tuple(sorted(asked.parts, key=lambda part: part[0]))
+            parts = tuple(sorted(asked.parts, key=itemgetter(0)))
             self._out.append(Done(asked.number, parts, _joined(asked.times) if asked.times else ()))
 
     def _send(self, asked: _Asked) -> None:
@@ -356,6 +363,8 @@ def _without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple
 
 
 def _within(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    if ranges == [(first, last)]:  # nearly always
+        return ranges
     cut = [(max(begin, first), min(end, last)) for begin, end in ranges]
     return [part for part in cut if part[0] < part[1]]
 

@@ -209,7 +209,7 @@ class Endpoint:
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
         key = (0, 0, next(self._order))
-        self._hand_over(self._enqueue, self._checked(peer), Outgoing(Kind.MESSAGE, key, memoryview(message)))
+        self._hand_over(self._enqueue, self._checked(peer), Outgoing(_MESSAGE, key, memoryview(message)))
 
     def put(
         self,
@@ -257,7 +257,7 @@ class Endpoint:
         lent = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
         key = (1, priority, next(self._order))
         item = Outgoing(
-            Kind.DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent, whole=whole
+            _DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent, whole=whole
         )
         if total and not len(view):
             if done is not None:
@@ -478,10 +478,10 @@ class Endpoint:
         if n < size:
             link.full = True
             self._watch(peer, link)
+        elif outbox.key is None:  # nothing is left, or what is waits until the peer has read
+            self._watch(peer, link)
         else:
             self._schedule(peer)
-            if outbox.key is None:  # nothing is left, or what is waits until the peer has read
-                self._watch(peer, link)
         for item in finished:
             if item.done is not None:
                 item.done()
@@ -524,9 +524,7 @@ class Endpoint:
             known.add(region.number)
             key = (0, 0, next(self._order))
             peer.outbox.add(
-                Outgoing(
-                    Kind.REGION, key, item.data[:0], tag=region.number, total=region.size, lent=item.lent
-                )
+                Outgoing(_REGION, key, item.data[:0], tag=region.number, total=region.size, lent=item.lent)
             )
         item.kind = _SHARED
 
@@ -537,13 +535,13 @@ class Endpoint:
             if region.number in peer.outbox.known:
                 peer.outbox.known.remove(region.number)
                 key = (0, 0, next(self._order))
-                peer.outbox.add(Outgoing(Kind.WITHDRAW, key, _NOTHING, tag=region.number))
+                peer.outbox.add(Outgoing(_WITHDRAW, key, _NOTHING, tag=region.number))
                 self._schedule(peer)
 
     def _answer(self, peer: Peer, borrowed: Borrowed) -> None:
         """Tell the peer what has been read of its memory."""
         key = (0, 0, next(self._order))
-        peer.outbox.add(Outgoing(Kind.TAKEN, key, _NOTHING, total=borrowed.read))
+        peer.outbox.add(Outgoing(_TAKEN, key, _NOTHING, total=borrowed.read))
         borrowed.answered()
         self._schedule(peer)
 
@@ -673,7 +671,7 @@ class Endpoint:
                 self._lose(peer, f"{peer.name} has been silent for {self._silent_s:g} s")
                 continue
             if not link.spoke and peer.outbox.key is None:
-                peer.outbox.add(Outgoing(Kind.BEAT, (0, 0, next(self._order)), _NOTHING))
+                peer.outbox.add(Outgoing(_BEAT, (0, 0, next(self._order)), _NOTHING))
                 self._schedule(peer)
             link.spoke = False
 
@@ -724,7 +722,7 @@ class Endpoint:
 
         The peer closes the connection when it has read that, so nothing that is still under way is reset.
         """
-        peer.outbox.add(Outgoing(Kind.BYE, (0, 1, next(self._order)), _NOTHING))
+        peer.outbox.add(Outgoing(_BYE, (0, 1, next(self._order)), _NOTHING))
         self._schedule(peer)
 
     def _ended(self, error: BaseException | None) -> None:

@@ -59,7 +59,7 @@ class Outgoing:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: int,
         key: Key,
         data: memoryview,
         *,
@@ -72,7 +72,7 @@ class Outgoing:
     ) -> None:
         self.whole = whole
         self.lent = lent
-        self.kind = int(kind)
+        self.kind = kind
         self.key = key
         self.data = data
         self.tag = tag
