@@ -112,6 +112,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "times": pieces.map(tuple),
     "with_states": st.booleans(),
     "with_times": st.booleans(),
+    "wants_values": st.booleans(),
     "content": contents,
     "keys": st.none() | arrays("int64"),
     "route": st.lists(whole_numbers, max_size=3).map(tuple),

@@ -1,5 +1,6 @@
 """Promises of a parameter server to the programs that use it, with real servers."""
 
+import contextlib
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from offbeat.numerics.entries import Entries
 from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adagrad, Assign
-from offbeat.policies.parcels import Pull, Pulled
+from offbeat.policies.parcels import Pull, Pulled, Refused
 from offbeat.runtime.shared import HAS_SHARED
 from runlogs import wait_until
 
@@ -176,6 +177,105 @@ def test_a_pull_after_a_push_is_asked_for_with_it(name):
             assert w.pull(after=[pushed]).result().tolist() == [count + 2.0] * 10
             assert pushed.is_done
         assert own._node.endpoint.frames_received - came < 150  # one answer for both
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A client of one server."""
+    with offbeat.PS.local(servers=1) as own:
+        yield own
+
+
+def requests_of(ps, ask):
+    """What a function returns, all of whose requests are taken up at once; and how many went out for it."""
+    number = ps._requests.in_order(lambda: ps._requests._client._number)
+    asked = ps._requests.in_order(ask)
+    for one in (future for futures in asked for future in futures):
+        with contextlib.suppress(OffbeatError):
+            one.result()
+    return asked, ps._requests._client._number - number
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 1, 3, 0)], ids=str)
+def test_small_pushes_bring_what_pulls_behind_them_want(alone, name, order):
+    w = alone.namespace(name, keys=40_000)
+    w.push(np.arange(40_000)).result()
+
+    def ask():
+        pushes = [w.push(np.full(10_000, 1.0 + part), first=10_000 * part) for part in order]
+        pulls = [
+            w.pull(first=10_000 * part, last=10_000 * (part + 1), after=[push])
+            for part, push in reversed([*zip(order, pushes, strict=True)])
+        ]
+        return pushes, pulls
+
+    for count in range(1, 4):
+        (pushes, pulls), sent = requests_of(alone, ask)
+        assert sent == 1
+        assert [one.result() for one in pushes] == [None] * 4
+        for part, pull in zip(reversed(order), pulls, strict=True):
+            expected = np.arange(10_000 * part, 10_000 * (part + 1)) + count * (1.0 + part)
+            assert np.array_equal(pull.result(), expected)
+            pull.result()[:] = -1  # it is the program's own
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([{"first": 0, "last": 10}, {"first": 0, "last": 10}], 3),
+        ([{"first": 0, "last": 10}], 2),
+        ([{"first": 0, "last": 10}, {"first": 10, "last": 20, "times": True}], 3),
+        ([{"first": 0, "last": 10}, {"keys": range(10, 20)}], 3),
+    ],
+    ids=["the same twice", "some of it", "times, too", "listed keys"],
+)
+def test_other_pulls_go_behind_pushes_by_themselves(alone, name, wanted, expected):
+    w = alone.namespace(name, keys=100)
+    w.push(np.arange(100)).result()
+
+    def ask():
+        pushes = [w.push(np.ones(10), first=first) for first in (0, 10)]
+        return pushes, [w.pull(**one, after=[pushes[one.get("first", 10) // 10]]) for one in wanted]
+
+    (_, pulls), sent = requests_of(alone, ask)
+    assert sent == expected
+    for options, pull in zip(wanted, pulls, strict=True):
+        rows = pull.result()[0] if "times" in options else pull.result()
+        first = 10 if "keys" in options else options["first"]
+        assert rows.tolist() == [1.0 + key for key in range(first, first + 10)]
+        rows[:] = -1  # it is the program's own
+
+
+@pytest.mark.parametrize("is_after_it", [False, True])
+def test_a_pull_that_a_refused_push_was_to_bring_fails_only_if_it_is_after_it(is_after_it):
+    with offbeat.PS.local(servers=1) as own:
+        w, requests = own.namespace("w", keys=10), own._requests
+        server = own.local_servers.processes[0]
+        server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+
+        def ask():
+            first, second = w.push(np.ones(10)), w.push(np.ones(10))
+            return first, second, w.pull(after=[first, second] if is_after_it else [first])
+
+        def refuse():  # in the server's place
+            brings = [number for number, sent in requests._asked.items() if sent.pulls]
+            for number in brings:
+                refused = Refused(number=number, first=0, last=10, reason="too much")
+                requests._take_up(requests._client.hear(refused))
+            return brings
+
+        first, second, pulled = requests.in_order(ask)
+        wait_until(lambda: requests.in_order(refuse), "a push that brings something")
+        with pytest.raises(OffbeatError, match="a push to w was refused: too much"):
+            second.result()
+        server.send_signal(signal.SIGCONT)
+        assert first.result() is None
+        if is_after_it:
+            with pytest.raises(OffbeatError, match="a push to w was refused: too much"):
+                pulled.result()
+        else:
+            assert pulled.result().tolist() == [2.0] * 10
 
 
 def test_a_pull_after_a_push_that_is_refused_fails_with_it(ps, name):
@@ -511,12 +611,18 @@ def test_a_wait_ends_and_names_the_server():
         server.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # it may have run on for a while
         pushed = w.push(np.ones(10))
+        pulled = w.pull(after=[pushed])
         with pytest.raises(OffbeatError, match=r"a push to w is not done after 0\.2 s: .* with server 0"):
             pushed.result(timeout_s=0.2)
+        with pytest.raises(OffbeatError, match=r"a pull from w is not done after 0\.2 s: .* with server 0"):
+            pulled.result(timeout_s=0.2)
         with pytest.raises(
             OffbeatError, match=r"not done after 0\.2 s: a push to w is not: .* with server 0"
         ):
             ps.when_done([pushed]).result(timeout_s=0.2)
+    for one in (pushed, pulled):
+        with pytest.raises(OffbeatError, match="this client was closed"):
+            one.result(timeout_s=0)
 
 
 def test_who_is_closed_says_so_and_leaves_no_process():

@@ -98,6 +98,47 @@ def test_a_push_is_acknowledged_after_the_last_replica_has_it():
     assert [job.values(server, 5) for server in job.chain(5)] == [1, 1, 1]
 
 
+def test_a_push_that_wants_values_is_answered_with_them_after_the_last_replica_has_it():
+    job = Job(3)
+    master, second, third = (f"server-{server}" for server in job.chain(5))
+    job.push({5: 1, 6: 2}, 5, 7)
+    job.settle()
+    number, said = job.client.push("w", {5: 1}, 5, 7, wants_values=True)
+    job.take("client-0", said)
+    job.deliver("client-0", master)
+    job.push({5: 1}, 5, 7)  # by when it is answered, another may have been applied
+    job.deliver("client-0", master)
+    job.deliver(master, second)
+    job.deliver(second, third)
+    job.deliver(third, second)
+    assert not any(send.to == "client-0" for _, send in job.under_way)
+    job.deliver(second, master)
+    assert isinstance(job.deliver(master, "client-0"), Pulled)
+    assert job.done[1:] == [Done(number, ((5, 7, {5: 3, 6: 2}),))]
+
+
+def test_a_push_that_wants_values_is_refused_where_they_cannot_be_read():
+    def read(*_):
+        raise ValueError("too much")
+
+    job = Job(1, copies=0)
+    job.nodes[0]._store.table(SPACE).read = read
+    number, said = job.client.push("w", {5: 1}, 5, 6, wants_values=True)
+    job.take("client-0", said)
+    job.deliver("client-0", "server-0")
+    assert isinstance(job.deliver("server-0", "client-0"), Refused)
+    (send,) = [send for _, send in job.under_way if isinstance(send, Failed)]
+    assert send.number == number
+    assert "too much" in send.reason
+
+
+def test_who_wants_values_takes_no_answer_without_them():
+    client = Job(1, copies=0).client
+    number, _ = client.push("w", {5: 1}, 5, 6, wants_values=True)
+    with pytest.raises(ProtocolError, match="expected values"):
+        client.hear(Pushed(number=number, first=5, last=6))
+
+
 def test_a_push_without_replicas_is_acknowledged_once():
     job = Job(1, copies=0)
     job.push({5: 1}, 5, 6)

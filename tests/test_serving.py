@@ -182,6 +182,23 @@ class SumsWhatThereIs(ServerNode):
         self._aggregation = self.Hasty()
 
 
+class BringsWhatWasBefore(ServerNode):
+    """Answers a push that wants values with what there was without it."""
+
+    def __init__(self, server, store):
+        super().__init__(server, store)
+        self._before = {}
+
+    def _check(self, space, push):
+        super()._check(space, push)
+        self._before[push.client, push.number, push.first] = dict(self._read(space, push, None))
+
+    def _values(self, space, request, keys):
+        values = super()._values(space, request, keys)
+        before = self._before.get((request.client, request.number, request.first), values.content)
+        return replace(values, content=before)
+
+
 class TellsTheLatestTime(ServerNode):
     """Says of all keys what it knows of one."""
 
@@ -244,6 +261,7 @@ class AsksBeforeItPushes(Client):
         WaitsForTheLost,
         SumsWhatCameTwice,
         SumsWhatThereIs,
+        BringsWhatWasBefore,
         TellsTheLatestTime,
         TellsWhatItHasHeard,
     ],

@@ -38,7 +38,8 @@ class Done(NamedTuple):
     """A request is done: everywhere, if it was a push.
 
     Attributes:
-        parts: of a pull: what came, by first key and key behind the last, ascending.
+        parts: of a pull, or a push that wants values: what came, by first key and key behind the last,
+            ascending.
         times: of a pull that wants them: of this client's pushes that are in what came, ascending.
     """
 
@@ -64,6 +65,7 @@ class _Asked:
         time, after: of a push that has been sent; None of a pull.
         chosen: the time that a push is to have, None for the next one.
         wants: of a pull: whether states, and whether times; None for neither.
+        wants_values: of a push.
         times: that have come.
     """
 
@@ -79,6 +81,7 @@ class _Asked:
     parts: list[tuple[int, int, Content]] = field(default_factory=list)
     chosen: int | None = None
     wants: tuple[bool, bool] | None = None
+    wants_values: bool = False
     times: tuple[Piece, ...] = ()
 
 
@@ -120,13 +123,21 @@ class Client:
         self._out: list[Send | Done | Failed] = []
 
     def push(
-        self, namespace: str, content: Content, first: int, last: int, time: int | None = None
+        self,
+        namespace: str,
+        content: Content,
+        first: int,
+        last: int,
+        time: int | None = None,
+        *,
+        wants_values: bool = False,
     ) -> tuple[int, list[Send | Done | Failed]]:
         """Push what `content` has for keys `first` to `last` - 1; return the request's number.
 
         Args:
             time: that the push is to have; by default one later than the last one's. It fails if this client
                 takes part in the namespace later only.
+            wants_values: pull all keys of the range, with this push in them, as well.
 
         Raises:
             ProtocolError: this client has withdrawn from the namespace.
@@ -134,6 +145,7 @@ class Client:
         """
         self._check_stays(namespace)
         asked = self._new(namespace, content, first, last, is_push=True)
+        asked.wants_values = wants_values
         if time is not None:
             latest = max(self._times.get(namespace, 0), self._chosen.get(namespace, 0))
             if time <= latest:
@@ -201,11 +213,17 @@ class Client:
         return asked.number, self._said()
 
     def hear(self, message: ToClient) -> list[Send | Done | Failed]:
-        """Take a server's answer."""
+        """Take a server's answer.
+
+        Raises:
+            ProtocolError: it is no answer to that request.
+        """
         asked = self._asked.get(message.number)
         if asked is not None:
             match message:
                 case Pushed():
+                    if asked.wants_values or not asked.is_push:
+                        raise ProtocolError(f"expected values in answer to {asked.number}, got none")
                     self._answered(asked, message.first, message.last)
                 case Pulled():
                     self._take(asked, message)
@@ -350,6 +368,7 @@ class Client:
             time=asked.time,
             after=after,
             content=content,
+            wants_values=asked.wants_values,
         )
 
     def _said(self) -> list[Send | Done | Failed]:

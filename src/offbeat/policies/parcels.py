@@ -65,6 +65,7 @@ class Push:
         epoch: that the client goes by.
         time: the client's, of this push; keys of the range that `content` does not list take it too.
         after: the times of the client's pushes before this one, of the whole range.
+        wants_values: it is answered with what all keys of the range hold then, instead of with Pushed.
     """
 
     client: int
@@ -76,6 +77,7 @@ class Push:
     time: int
     after: tuple[Piece, ...]
     content: Content
+    wants_values: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,7 +117,7 @@ class Pushed:
 
 @dataclass(kw_only=True, slots=True)
 class Pulled:
-    """The values of this part of a pull."""
+    """The values of this part of a pull; or of a push that wants them, which all holders have."""
 
     number: int
     namespace: str

@@ -295,26 +295,31 @@ class ServerNode:
 
     def _pulled(self, space: Space, pull: Pull) -> Pulled:
         if not isinstance(pull, Inspect):
-            return Pulled(
-                number=pull.number,
-                namespace=pull.namespace,
-                first=pull.first,
-                last=pull.last,
-                content=self._read(space, pull, False),
-            )
+            return self._values(space, pull, pull.keys)
         pieces = self._clock(space.name).pieces(pull.client, pull.first, pull.last) if pull.with_times else []
         return Inspected(
             number=pull.number,
             namespace=pull.namespace,
             first=pull.first,
             last=pull.last,
-            content=self._read(space, pull, pull.with_states),
+            content=self._read(space, pull, pull.keys, pull.with_states),
             times=tuple(piece for piece in pieces if piece.time),
         )
 
-    def _read(self, space: Space, pull: Pull, states: bool) -> Content:
+    def _values(self, space: Space, request: Push | Pull, keys: Content | None) -> Pulled:
+        return Pulled(
+            number=request.number,
+            namespace=request.namespace,
+            first=request.first,
+            last=request.last,
+            content=self._read(space, request, keys),
+        )
+
+    def _read(
+        self, space: Space, request: Push | Pull, keys: Content | None, states: bool = False
+    ) -> Content:
         try:
-            return self._store.table(space).read(pull.first, pull.last, pull.keys, states)
+            return self._store.table(space).read(request.first, request.last, keys, states)
         except ValueError as error:
             raise ProtocolError(f"expected a pull that {space.name} can answer: {error}") from error
 
@@ -428,7 +433,12 @@ class ServerNode:
     def _acknowledge(self, request: Request) -> None:
         push = request.push
         if request.refusal:
-            answer: Pushed | Refused = refused(push, ValueError(request.refusal))
+            answer: Pushed | Pulled | Refused = refused(push, ValueError(request.refusal))
+        elif push.wants_values:
+            try:
+                answer = self._values(self._now().spaces[push.namespace], push, None)
+            except ProtocolError as error:  # whose message this was the last to wait for is not to blame
+                answer = refused(push, error)
         else:
             answer = Pushed(number=push.number, first=push.first, last=push.last)
         self._tell_client(push.client, answer)

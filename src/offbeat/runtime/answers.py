@@ -26,6 +26,9 @@ class Answer:
         buffers: memory for rows.
         states: it wants what the update keeps, too.
         times: it wants the times of this client's pushes, too.
+
+    Attributes:
+        first: as given.
     """
 
     def __init__(
@@ -42,11 +45,24 @@ class Answer:
     ) -> None:
         self._wants_states, self._wants_times = states, times
         self._buffers = buffers
-        self._first, self._last, self._keys = first, last, keys
+        self.first, self._last, self._keys = first, last, keys
         self._shape, self._dtype = shape, dtype
         self._rows: Rows | None = None
         self._placed: list[tuple[int, int]] = []  # what comes, or has come, to its place
         self._landing: set[tuple[int, int]] = set()  # of these, what has not all come
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is of all keys of a range, and wants nothing but rows."""
+        return self._keys is None and not (self._wants_states or self._wants_times)
+
+    def of(self, rows: Rows, first: int) -> Rows:
+        """Return what is wanted of all rows from a key on."""
+        return rows[self.first - first : self._last - first]
+
+    def like(self, first: int, last: int) -> Answer:
+        """Return another of such rows, of all keys `first` to `last` - 1."""
+        return Answer(first, last, None, self._shape, self._dtype, self._buffers)
 
     def place(self, first: int, last: int, coming: Rows) -> Rows | None:
         """Return where rows that a server sends belong; None where they have to come elsewhere.
@@ -63,7 +79,7 @@ class Answer:
             or coming.dtype != self._dtype
         ):
             return None
-        if not self._first <= first < last <= self._last:
+        if not self.first <= first < last <= self._last:
             return None
         if any(first < end and begin < last for begin, end in self._placed):
             return None
@@ -111,11 +127,11 @@ class Answer:
 
     def _whole(self) -> Rows:
         if self._rows is None:
-            count = self._last - self._first if self._keys is None else len(self._keys)
+            count = self._last - self.first if self._keys is None else len(self._keys)
             self._rows = self._buffers.array((count, *self._shape), self._dtype)
         return self._rows
 
     def _where(self, first: int, last: int) -> slice:
         if self._keys is None:
-            return slice(first - self._first, last - self._first)
+            return slice(first - self.first, last - self.first)
         return places_of(self._keys, first, last)

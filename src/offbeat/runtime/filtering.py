@@ -59,7 +59,8 @@ class Filtering:
         self._chains: dict[tuple[str, str, str], FilterChain] = {}  # by node, namespace and kind
         self._kkts: dict[str, KKT] = {}  # by namespace, where it is among the filters
         self._cachings: dict[tuple[str, str, str], KeyCaching] = {}  # likewise
-        self._pulls: dict[str, dict[_Part, list[Pull]]] = {}  # by node, those that it has not answered
+        # By node, what it has not answered: the namespaces, and the keys that are listed.
+        self._asked: dict[str, dict[_Part, list[tuple[str, Keys | None]]]] = {}
         self._passed: dict[tuple[str, str], dict[str, Passed]] = {}  # in no chain that is here, by the others
         self._ended = 0
 
@@ -102,7 +103,7 @@ class Filtering:
             self._end(key)
         for key in [key for key in self._cachings if key[0] == node]:
             del self._cachings[key]
-        self._pulls.pop(node, None)
+        self._asked.pop(node, None)
 
     def report(self, namespace: str) -> dict[str, dict[str, Passed]]:
         """Return how many bytes each filter of a namespace was given and gave here, by kind and name."""
@@ -114,6 +115,8 @@ class Filtering:
 
     def encoded(self, node: str, message: Any) -> Any:
         """Return a message as it is to travel."""
+        if isinstance(message, Push) and message.wants_values:
+            self._ask(node, message, None)
         match message:
             case Push() if self._of(message.namespace).push:
                 return replace(message, content=self._encode_values(node, "push", message, message.time))
@@ -122,8 +125,7 @@ class Filtering:
                 content = self._encode_values(node, "copy", one, 0)
                 return replace(message, operation=replace(one, content=content))
             case Pull():
-                part = message.number, message.first, message.last
-                self._pulls.setdefault(node, {}).setdefault(part, []).append(message)
+                self._ask(node, message, message.keys)
                 if message.keys is not None and self._of(message.namespace).caches_keys:
                     return replace(message, keys=self._encode_keys(node, message, message.keys))
             case Pulled() if message.content.keys is not None or self._of(message.namespace).pull:
@@ -181,10 +183,10 @@ class Filtering:
         return self._encode((node, message.namespace, "pull"), answer)
 
     def _decode_answer(self, node: str, message: Pulled) -> Entries:
-        pull = self._answered(node, message)
-        if pull is None or pull.namespace != message.namespace:
+        namespace, keys = self._answered(node, message)
+        if namespace != message.namespace:
             raise ProtocolError(f"expected rows that were asked for, got some of {message.namespace}")
-        keys, content = pull.keys, message.content
+        content = message.content
         rows = message.last - message.first if keys is None else len(keys)
         if isinstance(content, Encoded):
             known = None
@@ -199,15 +201,19 @@ class Filtering:
             raise ProtocolError(f"expected states of {message.namespace} beside its values, got others")
         return Entries(message.first, content.values, keys, content.terms)
 
-    def _answered(self, node: str, message: Pulled | Stale | Refused) -> Pull | None:
-        """Return the pull that this answers, if it answers one; each is answered once."""
-        pulls = self._pulls.get(node, {})
+    def _ask(self, node: str, message: Push | Pull, keys: Keys | None) -> None:
         part = message.number, message.first, message.last
-        if part not in pulls:
-            return None
-        answered = pulls[part].pop(0)
-        if not pulls[part]:
-            del pulls[part]
+        self._asked.setdefault(node, {}).setdefault(part, []).append((message.namespace, keys))
+
+    def _answered(self, node: str, message: Pulled | Stale | Refused) -> tuple[str | None, Keys | None]:
+        """Return the namespace and the keys of what this answers, if it answers something; each once."""
+        asked = self._asked.get(node, {})
+        part = message.number, message.first, message.last
+        if part not in asked:
+            return None, None
+        answered = asked[part].pop(0)
+        if not asked[part]:
+            del asked[part]
         return answered
 
     def _encode_keys(self, node: str, pull: Pull, keys: Keys) -> Encoded:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -85,13 +86,15 @@ class _Sent(NamedTuple):
 
     Attributes:
         futures: of those who wait for it.
-        answer: what is put together of a pull.
+        answer: what is put together of a pull, or of what a push brings.
         behind: pushes that are in what a pull brings, and have to be done before it is.
+        pulls: of parts of what a push brings.
     """
 
     futures: Sequence[Future]
     answer: Answer | None = None
     behind: Sequence[Future] = ()
+    pulls: Sequence[_Request] = ()
 
 
 class Requests:
@@ -441,15 +444,18 @@ class Requests:
         self._send_combined(count)
 
     def _send_combined(self, count: int | None = None) -> None:
-        """Send what waits to go out as one, or so many of it."""
+        """Send what waits to go out as one, or so many of it; it brings what pulls behind it want."""
         if not len(self._combined):  # it has gone already
             return
         name, content, last, futures = self._combined.give(count)
-        number, said = self._client.push(name, content, content.first, last)
-        self._asked[number] = _Sent(futures)
-        self._take_up(said)
         behind, self._behind_combined = self._behind_combined, []
-        for request in behind:
+        pulls, others = _tiles((name, content.first, last), behind)
+        self._waiting.difference_update(pull.future for pull in pulls)
+        answer = _whole(pulls, content.first, last) if pulls else None
+        number, said = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
+        self._asked[number] = _Sent(futures, answer, pulls=pulls)
+        self._take_up(said)
+        for request in others:
             self._advance(request)
 
     def _pieces(
@@ -468,20 +474,31 @@ class Requests:
     def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
         for one in said:
             if isinstance(one, Done):
-                futures, answer, behind = self._asked.pop(one.number)
-                value = None if answer is None else answer.result(one.parts, one.times)
-                for future in futures:
-                    if behind:
-                        self._finish_behind(future, value, behind)
-                    else:
-                        future.finish(value)
+                self._finish(self._asked.pop(one.number), one)
             elif isinstance(one, Failed):
-                for future in self._asked.pop(one.number).futures:
+                sent = self._asked.pop(one.number)
+                for future in sent.futures:
                     future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
+                for pull in sent.pulls:  # fails for that, or goes out alone
+                    self._advance(pull)
             elif one.to == MANAGER:
                 self.node.tell(self._told(one.message))
             else:
                 self.node.send(one.to, one.message)
+
+    def _finish(self, sent: _Sent, done: Done) -> None:
+        """A request has been answered."""
+        futures, answer, behind, pulls = sent
+        if answer is None or pulls:
+            for future in futures:
+                future.finish(None)
+        if pulls and answer is not None:
+            rows = answer.rows(done.parts)
+            for pull in pulls:
+                assert pull.answer is not None
+                self._finish_behind(pull.future, pull.answer.of(rows, answer.first), pull.before)
+        elif answer is not None:
+            self._finish_behind(futures[0], answer.result(done.parts, done.times), behind)
 
     def _finish_behind(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
         """A request has been answered: it is done, once the pushes that went before it are."""
@@ -538,7 +555,9 @@ class Requests:
             return
         self._on_end(cause)
         error = OffbeatError(f"this client is out of the parameter server: {cause}")
-        waiting = [*chain.from_iterable(sent.futures for sent in self._asked.values()), *self._waiting]
+        asked = self._asked.values()
+        waiting = [*chain.from_iterable(sent.futures for sent in asked), *self._waiting]
+        waiting += (pull.future for sent in asked for pull in sent.pulls)
         if len(self._combined):
             waiting += self._combined.give()[-1]
         self._asked.clear()
@@ -572,6 +591,36 @@ class Requests:
                 iteration.begins.finish(None)
                 if not iteration.open_count:
                     self._finish_iteration(iteration)
+
+
+def _tiles(span: _Span, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+    """Return the pulls, ascending, that have each key of a span once, and all other requests.
+
+    If those within the span do not, none are returned as such.
+    """
+    name, end, last = span
+    inside: list[tuple[int, int, _Request]] = []
+    others: list[_Request] = []
+    for request in requests:
+        if request.span is not None and request.answer is not None and request.answer.is_plain:
+            of, begin, until = request.span
+            if of == name and end <= begin and until <= last:
+                inside.append((begin, until, request))
+                continue
+        others.append(request)
+    inside.sort(key=itemgetter(0))
+    for begin, until, _ in inside:
+        if begin != end:
+            return [], requests
+        end = until
+    return ([pull for _, _, pull in inside], others) if end == last else ([], requests)
+
+
+def _whole(pulls: list[_Request], first: int, last: int) -> Answer:
+    """What is put together for pulls that have each of these keys once."""
+    answer = pulls[0].answer
+    assert answer is not None
+    return answer if len(pulls) == 1 else answer.like(first, last)
 
 
 def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:

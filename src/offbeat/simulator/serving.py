@@ -217,6 +217,7 @@ class Serving:
         # Requests that are not done: what was pushed, or what had been acknowledged when the pull was made.
         self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
         self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
+        self._bringing: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}  # of pushes
         self._wants_times: dict[tuple[int, int], bool] = {}  # by pull
         self._asked_of: dict[tuple[int, int], str] = {}  # the namespace of each request
         self._pushed: Counter[Counted] = Counter()
@@ -355,22 +356,30 @@ class Serving:
         if is_pull:
             wants_times = self._whims.random() < 0.5
             number, said = one.pull(space.name, first, last, times=wants_times)
-            known = Counter(self._acknowledged[client])
-            if not space.aggregates:  # a client's own pushes are in what it pulls, acknowledged or not
-                own = {at: n for at, n in self._pushed.items() if (at[0], at[2]) == (space.name, client)}
-                known |= Counter(own)
-            self._pulling[client, number] = (space.name, first, last, known)
+            self._pulling[client, number] = (space.name, first, last, self._known_in(space, client))
             self._wants_times[client, number] = wants_times
         else:
             self._left_to_push[client] -= 1
             content = {key: 1 << _DIGIT_BITS * client for key in range(first, last) if chance.random() < 0.5}
             if self._whims.random() < 0.1:
                 content = {}  # it has nothing at this time
-            number, said = one.push(space.name, content, first, last, self._time_of(client, space))
-            self._pushing[client, number] = Counter((space.name, key, client) for key in content)
-            self._pushed.update(self._pushing[client, number])
+            time, wants_values = self._time_of(client, space), not self.requests % 3
+            number, said = one.push(space.name, content, first, last, time, wants_values=wants_values)
+            own = self._pushing[client, number] = Counter((space.name, key, client) for key in content)
+            self._pushed.update(own)
+            if wants_values:
+                known = self._known_in(space, client) | (self._acknowledged[client] + own)
+                self._bringing[client, number] = (space.name, first, last, known)
         self._asked_of[client, number] = space.name
         self._take_up(name, said)
+
+    def _known_in(self, space: Space, client: int) -> Counter[Counted]:
+        """What has to be in what a client pulls."""
+        known = Counter(self._acknowledged[client])
+        if not space.aggregates:  # its own pushes are, acknowledged or not
+            own = {at: n for at, n in self._pushed.items() if (at[0], at[2]) == (space.name, client)}
+            known |= Counter(own)
+        return known
 
     def _some_keys(self, chance: random.Random) -> tuple[int, int]:
         first = chance.randrange(self.trial.keys)
@@ -484,20 +493,30 @@ class Serving:
             self._at.setdefault((push.namespace, push.client), {})[push.time] = self._pushing[request]
 
     def _done(self, client: int, done: Done) -> None:
-        content = self._pushing.pop((client, done.number), None)
+        request = client, done.number
+        content = self._pushing.pop(request, None)
         if content is not None:
             self._acknowledged[client].update(content)
             self._know_the_sum(client, done.number)
+            if request in self._bringing:
+                self._check_values(client, *self._bringing.pop(request), done)
             self._withdraw_when_done(client)
             return
-        name, first, last, known = self._pulling.pop((client, done.number))
+        name, first, last, known = self._pulling.pop(request)
+        values = self._check_values(client, name, first, last, known, done)
+        if self._wants_times.pop(request):
+            self._check_own(client, name, (first, last), values, done.times)
+
+    def _check_values(
+        self, client: int, name: str, first: int, last: int, known: Counter[Counted], done: Done
+    ) -> dict[int, int]:
+        """See that what has come holds what it has to; return it by key."""
         values: dict[int, int] = {}
         for _, _, part in done.parts:
             values |= part
         for key in range(first, last):
             self._check_value((name, key), values.get(key, 0), known, f"what client {client} pulled")
-        if self._wants_times.pop((client, done.number)):
-            self._check_own(client, name, (first, last), values, done.times)
+        return values
 
     def _know_the_sum(self, client: int, number: int) -> None:
         """Where pushes are summed, who has one acknowledged knows that those of all others are everywhere."""
