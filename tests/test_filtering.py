@@ -149,6 +149,20 @@ def test_filters_that_lose_nothing_change_nothing(chain: str, is_listed: bool) -
         assert plain(ends.heard(message)) == plain(message)
 
 
+@pytest.mark.parametrize("chain", OF_PULLS)
+def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) -> None:
+    ends = Ends(pull=OF_PULLS[chain])
+    rows, message = some(1, is_listed=False).values, push(some(2, is_listed=False))
+    for wants_values in (True, False):
+        asked = replace(message, number=1, wants_values=wants_values)
+        (arrived,) = came(*packed(ends.there.encoded("here", asked)))
+        assert plain(ends.here.decoded("there", arrived)) == plain(asked)
+        if wants_values:
+            assert np.abs(ends.heard(pulled(rows)).content.values - rows).max() < 0.01
+        with pytest.raises(ProtocolError, match="expected rows that were asked for"):
+            ends.heard(pulled(rows))
+
+
 @pytest.mark.parametrize("chain", [one for one in OF_SUMS if one not in LOSSLESS])
 def test_filters_that_draw_are_near_and_right_on_average(chain: str) -> None:
     ends, content = Ends(OF_SUMS[chain]), some(1)
