@@ -16,7 +16,10 @@ WINDOW = 8  # pushes of a client that are not done
 
 
 def pusher(rank, say, cluster, stop):
-    """Pushes ones until the file `stop` is there; returns how often it pushed to each key."""
+    """Pushes ones until the file `stop` is there; returns how often it pushed to each key.
+
+    What each dense push brings holds it and those before it.
+    """
     chance = np.random.default_rng(rank)
     dense, sparse = np.zeros(KEYS), np.zeros(SPARSE_KEYS)
     with offbeat.PS(cluster) as ps:
@@ -26,13 +29,15 @@ def pusher(rank, say, cluster, stop):
         say("pushing")
         while not stop.exists():
             keys = np.flatnonzero(chance.random(SPARSE_KEYS) < 0.02)
-            under_way += [one.push(np.ones(KEYS)), other.push(np.ones((len(keys), 2)), keys=keys)]
             dense += 1
             sparse[keys] += 1
-            while len(under_way) > WINDOW:
-                under_way.pop(0).result()
-        for future in under_way:
-            future.result()
+            pushed = one.push(np.ones(KEYS))
+            brought = one.pull(after=[pushed]), dense[0]
+            under_way += [(pushed, None), brought, (other.push(np.ones((len(keys), 2)), keys=keys), None)]
+            while len(under_way) > WINDOW or (stop.exists() and under_way):
+                future, least = under_way.pop(0)
+                values = future.result()
+                assert least is None or (values >= least).all(), f"{values} hold not all of {least} pushes"
     return dense, sparse
 
 
