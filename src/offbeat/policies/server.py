@@ -394,7 +394,10 @@ class ServerNode:
         )
 
     def _begin(self, operation: Operation, requests: list[Request]) -> None:
-        """Apply an operation as its master, and send it down its chains; one that cannot be goes nowhere."""
+        """Apply an operation as its master, and send it down its chains; one that cannot be goes nowhere.
+
+        Requests wait for something else, too, so that none is done when some of its parts are.
+        """
         if requests:
             table = self._store.table(self._now().spaces[operation.namespace])
             try:
@@ -404,21 +407,17 @@ class ServerNode:
                     request.refusal = str(error)
                 return
         self._apply(operation)
-        for request in requests:
-            request.waits_for += 1  # for it as a whole, so that no part of it ends the waiting
         self._send_down(operation, requests)
-        self._end_waiting(requests)
 
     def _send_down(self, operation: Operation, requests: list[Request]) -> None:
-        for part, chain in self._by_chain(operation):
-            for request in requests:
-                request.waits_for += 1
-            self._send_part(_Kept(part, None, list(requests)), chain[1:])
+        """Send an operation to whoever else has to have it, for which these requests wait then."""
+        for part, (_, *replicas) in self._by_chain(operation):
+            if replicas:
+                for request in requests:
+                    request.waits_for += 1
+                self._send_part(_Kept(part, None, list(requests)), replicas)
 
-    def _send_part(self, kept: _Kept, route: tuple[int, ...]) -> None:
-        if not route:
-            self._end_waiting(kept.requests)
-            return
+    def _send_part(self, kept: _Kept, replicas: list[int]) -> None:
         self._serial += 1
         self._kept[self.server, self._serial] = kept
         copy = Copy(
@@ -426,9 +425,9 @@ class ServerNode:
             master=self.server,
             serial=self._serial,
             operation=kept.operation,
-            route=route[1:],
+            route=tuple(replicas[1:]),
         )
-        self._tell(route[0], copy)
+        self._tell(replicas[0], copy)
 
     def _acknowledge(self, request: Request) -> None:
         push = request.push
