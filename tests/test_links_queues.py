@@ -12,7 +12,7 @@ from offbeat.errors import ProtocolError
 from offbeat.runtime.framing import HEADER_BYTES, MAX_DATA_BYTES, FrameReader, Kind, place_of
 from offbeat.runtime.inbox import Ranges
 from offbeat.runtime.outbox import Outbox, Outgoing
-from offbeat.runtime.shared import MAX_UNREAD_BYTES, Region, Regions
+from offbeat.runtime.shared import UNREAD_BYTES, Region, Regions
 
 FRAME_BYTES = 1000
 
@@ -157,7 +157,7 @@ def test_whatever_the_kernel_takes_and_the_peer_reads_lent_messages_are_told_of_
                     assert (number, place) == (lent[0].number, frame.offset)
                     unread.append(length)
                 came[frame.tag] += length
-        assert sum(unread) < MAX_UNREAD_BYTES + MAX_DATA_BYTES
+        assert sum(unread) < UNREAD_BYTES + MAX_DATA_BYTES
         n = min(len(unread), [*answers, 1][turn % (len(answers) + 1)])
         del unread[:n]
         for item in finished + outbox.read(n):

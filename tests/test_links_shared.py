@@ -378,6 +378,18 @@ def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callab
     assert [b.frame().tag, b.frame().tag] == [2, 1]
 
 
+def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -> None:
+    a = node("a", unread_bytes=16 * MIB)
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    a.links.put("b", 1, filled(a, 20 * MIB))
+    assert [b.frame().kind for _ in range(17)] == [Kind.REGION, *[Kind.SHARED] * 16]
+    a.links.send("b", b"urgent")
+    assert b.frame().payload == b"urgent"
+    with pytest.raises(ValueError, match="expected 1 to 16777216 unread bytes, got 16777217"):
+        node("c", unread_bytes=16 * MIB + 1)
+
+
 def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Callable[..., Node]) -> None:
     a = node("a", beat_s=0.05)
     b = Stranger("b", a, unix=True).greet()
@@ -481,9 +493,9 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
     "too much at a time": (
         lambda: [
             (REGION, [memfd(MIB)]),
-            (b"".join(told(100 + tag, MIB) for tag in range(TOLD_MAX + 5)), []),
+            (b"".join(told(100 + tag, MIB) for tag in range(21)), []),
         ],
-        "expected to be told of 4194304 bytes at a time",
+        "expected to be told of 16777216 bytes at a time",
     ),
     "nothing": (
         lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],

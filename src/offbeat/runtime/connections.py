@@ -67,7 +67,7 @@ class Peer:
 
     name: str
     inbox: Inbox
-    outbox: Outbox = field(default_factory=lambda: Outbox(TCP_FRAME_BYTES))
+    outbox: Outbox
     addresses: tuple[Address, ...] = ()
     lasting: bool = False  # it listens there for as long as it lives
     link: Link | None = None

@@ -31,14 +31,14 @@ from typing import Any
 
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime import addresses as places
-from offbeat.runtime.connections import Link, Peer, receive, share, tune, wake_at, wake_late
+from offbeat.runtime.connections import TCP_FRAME_BYTES, Link, Peer, receive, share, tune, wake_at, wake_late
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind, place_of
 from offbeat.runtime.handshake import check_name
 from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, OnShared, Ranges
 from offbeat.runtime.loop import READ, WRITE, Loop
 from offbeat.runtime.opening import Opening
-from offbeat.runtime.outbox import Key, Outgoing
-from offbeat.runtime.shared import MIN_SHARED_BYTES, Borrowed, Region, Regions
+from offbeat.runtime.outbox import Key, Outbox, Outgoing
+from offbeat.runtime.shared import MAX_UNREAD_BYTES, MIN_SHARED_BYTES, UNREAD_BYTES, Borrowed, Region, Regions
 
 ALL_TAGS = 1 << 64
 WRITES_A_TURN = 16  # then what has come is looked at again
@@ -77,6 +77,8 @@ class Endpoint:
         silent_s: a peer from whom nothing came for so long is lost.
         connect_s: how long reaching a peer may take, retries and handshake included.
         spins: see `Loop`.
+        unread_bytes: how much of memory of `allocate` a peer may be told of that it has not read, at most
+            16 MiB.
 
     Attributes:
         addresses: where this node can be reached, best first; None of it holds after `close`.
@@ -108,6 +110,7 @@ class Endpoint:
         silent_s: float = 10.0,
         connect_s: float = 10.0,
         spins: bool = False,
+        unread_bytes: int = UNREAD_BYTES,
     ) -> None:
         if not token:
             raise ValueError("expected a token, got an empty one")
@@ -117,6 +120,8 @@ class Endpoint:
             )
         if connect_s <= 0:
             raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
+        if not 0 < unread_bytes <= MAX_UNREAD_BYTES:
+            raise ValueError(f"expected 1 to {MAX_UNREAD_BYTES} unread bytes, got {unread_bytes}")
         self.name = check_name(name)
         self.bytes_sent = self.bytes_received = self.frames_received = 0
         self._on_message, self._on_lost, self._on_left, self._on_error = (
@@ -125,7 +130,7 @@ class Endpoint:
             on_left,
             on_error,
         )
-        self._beat_s, self._silent_s = beat_s, silent_s
+        self._beat_s, self._silent_s, self._unread_bytes = beat_s, silent_s, unread_bytes
         self._peers: dict[str, Peer] = {}
         self._forgotten = Ranges()
         self._order = count()
@@ -381,7 +386,8 @@ class Endpoint:
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = Peer(name, Inbox(self._forgotten))
+            outbox = Outbox(TCP_FRAME_BYTES, self._unread_bytes)
+            peer = self._peers[name] = Peer(name, Inbox(self._forgotten), outbox)
         return peer
 
     def _introduce(self, name: str, addresses: tuple[places.Address, ...], lasting: bool) -> None:

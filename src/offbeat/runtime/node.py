@@ -42,6 +42,7 @@ from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER, Array
 from offbeat.runtime.post import Place, Post, Show, never, nowhere
+from offbeat.runtime.shared import MAX_UNREAD_BYTES, UNREAD_BYTES
 from offbeat.runtime.staging import MIN_STAGED_BYTES
 
 _SILENT_S: Final = 3.0  # a connection on which nothing came for so long is made anew
@@ -137,6 +138,7 @@ class Node:
         self._unreached_s: dict[str, float] = {}
         self._away: dict[str, object] = {}  # clients whose connection broke, by name; which loss
         self._is_over = False
+        is_server = name.startswith("server-")
         self.endpoint = Endpoint(
             name,
             job=cluster.job,
@@ -148,9 +150,10 @@ class Node:
             host=host,
             unix=unix,
             silent_s=_SILENT_S,
-            spins=name.startswith("server-"),
+            spins=is_server,
+            unread_bytes=MAX_UNREAD_BYTES if is_server else UNREAD_BYTES,
         )
-        kinds = TO_SERVER if name.startswith("server-") else TO_CLIENT
+        kinds = TO_SERVER if is_server else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
         self.filtering = Filtering(crc32(name.encode()))
         self._buffers = Buffers(self._allocate, lambda buffer: self.endpoint.is_read(buffer.data))

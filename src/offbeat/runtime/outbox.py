@@ -29,7 +29,7 @@ from offbeat.runtime.framing import (
     VERSION,
     Kind,
 )
-from offbeat.runtime.shared import MAX_UNREAD_BYTES, Region
+from offbeat.runtime.shared import UNREAD_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
@@ -88,14 +88,19 @@ class Outbox:
     `gather()` the next buffers to send, tell `taken(n)` how many of their bytes the kernel took, and get the
     messages that are wholly out. Those whose bytes are lent are done when the peer has read them.
 
+    Args:
+        frame_bytes: see below.
+        unread_bytes: of lent bytes a peer is told of no more while it has not read as many.
+
     Attributes:
         frame_bytes: payload of one frame at most, but for long messages; a multiple of 64 KiB.
         known: numbers of the regions that the peer was told of.
         descriptor: what has to be sent along with what was gathered.
     """
 
-    def __init__(self, frame_bytes: int) -> None:
+    def __init__(self, frame_bytes: int, unread_bytes: int = UNREAD_BYTES) -> None:
         self.frame_bytes = frame_bytes
+        self._unread_bytes_max = unread_bytes
         self._heap: list[tuple[Key, Outgoing]] = []
         self.known: set[int] = set()
         self.descriptor: int | None = None
@@ -141,7 +146,7 @@ class Outbox:
         unread_bytes = self._unread_bytes
         while heap and size < frame_bytes and len(gathered) < MAX_FRAMES_AT_ONCE:
             item = heap[0][1]
-            if item.kind == _SHARED and unread_bytes >= MAX_UNREAD_BYTES:
+            if item.kind == _SHARED and unread_bytes >= self._unread_bytes_max:
                 break
             if item.kind == _REGION:
                 if views:
@@ -275,7 +280,7 @@ class Outbox:
             self.known.clear()
 
     def _waits(self, item: Outgoing) -> bool:
-        return item.kind == _SHARED and self._unread_bytes >= MAX_UNREAD_BYTES
+        return item.kind == _SHARED and self._unread_bytes >= self._unread_bytes_max
 
     def _take_begun(self, n: int) -> int:
         """Take `n` bytes off the begun frame; return how many are left over."""
