@@ -189,8 +189,7 @@ class ArrayTable:
             for other in self._blocks_of(stretch):
                 if other != number:
                     first, last = self._range_of(other)
-                    own = {name: rows.copy() for name, rows in stretch.rows_of(first, last).items()}
-                    self._stretches[other] = _Stretch(first, last, own)
+                    self._stretches[other] = _Stretch(first, last, stretch.copy_out(first, last))
 
     def read(self, first: int, last: int, keys: Keys | None, states: bool = False) -> Entries:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
@@ -409,10 +408,8 @@ class _Stretch:
         if self._keys is not None:
             self.apply(update, Entries(first, rows))
             return
-        begin = first - self.first
-        end = begin + len(rows)
-        states = {name: self.arrays[name][begin:end] for name in update.states}
-        update.apply(self.arrays["values"][begin:end], states, rows)
+        states = self.rows_of(first, first + len(rows))
+        update.apply(states.pop("values"), states, rows)
 
     def replace(self, content: Entries) -> None:
         """Take what was pushed in the place of what is there."""

@@ -411,13 +411,13 @@ class ServerNode:
 
     def _send_down(self, operation: Operation, requests: list[Request]) -> None:
         """Send an operation to whoever else has to have it, for which these requests wait then."""
-        for part, (_, *replicas) in self._by_chain(operation):
-            if replicas:
+        for part, chain in self._by_chain(operation):
+            if len(chain) > 1:
                 for request in requests:
                     request.waits_for += 1
-                self._send_part(_Kept(part, None, list(requests)), replicas)
+                self._send_part(_Kept(part, None, list(requests)), chain[1:])
 
-    def _send_part(self, kept: _Kept, replicas: list[int]) -> None:
+    def _send_part(self, kept: _Kept, route: tuple[int, ...]) -> None:
         self._serial += 1
         self._kept[self.server, self._serial] = kept
         copy = Copy(
@@ -425,9 +425,9 @@ class ServerNode:
             master=self.server,
             serial=self._serial,
             operation=kept.operation,
-            route=tuple(replicas[1:]),
+            route=route[1:],
         )
-        self._tell(replicas[0], copy)
+        self._tell(route[0], copy)
 
     def _acknowledge(self, request: Request) -> None:
         push = request.push

@@ -26,9 +26,6 @@ class Answer:
         buffers: memory for rows.
         states: it wants what the update keeps, too.
         times: it wants the times of this client's pushes, too.
-
-    Attributes:
-        first: as given.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class Answer:
     ) -> None:
         self._wants_states, self._wants_times = states, times
         self._buffers = buffers
-        self.first, self._last, self._keys = first, last, keys
+        self._first, self._last, self._keys = first, last, keys
         self._shape, self._dtype = shape, dtype
         self._rows: Rows | None = None
         self._placed: list[tuple[int, int]] = []  # what comes, or has come, to its place
@@ -56,9 +53,9 @@ class Answer:
         """Whether it is of all keys of a range, and wants nothing but rows."""
         return self._keys is None and not (self._wants_states or self._wants_times)
 
-    def of(self, rows: Rows, first: int) -> Rows:
-        """Return what is wanted of all rows from a key on."""
-        return rows[self.first - first : self._last - first]
+    def part(self, rows: Rows, first: int, last: int) -> Rows:
+        """Return those of all rows that are of keys `first` to `last` - 1."""
+        return rows[self._where(first, last)]
 
     def like(self, first: int, last: int) -> Answer:
         """Return another of such rows, of all keys `first` to `last` - 1."""
@@ -79,7 +76,7 @@ class Answer:
             or coming.dtype != self._dtype
         ):
             return None
-        if not self.first <= first < last <= self._last:
+        if not self._first <= first < last <= self._last:
             return None
         if any(first < end and begin < last for begin, end in self._placed):
             return None
@@ -127,11 +124,11 @@ class Answer:
 
     def _whole(self) -> Rows:
         if self._rows is None:
-            count = self._last - self.first if self._keys is None else len(self._keys)
+            count = self._last - self._first if self._keys is None else len(self._keys)
             self._rows = self._buffers.array((count, *self._shape), self._dtype)
         return self._rows
 
     def _where(self, first: int, last: int) -> slice:
         if self._keys is None:
-            return slice(first - self.first, last - self.first)
+            return slice(first - self._first, last - self._first)
         return places_of(self._keys, first, last)

@@ -495,8 +495,9 @@ class Requests:
         if pulls and answer is not None:
             rows = answer.rows(done.parts)
             for pull in pulls:
-                assert pull.answer is not None
-                self._finish_behind(pull.future, pull.answer.of(rows, answer.first), pull.before)
+                assert pull.span is not None
+                _, first, last = pull.span
+                self._finish_behind(pull.future, answer.part(rows, first, last), pull.before)
         elif answer is not None:
             self._finish_behind(futures[0], answer.result(done.parts, done.times), behind)
 
