@@ -122,6 +122,28 @@ def test_lines_are_shaped_at_both_ends() -> None:
 
 
 @needs_root
+@pytest.mark.parametrize(
+    ("rate_bit_per_s", "early_s", "burst", "segment"),
+    [
+        (10**9, 200e-6, 25_000, 16_666),
+        (10**9, 800e-6, 98_304, 65_536),  # not 100,000
+        (10**8, 800e-6, 10_000, 6_666),
+        (10**10, 800e-6, 250_000, 65_536),  # 0.2 ms is more than that
+    ],
+)
+def test_buckets_hold_segments_as_large_as_may_be_early(
+    rate_bit_per_s: int, early_s: float, burst: int, segment: int
+) -> None:
+    with hosts(1, rate_bit_per_s=rate_bit_per_s, early_s=early_s) as (host,):
+        switch = next(name for name in names(os.getpid()) if name.endswith("switch"))
+        for namespace, interface in ((host.name, "eth0"), (switch, "port0")):
+            (found,) = json.loads(out("tc", "-n", namespace, "-json", "qdisc", "show", "dev", interface))
+            assert found["options"]["burst"] == pytest.approx(burst, rel=0.01)  # it is kept as a time
+            (link,) = json.loads(out("ip", "-n", namespace, "-json", "-details", "link", "show", interface))
+            assert link["gso_max_size"] == segment
+
+
+@needs_root
 @pytest.mark.parametrize("rate_bit_per_s", [1_000_000, 100_000_000, 100_000_000_000])
 def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
     """A bucket smaller than a segment would drop it for ever."""
@@ -349,4 +371,7 @@ def test_bad_arguments_are_told() -> None:
                 pass
     with pytest.raises(ValueError, match="rate_bit_per_s must be at least 1000000, not 1000"):
         with hosts(2, rate_bit_per_s=1000):
+            pass
+    with pytest.raises(ValueError, match=r"early_s must be at least 0.0002, not 0.0001"):
+        with hosts(2, rate_bit_per_s=10**9, early_s=1e-4):
             pass

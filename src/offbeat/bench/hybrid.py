@@ -6,7 +6,9 @@ gradients need on the line, a given part of it in the forward pass. The optimize
 as computing, as long as it takes alone. Layer times are those of a batch that one core takes about as long
 for: how they are distributed depends on it (with 2 samples AlexNet's first fully connected layer takes a
 third of the step, and its gradients, which are most of all, come too late to be hidden; with 32 a tenth).
-PyTorch's DistributedDataParallel over gloo, with its default buckets, runs in the same run.
+PyTorch's DistributedDataParallel over gloo, with its default buckets, runs in the same run. Lines of
+1 Gbit/s take segments of 64 KB (see `offbeat.bench.namespaces`): with 16 KB they carry a little less than TCP
+can, and a good part of the processor time, which four hosts share here, is the shapers'.
 
 `ratio_to_floor` compares with all computing and the first layer's gradients, or all gradients, whichever is
 more; `least_s` is a closer bound, from all layers (`offbeat.numerics.timeline.least_step_s`).
@@ -60,6 +62,7 @@ from offbeat.strategies import Hybrid, parse_strategy
 
 _WARM_UP_STEPS = 4
 _DEADLINE_S = 120.0
+_EARLY_S = 800e-6  # that messages may be after a pause, of steps of seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ def run(plan: Plan, *, command: str) -> Result:
     optimizer_s = runs.optimizer_s(plan.model, plan.seed)
     cases = [*_computing(plan, optimizer_s)]
     rows = []
-    with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s) as made:
+    with hosts(plan.workers, rate_bit_per_s=plan.rate_bit_per_s, early_s=_EARLY_S) as made:
         for case in cases:
             settings = {
                 "model": plan.model,
@@ -140,6 +143,7 @@ def run(plan: Plan, *, command: str) -> Result:
         machine=machine(
             congestion_control=congestion_control,
             line_mbit_per_s=plan.rate_bit_per_s / 1e6,
+            line_early_ms=_EARLY_S * 1e3,
             workers=plan.workers,
             batch_size_of_times=plan.batch_size,
             optimizer_s=optimizer_s,
