@@ -14,13 +14,15 @@ def push(first: int, *numbers: float) -> Entries:
     return Entries(first, np.array(numbers, np.float32))
 
 
-def future() -> Future:
-    return Future("a push", lambda: "", lambda wait, _, timeout_s: wait(timeout_s))
+def future(name: str, content: Entries) -> Future:
+    span = name, content.first, content.first + len(content)
+    return Future("a push", lambda *_: "", lambda wait, _, timeout_s: wait(timeout_s), span)
 
 
 def taken(*pushes: tuple[str, Entries]) -> tuple[Combiner, list[Future], list[bool]]:
-    combiner, futures = Combiner(), [future() for _ in pushes]
-    return combiner, futures, [combiner.take(*one, who) for one, who in zip(pushes, futures, strict=True)]
+    combiner, futures = Combiner(), [future(*one) for one in pushes]
+    were_taken = [combiner.take(one, who) for (_, one), who in zip(pushes, futures, strict=True)]
+    return combiner, futures, were_taken
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)], ids=str)
@@ -58,8 +60,8 @@ def test_some_may_go_and_others_join_the_rest():
     _, content, last, waiting = combiner.give(2)
     assert (content.first, content.values.tolist(), last, waiting) == (10, [10, 11], 12, futures[:2])
     assert len(combiner) == 3
-    assert not combiner.take("w", push(10, 11), future())
-    assert combiner.take("w", push(15, 15), future())
+    assert not combiner.take(push(10, 11), future("w", push(10, 11)))
+    assert combiner.take(push(15, 15), future("w", push(15, 15)))
     _, content, last, waiting = combiner.give()
     assert (content.first, content.values.tolist(), last) == (12, [12, 13, 14, 15], 16)
     assert waiting[:3] == futures[2:]
@@ -72,4 +74,4 @@ def test_no_more_than_so_much_is_made_one():
     combiner, _, were_taken = taken(*pushes)
     assert were_taken == [True, True, False]
     combiner.give(1)
-    assert combiner.take(*pushes[2], future())  # there is room again
+    assert combiner.take(pushes[2][1], future(*pushes[2]))  # there is room again

@@ -31,17 +31,18 @@ class Combiner:
         """How many there are."""
         return len(self._pushes)
 
-    def take(self, name: str, content: Entries, future: Future) -> bool:
+    def take(self, content: Entries, future: Future) -> bool:
         """Take a push of neighbouring keys, if it goes with those that are here; return whether it does.
 
         If it does not, they have to go out before it.
         """
-        first, values = content.first, content.values
-        last = first + len(values)
+        assert future.span is not None
+        name, first, last = future.span
+        size_bytes = content.values.nbytes
         if not self._pushes:
             self._name, self._first, self._last, self._bytes = name, first, last, 0
             self._pushes.append((content, future))
-        elif name != self._name or self._bytes + values.nbytes > COMBINED_BYTES_MAX:
+        elif name != self._name or self._bytes + size_bytes > COMBINED_BYTES_MAX:
             return False
         elif first == self._last:
             self._last = last
@@ -51,7 +52,7 @@ class Combiner:
             self._pushes.appendleft((content, future))
         else:
             return False
-        self._bytes += values.nbytes
+        self._bytes += size_bytes
         return True
 
     def give(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:

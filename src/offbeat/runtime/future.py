@@ -17,30 +17,50 @@ _making: Final = threading.Lock()
 RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
 """As `Loop.run_until`."""
 
+Span = tuple[str, int, int]
+"""A namespace, and keys from the first to below the last."""
+
 
 class Future:
     """What a request will have come to.
 
     Args:
         what: was asked for.
-        who: returns which servers have not answered, as errors say it.
+        who: returns which servers have not answered, as errors say it; `span`, if there is one, are its
+            arguments.
         run_until: lets who waits do meanwhile what the result is waiting for.
+        span: namespace and keys, from the first to below the last, of a push or a pull.
 
     Attributes:
-        what: as given.
-        pushes: namespace and keys, from the first to below the last, of a push that has gone out or is about
-            to; else None.
+        what, span: as given.
+        is_sent_push: it is a push that has gone out, or is about to.
         is_done: there is a result, or an error.
         error: why there will be no result.
         followers: called in the links' thread when it is done.
     """
 
-    __slots__ = ("_asleep", "_run_until", "_value", "_who", "error", "followers", "is_done", "pushes", "what")
+    __slots__ = (
+        "_asleep",
+        "_run_until",
+        "_value",
+        "_who",
+        "error",
+        "followers",
+        "is_done",
+        "is_sent_push",
+        "span",
+        "what",
+    )
 
-    def __init__(self, what: str, who: Callable[[], str], run_until: RunUntil) -> None:
-        self.is_done = False
-        self.pushes: tuple[str, int, int] | None = None
-        self.what, self._who, self._run_until = what, who, run_until
+    def __init__(
+        self,
+        what: str,
+        who: Callable[..., str],
+        run_until: RunUntil,
+        span: Span | None = None,
+    ) -> None:
+        self.is_done = self.is_sent_push = False
+        self.what, self._who, self._run_until, self.span = what, who, run_until, span
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
@@ -86,7 +106,7 @@ class Future:
 
     def waits_for(self) -> str:
         """Return which servers have not answered, as errors say it."""
-        return self._who()
+        return self._who() if self.span is None else self._who(*self.span)
 
     def finish(self, value: Any, error: Exception | None = None) -> None:
         """There is a result, or none will be; in the links' thread."""
@@ -95,6 +115,7 @@ class Future:
             self.is_done = True
             if self._asleep is not None:
                 self._asleep.set()
-            followers, self.followers = self.followers, []
-            for follow in followers:
-                follow()
+            if self.followers:
+                followers, self.followers = self.followers, []
+                for follow in followers:
+                    follow()

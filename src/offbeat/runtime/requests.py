@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.combining import Combiner
-from offbeat.runtime.future import Future
+from offbeat.runtime.future import Future, Span
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array
 from offbeat.runtime.views import Views
@@ -34,8 +34,6 @@ from offbeat.runtime.views import Views
 _PIECE_BYTES: Final = 4 * 1024 * 1024
 _HALVED_MIN: Final = 32  # small pushes that go out in two halves
 _CALLEE: Final = "servers"
-
-_Span: TypeAlias = tuple[str, int, int]  # a namespace, and keys from the first to below the last
 
 
 @dataclass(slots=True, eq=False)
@@ -60,18 +58,16 @@ class _Request:
         make: makes it, in the client; None where there is nothing to send.
         finish: what the future comes to, where there is nothing to send.
         before: what has to be done before; the beginning of its iteration, too.
-        span: namespace, and keys from the first to below the last.
         answer: what is put together of a pull.
-        part: namespace and content of a push that may go out as one with others.
+        part: content of a push that may go out as one with others.
     """
 
     make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
     future: Future
     iteration: _Iteration | None
     before: list[Future]
-    span: _Span | None = None
     answer: Answer | None = None
-    part: tuple[str, Entries] | None = None
+    part: Entries | None = None
     finish: Callable[[], Any] = lambda: None
 
 
@@ -156,6 +152,7 @@ class Requests:
             place=self._place,
             gather=self._send_some,
         )
+        self._call, self._run_until = self.node.endpoint.call, self.node.endpoint.run_until
         self.node.join()
         try:
             views = self.views
@@ -195,7 +192,7 @@ class Requests:
             what,
             (name, first, last),
             after,
-            part=(name, content) if may_combine else None,
+            part=content if may_combine else None,
         )
 
     def push_at_once(self, what: str, name: str, content: Entries) -> Future:
@@ -206,10 +203,9 @@ class Requests:
         """
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = self._future(
-            what, lambda: self.views.masters(name, content.first, content.first + len(content))
-        )
-        self.node.endpoint.call(self._admit_part, name, content, future)
+        first = content.first
+        future = Future(what, self.views.masters, self._run_until, (name, first, first + len(content.values)))
+        self._call(self._admit_part, content, future)
         return future
 
     def pull(
@@ -275,8 +271,8 @@ class Requests:
             first = next((one for one in before if not one.is_done), None)
             return "all of them are done" if first is None else f"{first.what} is not: {first.waits_for()}"
 
-        future = self._future("what follows other requests", first_of_them)
-        self.node.endpoint.call(self._admit, _Request(None, future, None, before, finish=function))
+        future = Future("what follows other requests", first_of_them, self._run_until)
+        self._call(self._admit, _Request(None, future, None, before, finish=function))
         return future
 
     def in_order(self, function: Callable[[], Any]) -> Any:
@@ -300,20 +296,20 @@ class Requests:
         if tau is not None and tau < 0:
             raise ValueError(f"expected a tau of at least 0, or None for no bound, got {tau}")
         self.tau = tau
-        self.node.endpoint.call(self._scheduler.set_tau, tau)
+        self._call(self._scheduler.set_tau, tau)
 
     @contextmanager
     def iteration(self) -> Iterator[Future]:
         """Let all requests that this thread makes in the block be one iteration, as `PS.iteration` says."""
-        begins = self._future("an iteration", lambda: "others before it are not finished")
+        begins = Future("an iteration", lambda: "others before it are not finished", self._run_until)
         iteration = _Iteration(begins)
-        self.node.endpoint.call(self._issue_iteration, iteration)
+        self._call(self._issue_iteration, iteration)
         self._current.iteration = iteration
         try:
             yield iteration.begins
         finally:
             self._current.iteration = None
-            self.node.endpoint.call(self._finish_one, iteration)
+            self._call(self._finish_one, iteration)
 
     @property
     def is_in_iteration(self) -> bool:
@@ -333,26 +329,22 @@ class Requests:
             return None  # a thread that waits within it has been lent for what others have asked for
         return iteration
 
-    def _future(self, what: str, who: Callable[[], str]) -> Future:
-        """Return a future that is done by the links' thread, whose work who waits for it does meanwhile."""
-        return Future(what, who, self.node.endpoint.run_until)
-
     def _request(
         self,
         make: Callable[[], tuple[int, list[Send | Done | Failed]]],
         what: str,
-        span: _Span,
+        span: Span,
         after: Iterable[Future],
         answer: Answer | None = None,
-        part: tuple[str, Entries] | None = None,
+        part: Entries | None = None,
     ) -> Future:
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = self._future(what, lambda: self.views.masters(*span))
+        future = Future(what, self.views.masters, self._run_until, span)
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
-        request = _Request(make, future, iteration, before, span, answer, part)
-        self.node.endpoint.call(self._admit, request)
+        request = _Request(make, future, iteration, before, answer, part)
+        self._call(self._admit, request)
         return future
 
     # In the links' thread --------------------------------------------------------------------------------
@@ -367,11 +359,11 @@ class Requests:
         else:
             self._advance(request)
 
-    def _admit_part(self, name: str, content: Entries, future: Future) -> None:
+    def _admit_part(self, content: Entries, future: Future) -> None:
         if self.views.failure is not None:
             future.finish(None, OffbeatError(self.views.failure))
         else:
-            self._combine(name, content, future)
+            self._combine(content, future)
 
     def _advance(self, request: _Request) -> None:
         """Send a request, once what has to be done before it is done.
@@ -402,7 +394,7 @@ class Requests:
                 future.finish(None, error)
             return
         if request.part is not None:
-            self._combine(*request.part, future)
+            self._combine(request.part, future)
             return
         if behind and len(self._combined):
             self._waiting.add(future)
@@ -414,32 +406,33 @@ class Requests:
         except (ProtocolError, ValueError) as error:  # it has withdrawn, or the time has been
             future.finish(None, error)
             return
-        if request.answer is None and request.span is not None:
-            future.pushes = request.span
+        future.is_sent_push = request.answer is None
         self._asked[number] = _Sent((future,), request.answer, behind)
         self._take_up(said)
 
     def _holds(self, request: _Request, push: Future) -> bool:
         """Whether what a request brings holds a push that is not done, if it is sent now."""
-        if request.answer is None or request.span is None or push.pushes is None:
+        if request.answer is None or not push.is_sent_push:
             return False
-        (name, first, last), (of, begin, end) = request.span, push.pushes
+        assert request.future.span is not None
+        assert push.span is not None
+        (name, first, last), (of, begin, end) = request.future.span, push.span
         space = self.views.space(name)
         return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
-    def _combine(self, name: str, content: Entries, future: Future) -> None:
+    def _combine(self, content: Entries, future: Future) -> None:
         """Let a push go out as one with others; those with which it does not go before it."""
-        future.pushes = name, content.first, content.first + len(content.values)
-        if not self._combined.take(name, content, future):
+        future.is_sent_push = True
+        if not self._combined.take(content, future):
             self._send_combined()
-            self._combined.take(name, content, future)
+            self._combined.take(content, future)
         self.node.post.write_soon()
 
     def _send_some(self) -> None:
         """Send what waits to go out as one; half of it first, if nothing is under way: so both have work."""
         count = len(self._combined)
         if not self._asked and count >= _HALVED_MIN:
-            self.node.endpoint.call(self._send_combined)
+            self._call(self._send_combined)
             count //= 2
         self._send_combined(count)
 
@@ -495,8 +488,8 @@ class Requests:
         if pulls and answer is not None:
             rows = answer.rows(done.parts)
             for pull in pulls:
-                assert pull.span is not None
-                _, first, last = pull.span
+                assert pull.future.span is not None
+                _, first, last = pull.future.span
                 self._finish_behind(pull.future, answer.part(rows, first, last), pull.before)
         elif answer is not None:
             self._finish_behind(futures[0], answer.result(done.parts, done.times), behind)
@@ -594,7 +587,7 @@ class Requests:
                     self._finish_iteration(iteration)
 
 
-def _tiles(span: _Span, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+def _tiles(span: Span, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
     """Return the pulls, ascending, that have each key of a span once, and all other requests.
 
     If those within the span do not, none are returned as such.
@@ -603,8 +596,8 @@ def _tiles(span: _Span, requests: list[_Request]) -> tuple[list[_Request], list[
     inside: list[tuple[int, int, _Request]] = []
     others: list[_Request] = []
     for request in requests:
-        if request.span is not None and request.answer is not None and request.answer.is_plain:
-            of, begin, until = request.span
+        if request.future.span is not None and request.answer is not None and request.answer.is_plain:
+            of, begin, until = request.future.span
             if of == name and end <= begin and until <= last:
                 inside.append((begin, until, request))
                 continue
