@@ -35,9 +35,14 @@ class Hybrid:
     for all of them, and so does an optimizer that is not one of torch's: then only the backward pass is
     overlapped.
 
-    Source: the layer-overlapping hybrid all-reduce paper. Deviations: the paper sends in the order in which
-    gradients appear (`order="fifo"`), by which a first layer's wait for all others'; its assignment of
-    algorithms is `policy="conv_butterfly_fc_ring"`, or as its table 4 has it, `table4`.
+    Source: the layer-overlapping hybrid all-reduce paper; Sergeev and Del Balso 2018 for tensor fusion; Sun
+    et al. 2019 for one pool of gradients. Deviations: the paper sends in the order in which gradients appear
+    (`order="fifo"`), by which a first layer's wait for all others'; its assignment of algorithms is
+    `policy="conv_butterfly_fc_ring"`, or as its table 4 has it, `table4`. What is fused is planned once, by
+    size, so that all workers send the same parcels without asking each other: a parcel leaves with the last
+    of its gradients, or with the end of the backward pass, and no timer sends a part of it. Gradients of a
+    pool are views of it, to which autograd adds, which costs more than copying them; from 128 KB on they are
+    sent from where they lie, and smaller ones are copied.
 
     Args:
         policy: which all-reduce for which layers: `cost_model`, `conv_butterfly_fc_ring`, `table4` or `ring`;
