@@ -135,6 +135,7 @@ def test_buckets_hold_segments_as_large_as_may_be_early(
     rate_bit_per_s: int, early_s: float, burst: int, segment: int
 ) -> None:
     with hosts(1, rate_bit_per_s=rate_bit_per_s, early_s=early_s) as (host,):
+        assert host.burst_bytes == burst
         switch = next(name for name in names(os.getpid()) if name.endswith("switch"))
         for namespace, interface in ((host.name, "eth0"), (switch, "port0")):
             (found,) = json.loads(out("tc", "-n", namespace, "-json", "qdisc", "show", "dev", interface))

@@ -132,7 +132,7 @@ def run(plan: Plan, *, command: str) -> Result:
                 master_addr=made[0].address,
             )
             rows += [_row(plan, case, side, told[side]) for side in plan.sides]
-        congestion_control = made[0].congestion_control
+        congestion_control, burst_bytes = made[0].congestion_control, made[0].burst_bytes
     return Result(
         name="hybrid",
         command=command,
@@ -143,7 +143,7 @@ def run(plan: Plan, *, command: str) -> Result:
         machine=machine(
             congestion_control=congestion_control,
             line_mbit_per_s=plan.rate_bit_per_s / 1e6,
-            line_early_ms=_EARLY_S * 1e3,
+            line_burst_bytes=burst_bytes,
             workers=plan.workers,
             batch_size_of_times=plan.batch_size,
             optimizer_s=optimizer_s,

@@ -66,6 +66,7 @@ class Host:
         interface: its network interface (for GLOO_SOCKET_IFNAME).
         congestion_control: the TCP congestion control in force.
         rate_bit_per_s: of its line, each way; None where nothing limits it.
+        burst_bytes: that cross its line at once after a pause; None likewise.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Host:
     interface: str
     congestion_control: str
     rate_bit_per_s: int | None
+    burst_bytes: int | None
 
     @property
     def prefix(self) -> list[str]:
@@ -150,6 +152,7 @@ def remove_stale() -> None:
 
 def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> list[Host]:
     switch = f"{run}-switch"
+    burst = None if rate_bit_per_s is None else _burst_bytes(rate_bit_per_s, early_s)
     _command("ip", "netns", "add", switch)
     _command("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
     _command("ip", "-n", switch, "link", "set", "br0", "up")
@@ -173,8 +176,7 @@ def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> l
         )
         _command("ip", *line)
         congestion_control = _settle(name)
-        if rate_bit_per_s is not None:
-            burst = _burst_bytes(rate_bit_per_s, early_s)
+        if rate_bit_per_s is not None and burst is not None:
             _shape(name, INTERFACE, rate_bit_per_s, burst, _CARD_QUEUE_S)
             _shape(switch, port, rate_bit_per_s, burst, _BUFFER_S)
         _command("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
@@ -187,6 +189,7 @@ def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> l
             interface=INTERFACE,
             congestion_control=congestion_control,
             rate_bit_per_s=rate_bit_per_s,
+            burst_bytes=burst,
         )
         made.append(host)
     return made
