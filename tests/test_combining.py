@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offbeat.numerics.entries import Entries
-from offbeat.runtime.combining import COMBINED_BYTES_MAX, Combiner
+from offbeat.runtime.combining import SMALL_BYTES_MAX, Combiner
 from offbeat.runtime.future import Future
 
 
@@ -69,9 +69,21 @@ def test_some_may_go_and_others_join_the_rest():
 
 
 def test_no_more_than_so_much_is_made_one():
-    half = np.zeros(COMBINED_BYTES_MAX // 8, np.float32)
-    pushes = [("w", Entries(number * len(half), half)) for number in range(3)]
+    rows = np.zeros(SMALL_BYTES_MAX // 4, np.float32)
+    pushes = [("w", Entries(number * len(rows), rows)) for number in range(17)]
     combiner, _, were_taken = taken(*pushes)
-    assert were_taken == [True, True, False]
+    assert were_taken == [True] * 16 + [False]
     combiner.give(1)
-    assert combiner.take(pushes[2][1], future(*pushes[2]))  # there is room again
+    assert combiner.take(pushes[-1][1], future(*pushes[-1]))  # there is room again
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_large_one_waits_alone(is_first):
+    large, small = Entries(0, np.zeros(SMALL_BYTES_MAX // 4 + 1, np.float32)), push(0, 1)
+    parts = [large, small] if is_first else [small, large]
+    parts[1].first = len(parts[0])
+    combiner, futures, were_taken = taken(*(("w", part) for part in parts))
+    assert were_taken == [True, False]
+    name, content, last, waiting = combiner.give()
+    assert (name, content, last, waiting) == ("w", parts[0], len(parts[0]), futures[:1])
+    assert combiner.take(parts[1], futures[1])

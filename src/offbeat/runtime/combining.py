@@ -1,4 +1,7 @@
-"""Small pushes of neighbouring keys made one: what one costs is mostly not its numbers."""
+"""Small pushes of neighbouring keys made one: what one costs is mostly not its numbers.
+
+A large one goes alone. It waits here, too, for a pull right behind it may go out as one with it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from offbeat.numerics.tables import Empty
 from offbeat.runtime.future import Future
 
 COMBINED_BYTES_MAX: Final = 4 * 1024 * 1024  # of numbers: what a server takes up in one go anyway
+SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 16  # of a push that may go out as one with others
 
 
 class Combiner:
@@ -26,6 +30,7 @@ class Combiner:
         self._name = ""
         self._pushes: deque[tuple[Entries, Future]] = deque()  # by their keys, ascending
         self._first = self._last = self._bytes = 0
+        self._is_large = False  # the one that is here
 
     def __len__(self) -> int:
         """How many there are."""
@@ -39,10 +44,13 @@ class Combiner:
         assert future.span is not None
         name, first, last = future.span
         size_bytes = content.values.nbytes
+        is_large = size_bytes > SMALL_BYTES_MAX
+        whole_bytes = self._bytes + size_bytes
         if not self._pushes:
             self._name, self._first, self._last, self._bytes = name, first, last, 0
             self._pushes.append((content, future))
-        elif name != self._name or self._bytes + size_bytes > COMBINED_BYTES_MAX:
+            self._is_large = is_large
+        elif name != self._name or is_large or self._is_large or whole_bytes > COMBINED_BYTES_MAX:
             return False
         elif first == self._last:
             self._last = last

@@ -38,10 +38,11 @@ from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, 
 from offbeat.runtime.loop import READ, WRITE, Loop
 from offbeat.runtime.opening import Opening
 from offbeat.runtime.outbox import Key, Outbox, Outgoing
-from offbeat.runtime.shared import MAX_UNREAD_BYTES, MIN_SHARED_BYTES, UNREAD_BYTES, Borrowed, Region, Regions
+from offbeat.runtime.shared import MAX_UNREAD_BYTES, MIN_SHARED_BYTES, UNREAD_BYTES, Region, Regions
 
 ALL_TAGS = 1 << 64
 WRITES_A_TURN = 16  # then what has come is looked at again
+STRETCH_S = 300e-6  # for which what has come is acted on before what comes of it is sent
 HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
 
 _DATA, _MESSAGE, _BEAT, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BEAT), int(Kind.BYE)
@@ -495,6 +496,7 @@ class Endpoint:
     def _write_failed(self, peer: Peer, link: Link, error: OSError) -> None:
         """Nothing can be sent any more; what the peer said before, a goodbye perhaps, still counts."""
         link.full = True
+        self._dispatch(peer, link)  # which may be what is under way
         while peer.link is link and not link.paused:
             received = self.bytes_received
             self._read(peer, link)
@@ -543,13 +545,6 @@ class Endpoint:
                 key = (0, 0, next(self._order))
                 peer.outbox.add(Outgoing(_WITHDRAW, key, _NOTHING, tag=region.number))
                 self._schedule(peer)
-
-    def _answer(self, peer: Peer, borrowed: Borrowed) -> None:
-        """Tell the peer what has been read of its memory."""
-        key = (0, 0, next(self._order))
-        peer.outbox.add(Outgoing(_TAKEN, key, _NOTHING, total=borrowed.read))
-        borrowed.answered()
-        self._schedule(peer)
 
     # Receiving
 
@@ -602,21 +597,38 @@ class Endpoint:
         wake_late(link)
 
     def _dispatch(self, peer: Peer, link: Link) -> None:
-        """Act on every frame that is complete."""
+        """Act on every frame that is complete.
+
+        Where that takes long, what comes of the first ones is sent meanwhile, so that the peer has work, too.
+        What waited until the peer has read is sent as soon as it has.
+        """
         inbox, next_frame = peer.inbox, link.reader.next_frame
+        limit_s = monotonic() + STRETCH_S
         try:
             while peer.link is link and (frame := next_frame()) is not None:
                 self.frames_received += 1
                 self._act(peer, link, frame)
+                if frame.kind == _TAKEN or monotonic() > limit_s:
+                    self._say_what_was_read(peer, link)
+                    self._pump()
+                    limit_s = monotonic() + STRETCH_S
             if peer.link is link and link.borrowed is not None:
                 link.borrowed.check(partial=link.reader.partial)
-                if link.borrowed.read:
-                    self._answer(peer, link.borrowed)
+                self._say_what_was_read(peer, link)
         except ProtocolError as error:
             self._lose_for(peer, error)
         if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
             link.paused = True
             self._watch(peer, link)
+
+    def _say_what_was_read(self, peer: Peer, link: Link) -> None:
+        """Tell the peer what has been read of its memory."""
+        borrowed = link.borrowed
+        if borrowed is not None and borrowed.read and peer.link is link:
+            key = (0, 0, next(self._order))
+            peer.outbox.add(Outgoing(_TAKEN, key, _NOTHING, total=borrowed.read))
+            borrowed.answered()
+            self._schedule(peer)
 
     def _act(self, peer: Peer, link: Link, frame: Frame) -> None:
         kind = frame.kind

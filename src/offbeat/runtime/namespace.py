@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,12 +28,10 @@ from offbeat.numerics.spaces import Function
 from offbeat.numerics.tables import check_states, check_weight
 from offbeat.numerics.updates import Update, with_settings
 from offbeat.policies.placement import Space
-from offbeat.runtime.combining import COMBINED_BYTES_MAX
+from offbeat.runtime.combining import SMALL_BYTES_MAX
 from offbeat.runtime.future import TIMEOUT_S, Future
 from offbeat.runtime.parcelling import ARRAY_BYTES_MAX
 from offbeat.runtime.requests import Requests
-
-_SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 16  # of a push that may go out as one with others
 
 
 class Namespace:
@@ -105,7 +103,7 @@ class Namespace:
         """
         rows = self._rows(values)
         is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
-        if is_plain and after == () and self._combines and rows.nbytes <= _SMALL_BYTES_MAX:
+        if is_plain and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
             is_within = 0 <= first < first + len(rows) <= self.keys
             if is_within and not self._requests.is_in_iteration:  # these are many
                 return self._requests.push_at_once(self._a_push, self.name, Entries(first, rows))
@@ -349,8 +347,7 @@ class Namespace:
         )
 
     def _may_combine(self, content: Entries) -> bool:
-        is_plain = content.keys is None and content.terms is None
-        return is_plain and self._combines and content.values.nbytes <= _SMALL_BYTES_MAX
+        return content.keys is None and content.terms is None and self._combines
 
     def _rows(self, values: ArrayLike) -> Rows:
         rows: Rows = np.ascontiguousarray(values, dtype=self._dtype)

@@ -147,7 +147,7 @@ class Borrowed:
 
     def __init__(self) -> None:
         self.read = 0
-        self._read_bytes = 0
+        self._read_bytes = 0  # of what came at a time
         self._regions: dict[int, Any] = {}
         self._descriptors: deque[int] = deque()
 
@@ -168,13 +168,16 @@ class Borrowed:
             raise ProtocolError("expected one descriptor a region, got more (or none are left here)")
 
     def check(self, *, partial: bool) -> None:
-        """See that no descriptor is left over; with a frame still `partial`, it may be that one's.
+        """All that had come has been acted on: see that no descriptor is left over.
+
+        With a frame still `partial`, it may be that one's.
 
         Raises:
             ProtocolError: one came with another kind of frame.
         """
         if self._descriptors and not partial:
             raise ProtocolError("expected descriptors only with REGION frames, got one without")
+        self._read_bytes = 0
 
     def map(self, number: int, size: int) -> None:
         """Map a region whose descriptor has come.
@@ -217,7 +220,7 @@ class Borrowed:
 
     def answered(self) -> None:
         """The peer is told that what it has told of was read."""
-        self.read = self._read_bytes = 0
+        self.read = 0
 
     def withdraw(self, number: int) -> None:
         """Unmap a region, as soon as nobody reads it.
