@@ -7,6 +7,8 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from offbeat.errors import LinkError
 from offbeat.runtime.addresses import parse
 from offbeat.runtime.framing import Frame, FrameReader
 from offbeat.runtime.handshake import Dialler
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.links import STRETCH_S, Endpoint
 
 DEADLINE_S = 20.0
 KIB = 1024
@@ -56,6 +58,16 @@ class Node:
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.links.call(lambda: answer.put(function()))
         return answer.get(timeout=DEADLINE_S)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Keep the I/O thread from what comes in the block, so that it finds all of it at once."""
+        is_over = threading.Event()
+        self.links.call(is_over.wait, DEADLINE_S)
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def tcp(self) -> tuple[str, int]:
         host, _, port = self.links.addresses[-1].removeprefix("tcp://").rpartition(":")
@@ -135,6 +147,18 @@ class Stranger:
         self.reader.establish(lambda *_: None)
         return self
 
+    def frame_at_once(self) -> Frame:
+        """The next frame, which has come already.
+
+        Raises:
+            BlockingIOError: it has not.
+        """
+        self.sock.setblocking(False)
+        try:
+            return self.frame()
+        finally:
+            self.sock.settimeout(DEADLINE_S)
+
     def frame(self) -> Frame:
         while (frame := self.reader.next_frame()) is None:
             n = self.sock.recv_into(self.reader.buffers()[0])
@@ -142,6 +166,13 @@ class Stranger:
                 raise EOFError
             self.reader.received(n)
         return frame
+
+
+def take_long() -> None:
+    """Work for longer than what came of a frame waits until the next ones have been acted on."""
+    until_s = monotonic() + 2 * STRETCH_S
+    while monotonic() < until_s:
+        pass
 
 
 def contents(size: int, seed: int = 0) -> bytes:

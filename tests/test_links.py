@@ -15,9 +15,9 @@ from itertools import groupby, pairwise
 import pytest
 
 import nodes
-from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
+from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import LinkError, ProtocolError
-from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind
+from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind, encode
 from offbeat.runtime.loop import READ
 
 node, pair = nodes.node, nodes.pair  # the fixtures
@@ -325,6 +325,45 @@ def test_forget_from_within_a_callback(pair: tuple[Node, Node]) -> None:
     a.links.put("b", 2, memoryview(bytes(10)))
     assert Arrival(b, "a", 2, 10).whole() == bytes(10)
     assert pieces == [0]
+
+
+# While much is acted on
+
+
+def test_what_comes_of_a_message_does_not_wait_for_what_comes_of_others(node: Callable[..., Node]) -> None:
+    answers: queue.SimpleQueue[bytes | bytearray | None] = queue.SimpleQueue()
+
+    def on_message(peer: str, message: bytes) -> None:
+        if message != b"first":
+            answers.put(b.frame_at_once().payload)
+        a.links.send("b", b"to " + message)
+        take_long()
+
+    a = node("a", on_message=on_message)
+    b = Stranger("b", a, unix=True).greet()
+    with a.busy():
+        b.sock.sendall(b"".join(encode(Kind.MESSAGE, text) for text in (b"first", b"second", b"third")))
+    assert [answers.get(timeout=DEADLINE_S) for _ in range(2)] == [b"to first", b"to second"]
+    assert b.frame().payload == b"to third"
+
+
+def test_who_cannot_be_answered_any_more_is_still_heard_to_the_end(node: Callable[..., Node]) -> None:
+    heard = []
+
+    def on_message(peer: str, message: bytes) -> None:
+        heard.append(message)
+        a.links.send("b", b"to " + message)
+        take_long()
+
+    a = node("a", on_message=on_message)
+    b = Stranger("b", a, unix=True).greet()
+    said = [b"first", b"second", b"third"]
+    with a.busy():
+        b.sock.sendall(b"".join(encode(Kind.MESSAGE, text) for text in said) + encode(Kind.BYE))
+        b.sock.close()
+    assert a.left.get(timeout=DEADLINE_S) == "b"
+    assert heard == said
+    assert a.lost.empty()
 
 
 # The order of urgency

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+import queue
 import re
 import signal
 import socket
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nodes
-from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
+from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import ProtocolError
 from offbeat.runtime import shared
 from offbeat.runtime.addresses import listen_unix
@@ -378,16 +379,51 @@ def test_what_is_urgent_overtakes_all_that_the_peer_was_not_told_of(node: Callab
     assert [b.frame().tag, b.frame().tag] == [2, 1]
 
 
-def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -> None:
-    a = node("a", unread_bytes=16 * MIB)
+def test_what_waits_until_the_peer_has_read_goes_before_what_comes_next_is_acted_on(
+    node: Callable[..., Node],
+) -> None:
+    seen: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    a = node("a", on_message=lambda *_: seen.put(b.frame_at_once()))
     b = Stranger("b", a, unix=True).greet()
     a.links._has_neighbours = True
-    a.links.put("b", 1, filled(a, 20 * MIB))
-    assert [b.frame().kind for _ in range(17)] == [Kind.REGION, *[Kind.SHARED] * 16]
+    a.links.put("b", 1, filled(a, 2 * TOLD_MAX * MIB))
+    assert [b.frame().kind for _ in range(1 + TOLD_MAX)] == [Kind.REGION, *[Kind.SHARED] * TOLD_MAX]
+    with a.busy():
+        b.sock.sendall(frame(Kind.TAKEN, total=1) + frame(Kind.MESSAGE, payload=b"and now?"))
+    assert seen.get(timeout=DEADLINE_S).kind == Kind.SHARED
+
+
+def test_a_peer_is_told_what_was_read_while_the_rest_is_read(node: Callable[..., Node]) -> None:
+    seen: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    b = node("b")
+    a = Stranger("a", b, unix=True).greet()
+
+    def on_shared(tag: int) -> None:
+        if tag:
+            seen.put(a.frame_at_once())
+        take_long()
+
+    for tag in range(3):
+        b.links.expect(
+            "a", tag, memoryview(bytearray(10)), lambda *_: None, lambda *_, tag=tag: on_shared(tag)
+        )
+    with b.busy():
+        say(a, REGION, [memfd(MIB)])
+        say(a, b"".join(told(tag, 10) for tag in range(3)), [])
+    answers = [seen.get(timeout=DEADLINE_S), seen.get(timeout=DEADLINE_S), a.frame()]
+    assert [(one.kind, one.total) for one in answers] == [(Kind.TAKEN, 1)] * 3
+
+
+def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -> None:
+    a = node("a", unread_bytes=8 * MIB)
+    b = Stranger("b", a, unix=True).greet()
+    a.links._has_neighbours = True
+    a.links.put("b", 1, filled(a, 12 * MIB))
+    assert [b.frame().kind for _ in range(9)] == [Kind.REGION, *[Kind.SHARED] * 8]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
-    with pytest.raises(ValueError, match="expected 1 to 16777216 unread bytes, got 16777217"):
-        node("c", unread_bytes=16 * MIB + 1)
+    with pytest.raises(ValueError, match="expected 1 to 8388608 unread bytes, got 8388609"):
+        node("c", unread_bytes=8 * MIB + 1)
 
 
 def test_a_peer_that_reads_nothing_is_still_told_that_this_node_lives(node: Callable[..., Node]) -> None:
@@ -493,9 +529,9 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
     "too much at a time": (
         lambda: [
             (REGION, [memfd(MIB)]),
-            (b"".join(told(100 + tag, MIB) for tag in range(21)), []),
+            (b"".join(told(100 + tag, MIB) for tag in range(13)), []),
         ],
-        "expected to be told of 16777216 bytes at a time",
+        "expected to be told of 8388608 bytes at a time",
     ),
     "nothing": (
         lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],

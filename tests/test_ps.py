@@ -219,6 +219,27 @@ def test_small_pushes_bring_what_pulls_behind_them_want(alone, name, order):
             pull.result()[:] = -1  # it is the program's own
 
 
+@pytest.mark.parametrize("keys", [100_000, 3_000_000], ids=["one piece", "several"])
+def test_large_pushes_bring_what_pulls_behind_them_want_each_by_itself(alone, name, keys):
+    w = alone.namespace(name, keys=2 * keys)
+    w.push(np.arange(2 * keys)).result()
+
+    def ask():
+        pushes, pulls = [], []
+        for first in (0, keys):
+            pushes.append(w.push(np.ones(keys), first=first))
+            pulls.append(w.pull(first=first, last=first + keys, after=pushes[-1:]))
+        return pushes, pulls
+
+    for count in range(1, 4):
+        (pushes, pulls), sent = requests_of(alone, ask)
+        assert sent == 2
+        assert [one.result() for one in pushes] == [None] * 2
+        for first, pull in zip((0, keys), pulls, strict=True):
+            assert np.array_equal(pull.result(), np.arange(first, first + keys) + count)
+            pull.result()[:] = -1  # it is the program's own
+
+
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [

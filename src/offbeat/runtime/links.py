@@ -79,7 +79,7 @@ class Endpoint:
         connect_s: how long reaching a peer may take, retries and handshake included.
         spins: see `Loop`.
         unread_bytes: how much of memory of `allocate` a peer may be told of that it has not read, at most
-            16 MiB.
+            8 MiB.
 
     Attributes:
         addresses: where this node can be reached, best first; None of it holds after `close`.
