@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from offbeat.numerics.entries import PLAIN, Entries, Keys, Rows, Terms, problem_of, problem_of_keys, summed
+from offbeat.numerics.memory import page_aligned
 from offbeat.numerics.updates import Update, with_settings
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
@@ -23,6 +24,7 @@ _READ_BYTES_MAX = 2**31  # in one message
 DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
 # Of values of blocks that lie together: with more, a call of the update costs nothing beside its work.
 _TOGETHER_BYTES_MAX = 1024 * 1024
+_PAGES_BYTES_MIN = 64 * 1024  # of values of a block that begin where a page does
 
 
 class ArrayTable:
@@ -177,7 +179,9 @@ class ArrayTable:
             end = following.last
         if len(found) == 1:
             return stretch
-        arrays = {name: np.concatenate([one.arrays[name] for one in found]) for name in stretch.arrays}
+        arrays = {name: self._rows(end - stretch.first, np.empty) for name in stretch.arrays}
+        for name, rows in arrays.items():
+            np.concatenate([one.arrays[name] for one in found], out=rows)
         together = _Stretch(stretch.first, end, arrays)
         self._stretches.update(dict.fromkeys(self._blocks_of(together), together))
         return together
@@ -312,8 +316,17 @@ class ArrayTable:
         names = ("values", *self._update.states)
         is_sparse = last - first > DENSE_KEYS_MAX
         rows = 0 if is_sparse else last - first
-        arrays = {name: np.zeros((rows, *self._shape), self._dtype) for name in names}
+        arrays = {name: self._rows(rows, np.zeros) for name in names}
         return _Stretch(first, last, arrays, np.zeros(0, np.int64) if is_sparse else None)
+
+    def _rows(self, count: int, make: Callable[..., Rows]) -> Rows:
+        """Return new rows, as `np.empty` or `np.zeros` makes them."""
+        shape = (count, *self._shape)
+        size_bytes = math.prod(shape) * self._dtype.itemsize
+        if size_bytes < _PAGES_BYTES_MIN:
+            return make(shape, self._dtype)
+        rows: Rows = page_aligned(size_bytes, make).view(self._dtype).reshape(shape)
+        return rows
 
     def _range_of(self, number: int) -> tuple[int, int]:
         first = number * self._block_keys

@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.numerics.memory import page_aligned
+
 Buffer = NDArray[np.uint8]
 
 _MIN_BYTES: Final = 128 * 1024  # smaller ones the allocator takes again by itself
@@ -32,7 +34,7 @@ class Buffers:
 
     def __init__(
         self,
-        allocate: Callable[[int], Buffer] = lambda size: np.empty(size, np.uint8),
+        allocate: Callable[[int], Buffer] = page_aligned,
         is_read: Callable[[Buffer], bool] = lambda buffer: False,
     ) -> None:
         self._allocate, self._is_read = allocate, is_read
