@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
 from offbeat.numerics.entries import Entries, Terms
+from offbeat.numerics.memory import page_aligned
 from offbeat.policies.clocks import Piece
 from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
@@ -135,6 +138,25 @@ def test_memory_is_taken_again_when_nobody_has_its_array():
     assert buffers.array((100, 1000), FLOATS).__array_interface__["data"][0] != place
     del view
     assert buffers.array((50_000, 2), FLOATS).__array_interface__["data"][0] == place
+
+
+def test_memory_of_sizes_that_are_asked_for_no_more_makes_room_for_others():
+    made = []
+    buffers = Buffers(lambda size: made.append(size) or page_aligned(size))
+    small = [buffers.array((8 * 1024 * 1024,), FLOATS) for _ in range(8)]  # 256 MiB, which is all
+    del small[2:]
+    large = []
+    for _ in range(3):
+        large.clear()
+        large += [buffers.array((16 * 1024 * 1024,), FLOATS) for _ in range(2)]
+    assert made == [2**25] * 8 + [2**26] * 2
+    assert not any(np.shares_memory(one, other) for one, other in combinations([*small, *large], 2))
+    small.clear()
+    large.clear()
+    huge = buffers.array((2**26 + 1,), FLOATS)  # more than is kept: nothing goes for it
+    assert huge.nbytes == made[-1]
+    buffers.array((16 * 1024 * 1024,), FLOATS)
+    assert len(made) == 11
 
 
 def test_memory_that_somebody_still_reads_is_not_taken_again():

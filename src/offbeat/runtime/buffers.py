@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +19,14 @@ Buffer = NDArray[np.uint8]
 
 _MIN_BYTES: Final = 128 * 1024  # smaller ones the allocator takes again by itself
 _BYTES_MAX: Final = 256 * 1024 * 1024
-_UNUSED: Final = (
-    3  # references to a buffer of which there is no array: the list's, the loop's, and the call's
-)
+
+
+def _references(buffers: list[Buffer]) -> list[int]:
+    """Return how many references there are to each of these, those that are made here to count them, too."""
+    return [sys.getrefcount(buffer) for buffer in buffers]
+
+
+(_UNUSED,) = _references([np.empty(1, np.uint8)])  # to a buffer of which there is no array
 
 
 class Buffers:
@@ -47,12 +52,27 @@ class Buffers:
         if size < _MIN_BYTES:
             return np.empty(shape, dtype)
         buffers = self._buffers.setdefault(size.bit_length(), [])
-        for buffer in buffers:
-            is_unused = size <= buffer.nbytes and sys.getrefcount(buffer) == _UNUSED
-            if is_unused and not self._is_read(buffer):
-                return buffer[:size].view(dtype).reshape(shape)
+        for place in self._unused(buffers):
+            if size <= buffers[place].nbytes:
+                return buffers[place][:size].view(dtype).reshape(shape)
+        if size <= _BYTES_MAX:
+            self._make_room(size)
         buffer = self._allocate(size)
         if self._bytes + size <= _BYTES_MAX:
             buffers.append(buffer)
             self._bytes += size
         return buffer.view(dtype).reshape(shape)
+
+    def _unused(self, buffers: list[Buffer]) -> Iterator[int]:
+        """Yield the places of those that nobody has or reads."""
+        for place, references in enumerate(_references(buffers)):
+            if references == _UNUSED and not self._is_read(buffers[place]):
+                yield place
+
+    def _make_room(self, size: int) -> None:
+        """Let go of what nobody has where so much more would be too much: others are asked for now."""
+        for buffers in self._buffers.values():
+            for place in reversed([*self._unused(buffers)]):
+                if self._bytes + size <= _BYTES_MAX:
+                    return
+                self._bytes -= buffers.pop(place).nbytes
