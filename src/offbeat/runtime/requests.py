@@ -31,8 +31,8 @@ from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array
 from offbeat.runtime.views import Views
 
-# In which neighbouring rows travel. What is pulled is copied twice, and less of it may still be in a cache the
-# second time; pushes have more to do for each piece. Over shared memory, with 4 and 2 MiB, medians in turn: 72 and
+# In which neighbouring rows travel. What is pulled is copied twice, and less of it may still be in a cache
+# then; pushes have more to do for each piece. Over shared memory, with 4 and 2 MiB, medians in turn: 72 and
 # 85 pulls of 64 MB a second, 126 and 112 pushes.
 _PUSHED_BYTES: Final = 4 * 1024 * 1024
 _PULLED_BYTES: Final = 2 * 1024 * 1024
