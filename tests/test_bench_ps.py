@@ -18,7 +18,7 @@ from offbeat.bench.failover import (
     wrong_pushes,
 )
 from offbeat.bench.namespaces import missing
-from offbeat.bench.ps import Found, cases, figures
+from offbeat.bench.ps import Found, by_transport, cases, figures
 from offbeat.bench.sampling import Sampler
 from offbeat.cli import main
 from offbeat.errors import OffbeatError
@@ -186,6 +186,22 @@ def test_figures_count_values_each_way_and_compare_transports():
     (sparse,) = (case for case in cases(["100k"]) if (case.is_fresh, case.in_flight) == (True, 16))
     two = Found(case=sparse, transport="tcp", nodes=2, per_s=30.0, latency_s=[0.1])
     assert figures([two]) == {"sparse_push_100k_fresh_keys_per_s_2x2": 3_000_000}
+
+
+def test_what_is_measured_by_turns_counts_as_one():
+    case = cases(["1MB"])[0]
+    turns = [
+        Found(case=case, transport=transport, nodes=1, per_s=per_s, latency_s=[latency_s])
+        for transport, per_s, latency_s in (
+            ("tcp", 1.0, 0.1),
+            ("shared", 4, 0.2),
+            ("shared", 8, 0.3),
+            ("tcp", 3, 0.4),
+        )
+    ]
+    tcp, shared = by_transport(turns)
+    assert (tcp.transport, tcp.per_s, tcp.latency_s) == ("tcp", 2, [0.1, 0.4])
+    assert (shared.transport, shared.per_s, shared.latency_s) == ("shared", 6, [0.2, 0.3])
 
 
 # Processes that are spoken to ---------------------------------------------------------------------------

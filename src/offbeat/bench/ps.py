@@ -139,6 +139,21 @@ def _usual(case: Case) -> int:
     return max(2, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // case.size_bytes))
 
 
+def by_transport(turns: Sequence[Found]) -> list[Found]:
+    """Return what was found of a case by turns as one for each transport: machines are faster at times."""
+    found: dict[str, list[Found]] = {}
+    for one in turns:
+        found.setdefault(one.transport, []).append(one)
+    return [
+        replace(
+            several[0],
+            per_s=fmean(one.per_s for one in several),
+            latency_s=list(itertools.chain.from_iterable(one.latency_s for one in several)),
+        )
+        for several in found.values()
+    ]
+
+
 def figures(all_found: Sequence[Found]) -> dict[str, float]:
     """Return the figures of what was found."""
     made: dict[str, float] = {}
@@ -200,7 +215,7 @@ def measured(settings: Settings) -> dict[str, Any]:
     with _Cluster("tcp", 1, settings) as tcp, _Cluster("shared", 1, settings) as shared:
         for case in every:
             turns = (tcp, shared, shared, tcp) if case in compared else (tcp,)
-            found += _by_transport([one.measure(case) for one in turns])
+            found += by_transport([one.measure(case) for one in turns])
         tcp.check(every)
         shared.check(compared)
     with _Cluster("tcp", 2, settings) as two:
@@ -220,21 +235,6 @@ def measured(settings: Settings) -> dict[str, Any]:
                 _say(f"where the time of a push of {size} goes")
                 rows += _watched(case, settings)
     return {"figures": made, "rows": rows}
-
-
-def _by_transport(turns: Sequence[Found]) -> list[Found]:
-    """Return as one what was found of a case, in turn, over each transport: machines are faster at times."""
-    by_transport: dict[str, list[Found]] = {}
-    for one in turns:
-        by_transport.setdefault(one.transport, []).append(one)
-    return [
-        replace(
-            several[0],
-            per_s=fmean(one.per_s for one in several),
-            latency_s=list(itertools.chain.from_iterable(one.latency_s for one in several)),
-        )
-        for several in by_transport.values()
-    ]
 
 
 def _floor(case: Case, seconds: float) -> dict[str, Any]:
