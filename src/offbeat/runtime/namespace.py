@@ -343,11 +343,8 @@ class Namespace:
             last,
             chosen,
             after,
-            may_combine=time is None and self._may_combine(content),
+            may_combine=self._combines and chosen is None and content.keys is None and content.terms is None,
         )
-
-    def _may_combine(self, content: Entries) -> bool:
-        return content.keys is None and content.terms is None and self._combines
 
     def _rows(self, values: ArrayLike) -> Rows:
         rows: Rows = np.ascontiguousarray(values, dtype=self._dtype)

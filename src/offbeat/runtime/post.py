@@ -23,7 +23,7 @@ from offbeat.errors import ProtocolError
 from offbeat.policies.channels import Channel, Packet
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.inbox import OnData, OnShared
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.links import STRETCH_S, Endpoint
 from offbeat.runtime.parcelling import Array, Packed, Packer, Unpacker
 from offbeat.runtime.staging import MIN_STAGED_BYTES, Staging
 
@@ -38,7 +38,6 @@ _LATE_BYTES: Final = 512 * 1024
 # Beside letters that went out: a letter overtakes what travels beside those before it, and a receiver that is
 # told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
 _BESIDE_BYTES_MAX: Final = 8 * 1024 * 1024
-_STRETCH_S: Final = 300e-6  # for which messages are handed on before what comes of them goes out
 _NEVER_S: Final = float("inf")  # links lose nothing but with a connection,
 _NOW_S: Final = 0.0  # so it does not matter when anything was sent
 
@@ -144,7 +143,7 @@ class Post:
         self._is_about_to_write = False
         self._staging = Staging(endpoint)
         self._tag = 0
-        self._stretch_s = _STRETCH_S
+        self._stretch_s = STRETCH_S
 
     def send(self, to: str, message: Any) -> None:
         """Send a message, with others of this turn."""
