@@ -219,6 +219,20 @@ def test_small_pushes_bring_what_pulls_behind_them_want(alone, name, order):
             pull.result()[:] = -1  # it is the program's own
 
 
+def test_neighbouring_rows_travel_in_pieces_and_listed_ones_at_once(alone, name):
+    keys = 3_000_000
+    alone.namespace(name, keys=keys)
+    pieces = alone._requests._pieces
+    pushed, listed = Entries(0, np.zeros(keys, np.float32)), np.arange(keys)
+    for content, piece_bytes in ((pushed, 4 * 1024 * 1024), (None, 2 * 1024 * 1024)):
+        cut = [*pieces(name, content, 0, keys)]
+        assert [first for first, _ in cut] == [0, *(last for _, last in cut[:-1])]
+        assert cut[-1][1] == keys
+        assert {4 * (last - first) for first, last in cut[:-1]} == {piece_bytes}
+    assert [*pieces(name, listed, 0, keys)] == [(0, keys)]
+    assert [*pieces(name, Entries(0, pushed.values, listed), 0, keys)] == [(0, keys)]
+
+
 @pytest.mark.parametrize("keys", [100_000, 3_000_000], ids=["one piece", "several"])
 def test_large_pushes_bring_what_pulls_behind_them_want_each_by_itself(alone, name, keys):
     w = alone.namespace(name, keys=2 * keys)
