@@ -348,6 +348,36 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerUnreachable:
+    """A node has received nothing from a worker for a while, and nothing says that the worker has ended.
+
+    Attributes:
+        worker: the worker that reports it; None where the coordinator observes it itself.
+        peer: the worker from which nothing is received.
+        cause: what was observed, as one clause.
+    """
+
+    now_s: float
+    worker: int | None
+    peer: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerReachable:
+    """A node receives messages from a worker again that it has reported as unreachable.
+
+    Attributes:
+        worker: the worker that reports it; None where the coordinator observes it itself.
+        peer: the worker from which messages come again.
+    """
+
+    now_s: float
+    worker: int | None
+    peer: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """A worker met an error of its own and ends because of it."""
 
@@ -563,6 +593,8 @@ Event: TypeAlias = (
     | Finished
     | Left
     | Lost
+    | PeerUnreachable
+    | PeerReachable
     | Failed
     | Tick
     | NodeJoined

@@ -24,6 +24,8 @@ from offbeat.events import (
     Lost,
     NodeEvent,
     Peer,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Recalled,
     Refuse,
@@ -91,6 +93,8 @@ class Assembly:
                 | Halted()
                 | Evaluated()
                 | Finished()
+                | PeerUnreachable()
+                | PeerReachable()
                 | NodeEvent()
                 | ValidationEvent()
             ):

@@ -24,6 +24,8 @@ from offbeat.events import (
     Left,
     Lost,
     NodeEvent,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Recalled,
     Saving,
@@ -104,7 +106,7 @@ class Lockstep:
                 return []
             case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
                 return []
-            case Clocked() | NodeEvent() | ValidationEvent():
+            case Clocked() | NodeEvent() | ValidationEvent() | PeerUnreachable() | PeerReachable():
                 return []
             case _:
                 assert_never(event)

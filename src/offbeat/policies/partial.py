@@ -27,6 +27,8 @@ from offbeat.events import (
     Left,
     Lost,
     NodeEvent,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Recalled,
     Refuse,
@@ -227,6 +229,8 @@ class PartialGroups:
             case Finished():
                 return self._handle_finished(event)
             case Clocked() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
+                return []
+            case PeerUnreachable() | PeerReachable():
                 return []
             case _:
                 assert_never(event)

@@ -27,6 +27,8 @@ from offbeat.events import (
     Left,
     Lost,
     NodeEvent,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Recalled,
     Refuse,
@@ -171,6 +173,8 @@ class BoundedStaleness:
                     f"expected nothing about groups, of which there are none, got {_said(event)}"
                 )
             case StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
+                return []
+            case PeerUnreachable() | PeerReachable():
                 return []
             case _:
                 assert_never(event)
