@@ -436,6 +436,24 @@ class NodeLost(NodeEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeSilent(NodeEvent):
+    """The coordinator has received nothing from a node for a while; its process is not known to be closed.
+
+    It comes once for each silence. What follows from a silence is for the policy to decide.
+
+    Attributes:
+        silent_s: for how long nothing had come by then.
+    """
+
+    silent_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeHeard(NodeEvent):
+    """The coordinator receives something from a node again that had been silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpaceOpened(NodeEvent):
     """Somebody wants a namespace of the parameter server; the first to want it makes it.
 
@@ -443,6 +461,8 @@ class SpaceOpened(NodeEvent):
         about: what its values are and what becomes of what is pushed, as servers understand it.
         function: the import path of the user's own update that every server needs; empty where none is.
         aggregates: what all who take part push at one time is summed first.
+        on_loss: what becomes of keys whose data are lost: "error", requests for them fail; "reset", they
+            begin from zero, those that are lost already included; "", as it is, and "error" at first.
     """
 
     name: str
@@ -451,6 +471,7 @@ class SpaceOpened(NodeEvent):
     about: str
     function: str
     aggregates: bool
+    on_loss: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,15 +522,22 @@ class ServerFilled(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMissed(NodeEvent):
-    """A server cannot reach another one.
+    """A server receives nothing from another one; the report is open until `ServerReached`.
 
     Attributes:
-        server: who cannot be reached.
+        server: the other one.
         cause: what was observed, as one clause.
     """
 
     server: int
     cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerReached(NodeEvent):
+    """A server receives something again from another one that it had reported with `ServerMissed`."""
+
+    server: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -600,6 +628,8 @@ Event: TypeAlias = (
     | NodeJoined
     | NodeLeft
     | NodeLost
+    | NodeSilent
+    | NodeHeard
     | SpaceOpened
     | ClientEnlists
     | ClientPaused
@@ -607,6 +637,7 @@ Event: TypeAlias = (
     | ServerLeaves
     | ServerFilled
     | ServerMissed
+    | ServerReached
     | WorkerJoins
     | WorkerLeaves
     | TaskWanted
@@ -999,6 +1030,23 @@ class Filling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LostArc:
+    """Keys of a namespace whose data are lost: requests for them fail.
+
+    Attributes:
+        number: of the loss, from 1 on, among all losses of the parameter server.
+        first, last: they are in the blocks at places `first` to `last` - 1 of the ring.
+        server: the last one that had all of them.
+    """
+
+    number: int
+    namespace: str
+    first: int
+    last: int
+    server: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Server:
     """How to reach a server of the parameter server: its addresses, best first."""
 
@@ -1016,6 +1064,9 @@ class Viewed:
         virtual_nodes, copies: of every ring.
         target: the servers of the ring that is being prepared; none where none is.
         servers: all who are there.
+        lost: keys whose data are lost.
+        emptied: places of the ring, first and behind the last, whose data are lost with this view.
+        silent: servers that have been silent for too long, and are waited for all the same.
     """
 
     node: str
@@ -1030,6 +1081,17 @@ class Viewed:
     participants: tuple[Participant, ...]
     paused: tuple[Pause, ...]
     servers: tuple[Server, ...]
+    reason: str
+    lost: tuple[LostArc, ...] = ()
+    emptied: tuple[tuple[int, int], ...] = ()
+    silent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientGone:
+    """A client is gone and does not come back; servers alone are told, and keep nothing for it any more."""
+
+    node: str
     reason: str
 
 
@@ -1138,6 +1200,7 @@ Action: TypeAlias = (
     | Stop
     | Refuse
     | Viewed
+    | ClientGone
     | SpaceRefused
     | GroupViewed
     | TaskIssued

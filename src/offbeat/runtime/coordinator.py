@@ -25,6 +25,7 @@ import msgspec
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
 from offbeat.events import (
     Action,
+    ClientGone,
     CloseServers,
     Deal,
     EvaluatePart,
@@ -38,9 +39,11 @@ from offbeat.events import (
     LendSnapshot,
     Lost,
     MergeStates,
+    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeSilent,
     PassesEnded,
     Recall,
     Refuse,
@@ -110,6 +113,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BACK_S = 15.0  # reaching a worker may take 10 s, and what it has missed has to be heard
+_OBSERVED = Tick | Lost | NodeLost | NodeSilent | NodeHeard  # by the coordinator itself
 _TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
 
 
@@ -297,7 +301,7 @@ class Coordinator:
 
     def _wrong(self, event: Event, peer: str) -> str | None:
         kind = type(event).__name__
-        if isinstance(event, Tick | Lost | NodeLost):
+        if isinstance(event, _OBSERVED):
             return f"a worker or node must not send {kind}, which the coordinator observes itself"
         known = self._members.get(peer)
         speaker = _speaker(event)
@@ -360,7 +364,7 @@ class Coordinator:
                 self._present.add(peer)
             case Left() | Failed() | Lost() | NodeLeft() | NodeLost():
                 self._part(peer)
-        if not isinstance(event, Tick | Lost | NodeLost):
+        if not isinstance(event, _OBSERVED):
             self._members[peer].recorded += 1
 
     def _part(self, peer: str) -> None:
@@ -412,6 +416,8 @@ class Coordinator:
                 return action.node == speaker or (not action.node and isinstance(speaker, str))
             case CloseServers():
                 return isinstance(speaker, str)
+            case ClientGone():
+                return isinstance(speaker, str) and speaker.startswith("server-")
             case TaskIssued() | PassesEnded() | WorkerRefused():
                 return action.node == speaker
             case GroupViewed():
