@@ -142,7 +142,7 @@ class Stranger:
 
     def greet(self) -> Stranger:
         self.sock.sendall(self.greeting.hello())
-        while not self.greeting.welcome:
+        while self.greeting.welcome is None:
             self.sock.sendall(self.greeting.receive(self.frame()))
         self.reader.establish(lambda *_: None)
         return self

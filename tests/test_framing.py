@@ -90,10 +90,10 @@ class Receiver:
 @st.composite
 def frames(draw: st.DrawFn) -> tuple[int, int, int, int, bytes]:
     kind = draw(st.sampled_from([Kind.DATA, *(kind for kind in Kind if kind >= Kind.MESSAGE)]))
-    if kind in (Kind.BEAT, Kind.BYE):
+    if kind in (Kind.BEAT, Kind.BYE, Kind.SKIP):
         return kind, 0, 0, 0, b""
-    if kind in (Kind.REGION, Kind.TAKEN, Kind.WITHDRAW):
-        tag = 0 if kind == Kind.TAKEN else draw(st.integers(1, 1 << 63))
+    if kind in (Kind.REGION, Kind.TAKEN, Kind.WITHDRAW, Kind.ACK):
+        tag = 0 if kind in (Kind.TAKEN, Kind.ACK) else draw(st.integers(1, 1 << 63))
         return kind, tag, 0, 0 if kind == Kind.WITHDRAW else draw(st.integers(1, 1 << 63)), b""
     if kind == Kind.SHARED:
         return kind, draw(st.integers(0, 7)), 64, 80_000, draw(st.binary(min_size=24, max_size=24))
@@ -203,8 +203,8 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
     [
         (header(magic=b"GE"), "starts with b'ob', got b'GE'"),
         (header(version=9), f"version {VERSION}, got version 9"),
-        (header(kind=0), "frame kind from 1 to 13, got 0"),
-        (header(kind=14), "frame kind from 1 to 13, got 14"),
+        (header(kind=0), "frame kind from 1 to 15, got 0"),
+        (header(kind=16), "frame kind from 1 to 15, got 16"),
         (
             header(length=MAX_DATA_BYTES + 1, total=1 << 40),
             "at most 1048576 bytes in a DATA frame, got 1048577",
@@ -225,6 +225,8 @@ def test_a_divert_of_other_tags_changes_nothing() -> None:
         (header(kind=Kind.WITHDRAW, length=0), "a tag and no offset or total in a WITHDRAW frame"),
         (header(kind=Kind.TAKEN, length=0), "a total and no tag or offset in a TAKEN frame"),
         (header(kind=Kind.TAKEN, length=0, tag=0, total=0), "a total and no tag or offset in a TAKEN frame"),
+        (header(kind=Kind.ACK, length=0), "a total and no tag or offset in a ACK frame"),
+        (header(kind=Kind.SKIP, length=0, tag=1, total=0), "no tag or offset or total in a SKIP frame"),
         (header(kind=Kind.HELLO), "a frame that is no handshake, got HELLO"),
     ],
 )

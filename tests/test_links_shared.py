@@ -39,7 +39,7 @@ from offbeat.runtime.framing import (
     Kind,
     place_of,
 )
-from offbeat.runtime.handshake import Acceptor
+from offbeat.runtime.handshake import Acceptor, Position
 from offbeat.runtime.shared import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Regions
 
 node, pair = nodes.node, nodes.pair  # the fixtures
@@ -267,7 +267,7 @@ def test_what_is_lent_right_behind_the_welcome_is_mapped(node: Callable[..., Nod
             while (came := reader.next_frame()) is not None:
                 sock.sendall(acceptor.receive(came))
         descriptor = memfd(MIB)
-        socket.send_fds(sock, [acceptor.welcome() + REGION + told(1, MIB)], [descriptor])
+        socket.send_fds(sock, [acceptor.welcome(Position("anything")) + REGION + told(1, MIB)], [descriptor])
         os.close(descriptor)
         assert arrival.whole() == bytes(MIB)
 

@@ -16,7 +16,8 @@ class LinkError(OffbeatError):
 
     Attributes:
         peer: the link name of the peer, or the address dialled where the name is not known yet.
-        was_open: there was a connection, and it broke; else none came about.
+        was_open: there was a session, and another one may follow; else dialling the peer has failed, because
+            its process has ended or it cannot be reached.
     """
 
     def __init__(self, peer: str, message: str, *, was_open: bool = True) -> None:
@@ -37,6 +38,27 @@ class WorkerError(OffbeatError):
         super().__init__(message)
         self.worker = worker
         self.step = step
+
+
+class LostKeysError(OffbeatError):
+    """All servers that had the values of some keys of the parameter server are gone.
+
+    Attributes:
+        namespace: of these keys.
+        ranges: the first of them and the one behind the last of each; where there are many, not all.
+        servers: the last ones that had them.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        namespace: str = "",
+        ranges: tuple[tuple[int, int], ...] = (),
+        servers: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.namespace, self.ranges, self.servers = namespace, ranges, servers
 
 
 class DataError(OffbeatError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from offbeat.runtime.addresses import Address
 from offbeat.runtime.framing import FrameReader
-from offbeat.runtime.handshake import Acceptor, Dialler
+from offbeat.runtime.handshake import Acceptor, Dialler, Position, new_session
 from offbeat.runtime.inbox import Inbox
 from offbeat.runtime.outbox import Key, Outbox
 from offbeat.runtime.shared import ANCILLARY_BYTES, HAS_SHARED, Borrowed
@@ -37,6 +37,7 @@ class Link:
 
     sock: socket.socket | None
     where: str  # the other end, for messages to people
+    host: str = ""  # of the other end, where it was accepted and is known
     reader: FrameReader = field(default_factory=lambda: FrameReader(None))
     greeting: Dialler | Acceptor | None = None  # until the handshake is done
     borrowed: Borrowed | None = None  # memory of the peer; without it, descriptors that come are closed
@@ -46,19 +47,49 @@ class Link:
     wake_bytes: int = 1  # the kernel says that something has come when this much has
     heard: bool = True  # something came, or went, since the last tick
     spoke: bool = True
-    silent_ticks: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Dial:
     """An attempt to reach a peer: one address after the other, again and again, until the deadline."""
 
-    deadline_s: float
+    deadline_s: float  # infinite where the peer's silence ends it
     left: list[Address] = field(default_factory=list)
     link: Link | None = None
     spoken: bool = False  # the other side may have seen our HELLO
     hopeless: bool = False  # an address answered in a way that will not change
     whys: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """What two nodes send each other, over one connection after the other.
+
+    Attributes:
+        own: this node's id of it.
+        theirs: the other node's; "" until there has been a connection.
+        is_resumable: what a broken connection has lost is sent again on the next one. It is not where the
+            first connection was a Unix socket: the kernel breaks such a one only if a process ends.
+        received: how many numbered frames have come.
+        owed_frames, owed_bytes: what of them is not acknowledged.
+    """
+
+    own: str = field(default_factory=new_session)
+    theirs: str = ""
+    is_resumable: bool = False
+    received: int = 0
+    owed_frames: int = 0
+    owed_bytes: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there has been a connection."""
+        return bool(self.theirs)
+
+    @property
+    def position(self) -> Position:
+        """Where this node is in the session."""
+        return Position(self.own, self.theirs, self.received)
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +101,11 @@ class Peer:
     outbox: Outbox
     addresses: tuple[Address, ...] = ()
     lasting: bool = False  # it listens there for as long as it lives
+    silent_s: float | None = None  # its own limit, where it has one
+    session: Session = field(default_factory=Session)
+    silent_ticks: int = 0  # in which nothing came, over however many connections
+    is_unreachable: bool = False  # nothing has come for so long that `on_unreachable` was called
+    cause: str = ""  # why the last connection broke; "" while there is one
     link: Link | None = None
     dial: Dial | None = None
     parked: list[Link] = field(default_factory=list)  # proved who they are and wait for WELCOME

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from offbeat.errors import ProtocolError
 
 MAGIC = b"ob"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("!2sBBIQQQ")  # magic, version, kind, payload length, tag, offset, total
 HEADER_BYTES = HEADER.size
 PLACE = struct.Struct("!QQQ")  # region, place in it, length: the payload of a SHARED frame
@@ -51,6 +51,8 @@ class Kind(IntEnum):
     SHARED = 11  # as DATA, but the bytes lie in a region
     TAKEN = 12  # `total` SHARED frames more have been read, in the order in which they came
     WITHDRAW = 13  # region `tag` is not lent any more
+    ACK = 14  # `total` frames have been received in this session
+    SKIP = 15  # in place of a frame whose message was forgotten before it could be sent again
 
 
 _HANDSHAKE = frozenset({Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME, Kind.REFUSE})
@@ -63,10 +65,15 @@ _LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
     int(Kind.SHARED): PLACE_BYTES,
     int(Kind.TAKEN): 0,
     int(Kind.WITHDRAW): 0,
+    int(Kind.ACK): 0,
+    int(Kind.SKIP): 0,
 }
+# What a session counts, and sends again after its connection broke. TAKEN and the like are not among them:
+# connections on which memory is shared are not resumed.
+NUMBERED = frozenset({int(Kind.MESSAGE), int(Kind.DATA), int(Kind.BYE), int(Kind.SKIP)})
 _DATA, _SHARED = int(Kind.DATA), int(Kind.SHARED)
 _WITH_TAG = frozenset({Kind.REGION, Kind.WITHDRAW})
-_WITH_TOTAL = frozenset({Kind.REGION, Kind.TAKEN})
+_WITH_TOTAL = frozenset({Kind.REGION, Kind.TAKEN, Kind.ACK})
 
 
 class Frame(NamedTuple):
@@ -138,6 +145,12 @@ class FrameReader:
     def partial(self) -> bool:
         """Whether the beginning of a frame has come, and not all of it."""
         return self._current is not None or self._end > self._start
+
+    @property
+    def begun(self) -> Frame | None:
+        """The tensor frame some of whose bytes have come straight to their destination, if there is one."""
+        current = self._current
+        return current if current is not None and current.payload is None else None
 
     @property
     def missing(self) -> int:

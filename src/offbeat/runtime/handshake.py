@@ -1,14 +1,17 @@
 """Who may speak: the first frames of a connection, as two pure state machines.
 
     dialler                                   acceptor
-    HELLO job, me, you, nonce          ──►
+    HELLO job, me, you, nonce,
+          addresses, position          ──►
                                        ◄──    CHALLENGE nonce
     PROOF hmac("dialler", transcript)  ──►
-                                       ◄──    WELCOME hmac("acceptor", transcript)
+                                       ◄──    WELCOME position, hmac("acceptor", transcript)
 
 At any time the acceptor may answer REFUSE and one line instead. Both sides prove that they know the job's
-token by an HMAC-SHA256 over their role, the job, both names and both nonces; who dials proves it first. The
+token by an HMAC-SHA256 over their role and all that either has said; the dialler proves it first. The
 token itself never travels. What follows is not encrypted: that is TLS's work.
+
+Both sides say where they are in the session that this connection is to begin or to resume (`Position`).
 
 This module never touches a socket or a clock, and never lets a connection through before both proofs hold.
 """
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -30,11 +34,27 @@ MAX_NAME_CHARACTERS = 256
 MAX_LINE_CHARACTERS = 500
 
 
+class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one node is in its session with another.
+
+    Attributes:
+        session: its own id of the session.
+        peer_session: the other node's id of it, as far as it is known; "" before the first WELCOME.
+        received: how many frames of the other node it has received in this session.
+    """
+
+    session: str = ""
+    peer_session: str = ""
+    received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+
 class _Hello(msgspec.Struct, forbid_unknown_fields=True):
     job: str
     me: str
     you: str
     nonce: bytes
+    addresses: tuple[str, ...]
+    position: Position
 
 
 class _Challenge(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,11 +65,16 @@ class _Proof(msgspec.Struct, forbid_unknown_fields=True):
     proof: bytes
 
 
+class _Welcome(msgspec.Struct, forbid_unknown_fields=True):
+    proof: bytes
+    position: Position
+
+
 class _Refuse(msgspec.Struct, forbid_unknown_fields=True):
     line: str
 
 
-make_known(_Hello, _Challenge, _Proof, _Refuse)
+make_known(_Hello, _Challenge, _Proof, _Welcome, _Refuse)
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -71,6 +96,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def new_session() -> str:
+    """Return an id for a session that no other one has."""
+    return secrets.token_hex(8)
+
+
 def refuse(line: str) -> bytes:
     """Return the frame that refuses a connection with one line."""
     return _frame(Kind.REFUSE, _Refuse(_one_line(line)))
@@ -79,14 +109,29 @@ def refuse(line: str) -> bytes:
 class Dialler:
     """The side that opened the connection.
 
+    Args:
+        addresses: where this node listens, for the other side to dial if the connection breaks.
+        position: where this node is in the session.
+
     Attributes:
-        welcome: the other side has proved itself and lets us in.
+        welcome: the other side's position, once it has proved itself and lets this one in; None before.
     """
 
-    def __init__(self, *, job: str, token: str, me: str, you: str) -> None:
-        self.welcome = False
+    def __init__(
+        self,
+        *,
+        job: str,
+        token: str,
+        me: str,
+        you: str,
+        addresses: Sequence[str] = (),
+        position: Position | None = None,
+    ) -> None:
+        self.welcome: Position | None = None
         self._token = token
-        self._hello = _Hello(job, me, you, secrets.token_bytes(NONCE_BYTES))
+        self.position = Position(new_session()) if position is None else position
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._hello = _Hello(job, me, you, nonce, tuple(addresses), self.position)
         self._nonce: bytes | None = None
 
     def hello(self) -> bytes:
@@ -105,12 +150,11 @@ class Dialler:
         if self._nonce is None:
             self._nonce = _checked_nonce(_expect(frame, Kind.CHALLENGE, _Challenge).nonce)
             return _frame(Kind.PROOF, _Proof(_proof(self._token, "dialler", self._hello, self._nonce)))
-        answer = _expect(frame, Kind.WELCOME, _Proof)
-        if self.welcome or not hmac.compare_digest(
-            answer.proof, _proof(self._token, "acceptor", self._hello, self._nonce)
-        ):
+        answer = _expect(frame, Kind.WELCOME, _Welcome)
+        proof = _proof(self._token, "acceptor", self._hello, self._nonce, answer.position)
+        if self.welcome is not None or not hmac.compare_digest(answer.proof, proof):
             raise ProtocolError("it does not prove that it knows the job's token")
-        self.welcome = True
+        self.welcome = answer.position
         return b""
 
 
@@ -119,10 +163,12 @@ class Acceptor:
 
     Attributes:
         peer: the name of the other side once it has proved itself, None before.
+        is_of_this_job: the other side has said HELLO, for this job and this node.
     """
 
     def __init__(self, *, job: str, token: str, me: str) -> None:
         self.peer: str | None = None
+        self.is_of_this_job = False
         self._job, self._token, self._me = job, token, me
         self._hello: _Hello | None = None
         self._nonce = secrets.token_bytes(NONCE_BYTES)
@@ -135,6 +181,7 @@ class Acceptor:
         """
         if self._hello is None:
             self._hello = self._checked(_expect(frame, Kind.HELLO, _Hello))
+            self.is_of_this_job = True
             return _frame(Kind.CHALLENGE, _Challenge(self._nonce))
         if self.peer is not None:
             raise ProtocolError(f"expected nothing before WELCOME, got {Kind(frame.kind).name}")
@@ -144,11 +191,24 @@ class Acceptor:
         self.peer = self._hello.me
         return b""
 
-    def welcome(self) -> bytes:
+    @property
+    def position(self) -> Position:
+        """Where the other side is in the session, as its HELLO says."""
+        assert self._hello is not None
+        return self._hello.position
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the other side listens, as its HELLO says."""
+        assert self._hello is not None
+        return self._hello.addresses
+
+    def welcome(self, position: Position) -> bytes:
         """Return the frame that lets the other side in; only after it has proved itself."""
         if self.peer is None or self._hello is None:
             raise ProtocolError("expected a proof before WELCOME")
-        return _frame(Kind.WELCOME, _Proof(_proof(self._token, "acceptor", self._hello, self._nonce)))
+        proof = _proof(self._token, "acceptor", self._hello, self._nonce, position)
+        return _frame(Kind.WELCOME, _Welcome(proof, position))
 
     def _checked(self, hello: _Hello) -> _Hello:
         try:
@@ -188,8 +248,8 @@ def _checked_nonce(nonce: bytes) -> bytes:
     return nonce
 
 
-def _proof(token: str, role: str, hello: _Hello, nonce: bytes) -> bytes:
-    transcript = msgspec.msgpack.encode((role, hello.job, hello.me, hello.you, hello.nonce, nonce))
+def _proof(token: str, role: str, hello: _Hello, nonce: bytes, position: Position | None = None) -> bytes:
+    transcript = msgspec.msgpack.encode((role, hello, nonce, position))
     return hmac.digest(token.encode(), transcript, "sha256")
 
 

@@ -51,6 +51,14 @@ class Ranges:
         self._firsts[i:j] = [first]
         self._lasts[i:j] = [last]
 
+    def remove(self, first: int, last: int) -> None:
+        """Remove [first, last), which lies within one range."""
+        i = bisect_right(self._firsts, first) - 1
+        begin, end = self._firsts[i], self._lasts[i]
+        kept = [run for run in ((begin, first), (last, end)) if run[0] < run[1]]
+        self._firsts[i : i + 1] = [run[0] for run in kept]
+        self._lasts[i : i + 1] = [run[1] for run in kept]
+
     def drop_lowest(self) -> None:
         """Remove the range of the lowest numbers."""
         del self._firsts[0], self._lasts[0]
@@ -129,6 +137,12 @@ class Inbox:
         """Return where a frame's bytes belong, or None if the message is not posted."""
         posting = self._posted.get(tag)
         return None if posting is None else posting.place(tag, offset, length, total)
+
+    def take_back(self, frame: Frame) -> None:
+        """The rest of a frame that has a destination will not come: the whole frame will come again."""
+        posting = self._posted.get(frame.tag)
+        if posting is not None:
+            posting.came.remove(frame.offset, frame.offset + frame.length)
 
     def arrived(self, frame: Frame) -> None:
         """Take a complete DATA frame: tell who expects it, keep it if nobody does yet."""

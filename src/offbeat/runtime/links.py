@@ -1,9 +1,23 @@
-"""The links of one node: one connection per peer, one thread, one order of urgency for all that goes out.
+"""The links of one node: one session per peer, one thread, one order of urgency for all that goes out.
 
 Control messages and the bytes of tensors go to peers by name. A connection is opened on first use, by
 whichever side needs it. What is urgent overtakes what is in flight: messages are cut into frames, and the
 most urgent frame of the whole node goes next to whoever can take it. A peer that dies, falls silent or breaks
 the protocol is reported by name.
+
+A session outlives its TCP connections: a pause of the network is not a death. One rule says what is:
+
+- A connection that breaks is dialled again at once, and the session goes on without loss or repetition
+  (see `offbeat.runtime.opening` and `Outbox`).
+- A connection on which nothing has come for REDIAL_S is replaced: the kernel sends again ever more rarely,
+  and would find a mended line late.
+- A peer of which nothing has come for `unreachable_s` is reported as unreachable. That changes nothing here.
+- A peer is lost if all its addresses refuse connections, since then its process has ended; if another
+  process, or one that has given the session up, answers in its place; or if nothing has come from it for
+  `silent_s`, counted in ticks of this node over all connections.
+
+A Unix socket joins two processes on one host and no network can break it: where one breaks, its other end is
+lost.
 
 All state belongs to the I/O thread; the public methods hand their work over, or do it at once when they are
 called from that thread (from inside a callback), which costs no lock and no system call.
@@ -31,8 +45,18 @@ from typing import Any
 
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.runtime import addresses as places
-from offbeat.runtime.connections import TCP_FRAME_BYTES, Link, Peer, receive, share, tune, wake_at, wake_late
-from offbeat.runtime.framing import MAX_MESSAGE_BYTES, Frame, Kind, place_of
+from offbeat.runtime.connections import (
+    TCP_FRAME_BYTES,
+    Link,
+    Peer,
+    Session,
+    receive,
+    share,
+    tune,
+    wake_at,
+    wake_late,
+)
+from offbeat.runtime.framing import MAX_MESSAGE_BYTES, NUMBERED, Frame, Kind, place_of
 from offbeat.runtime.handshake import check_name
 from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, OnShared, Ranges
 from offbeat.runtime.loop import READ, WRITE, Loop
@@ -43,12 +67,19 @@ from offbeat.runtime.shared import MAX_UNREAD_BYTES, MIN_SHARED_BYTES, UNREAD_BY
 ALL_TAGS = 1 << 64
 WRITES_A_TURN = 16  # then what has come is looked at again
 STRETCH_S = 300e-6  # for which what has come is acted on before what comes of it is sent
+REDIAL_S = 2.0
+UNREACHABLE_S = 1.25
+# What has come is acknowledged after so much of it, and at the end of every tensor message, for which a
+# sender may wait; the rest with the next tick.
+ACK_BYTES = 256 * 1024
+ACK_FRAMES = 64
 HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
 
 _DATA, _MESSAGE, _BEAT, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BEAT), int(Kind.BYE)
 _REGION, _SHARED, _TAKEN, _WITHDRAW = (
     int(kind) for kind in (Kind.REGION, Kind.SHARED, Kind.TAKEN, Kind.WITHDRAW)
 )
+_ACK, _SKIP = int(Kind.ACK), int(Kind.SKIP)
 _NOTHING = memoryview(bytearray())
 _log = logging.getLogger("offbeat.links")
 
@@ -67,6 +98,9 @@ class Endpoint:
         token: the job's shared secret; it never travels.
         on_message: (peer, payload) of a control message.
         on_lost: a peer died, was refused, fell silent or cannot be reached; not called for an orderly leave.
+        on_unreachable: (peer, cause): nothing has come from a peer for `unreachable_s`, on a connection or
+            while it was dialled.
+        on_reachable: something has come again from a peer of which that was said.
         on_left: a peer has said goodbye; nothing more will come from it. What came before is still delivered.
         on_refused: one line about a connection that was refused; by default it is logged as a warning.
         on_error: an exception that ended the I/O thread.
@@ -76,7 +110,8 @@ class Endpoint:
         listeners: sockets that listen already, with their addresses, in place of `host`, `port` and `unix`.
         beat_s: how often something is sent at least.
         silent_s: a peer from whom nothing came for so long is lost.
-        connect_s: how long reaching a peer may take, retries and handshake included.
+        unreachable_s: a peer from whom nothing came for so long is said to be unreachable.
+        connect_s: how long reaching a peer for the first time may take, retries and handshake included.
         spins: see `Loop`.
         unread_bytes: how much of memory of `allocate` a peer may be told of that it has not read, at most
             8 MiB.
@@ -101,14 +136,17 @@ class Endpoint:
         on_message: Callable[[str, bytes], None],
         on_lost: Callable[[LinkError], None],
         on_left: Callable[[str], None] | None = None,
+        on_unreachable: Callable[[str, str], None] = lambda peer, cause: None,
+        on_reachable: Callable[[str], None] = lambda peer: None,
         on_refused: Callable[[str], None] = _log.warning,
         on_error: Callable[[BaseException], None] | None = None,
         host: str | None = "127.0.0.1",
         port: int = 0,
         unix: bool = True,
         listeners: Sequence[tuple[socket.socket, str]] | None = None,
-        beat_s: float = 1.0,
+        beat_s: float = 0.25,
         silent_s: float = 10.0,
+        unreachable_s: float = UNREACHABLE_S,
         connect_s: float = 10.0,
         spins: bool = False,
         unread_bytes: int = UNREAD_BYTES,
@@ -131,7 +169,9 @@ class Endpoint:
             on_left,
             on_error,
         )
+        self._on_unreachable, self._on_reachable = on_unreachable, on_reachable
         self._beat_s, self._silent_s, self._unread_bytes = beat_s, silent_s, unread_bytes
+        self._unreachable_s = unreachable_s
         self._peers: dict[str, Peer] = {}
         self._forgotten = Ranges()
         self._order = count()
@@ -148,9 +188,12 @@ class Endpoint:
             job=check_name(job),
             token=token,
             connect_s=connect_s,
+            addresses=lambda: self.addresses,
             peer=self._peer,
             opened=self._opened,
-            failed=partial(self._lose, was_open=False),
+            detached=self._detach,
+            replaced=self._replaced,
+            failed=self._failed,
             refused=on_refused,
         )
         self.addresses = self._listen(host, port, unix, listeners)
@@ -158,7 +201,14 @@ class Endpoint:
         self._loop.start()
         _keep_from_children(self)
 
-    def introduce(self, peer: str, addresses: Sequence[str], *, lasting: bool = False) -> None:
+    def introduce(
+        self,
+        peer: str,
+        addresses: Sequence[str],
+        *,
+        lasting: bool = False,
+        silent_s: float | None = None,
+    ) -> None:
         """Say where a peer is, best address first; one that was lost may be dialled anew.
 
         Args:
@@ -166,6 +216,8 @@ class Endpoint:
             addresses: where it listens.
             lasting: it listens there for as long as it lives, so where all its addresses refuse a connection
                 it is lost at once; else it may still begin to listen within `connect_s`.
+            silent_s: for this peer, in place of the endpoint's; to reach it for the first time may take as
+                long.
 
         Raises:
             ValueError: an address or the name makes no sense.
@@ -173,7 +225,11 @@ class Endpoint:
         parsed = tuple(places.parse(address) for address in addresses)
         if any(address.name and not address.why_unusable() for address in parsed):
             self._has_neighbours = True
-        self._hand_over(self._introduce, self._checked(peer), parsed, lasting)
+        self._hand_over(self._introduce, self._checked(peer), parsed, lasting, silent_s)
+
+    def reach(self, peer: str) -> None:
+        """Connect to a peer that has been introduced, unless there is a connection."""
+        self._hand_over(self._reach, self._checked(peer))
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return zeroed memory whose bytes peers on this host can read where they lie.
@@ -391,9 +447,16 @@ class Endpoint:
             peer = self._peers[name] = Peer(name, Inbox(self._forgotten), outbox)
         return peer
 
-    def _introduce(self, name: str, addresses: tuple[places.Address, ...], lasting: bool) -> None:
+    def _reach(self, name: str) -> None:
         peer = self._peer(name)
-        peer.addresses, peer.lasting = addresses, lasting
+        if peer.link is None and not self._closing:
+            self._opening.dial(peer)
+
+    def _introduce(
+        self, name: str, addresses: tuple[places.Address, ...], lasting: bool, silent_s: float | None
+    ) -> None:
+        peer = self._peer(name)
+        peer.addresses, peer.lasting, peer.silent_s = addresses, lasting, silent_s
         peer.gone = False
         self._opening.introduced(peer)
 
@@ -489,9 +552,7 @@ class Endpoint:
             self._watch(peer, link)
         else:
             self._schedule(peer)
-        for item in finished:
-            if item.done is not None:
-                item.done()
+        self._finish(finished)
 
     def _write_failed(self, peer: Peer, link: Link, error: OSError) -> None:
         """Nothing can be sent any more; what the peer said before, a goodbye perhaps, still counts."""
@@ -503,7 +564,7 @@ class Endpoint:
             if received == self.bytes_received:
                 break
         if peer.link is link:
-            self._lose(peer, f"{peer.name} {_cause(error)}")
+            self._broke(peer, f"{peer.name} {_cause(error)}")
 
     def _watch(self, peer: Peer, link: Link) -> None:
         """Be told when the socket is ready for what is wanted of it."""
@@ -548,14 +609,17 @@ class Endpoint:
 
     # Receiving
 
-    def _opened(self, peer: Peer, link: Link) -> None:
-        """A connection to the peer is ready."""
+    def _opened(self, peer: Peer, link: Link, received: int) -> None:
+        """A connection to the peer is ready, which has received so many frames of the session."""
         assert link.sock is not None
         peer.link = link
         peer.gone = False
+        peer.cause = ""
         link.reader.establish(peer.inbox.destination)
         tune(link, peer.outbox)
-        share(link)
+        peer.outbox.keeps = peer.session.is_resumable
+        if not peer.session.is_resumable:
+            share(link)
         self._has_neighbours |= link.borrowed is not None
         for item in peer.outbox.items():
             self._lend(peer, link, item)
@@ -563,8 +627,20 @@ class Endpoint:
         self._watch(peer, link)
         if self._closing:
             self._say_goodbye(peer)
+        try:
+            finished = peer.outbox.resume(received)
+        except ProtocolError as error:
+            self._lose_for(peer, error)
+            return
+        self._finish(finished)
         self._schedule(peer)
         self._dispatch(peer, link)
+
+    def _finish(self, items: list[Outgoing]) -> None:
+        """These messages have come, or have been handed to the kernel where nothing can be lost any more."""
+        for item in items:
+            if item.done is not None:
+                item.done()
 
     def _ready(self, peer: Peer, link: Link, events: int) -> None:
         if events & WRITE and link.full:
@@ -585,10 +661,10 @@ class Endpoint:
             self._lose_for(peer, error)
             return
         except OSError as error:
-            self._lose(peer, f"{peer.name} {_cause(error)}")
+            self._broke(peer, f"{peer.name} {_cause(error)}")
             return
         if not n:
-            self._lose(peer, f"{peer.name} closed the connection")
+            self._broke(peer, f"{peer.name} closed the connection")
             return
         self.bytes_received += n
         link.heard = True
@@ -602,11 +678,13 @@ class Endpoint:
         Where that takes long, what comes of the first ones is sent meanwhile, so that the peer has work, too.
         What waited until the peer has read is sent as soon as it has.
         """
-        inbox, next_frame = peer.inbox, link.reader.next_frame
+        inbox, next_frame, session = peer.inbox, link.reader.next_frame, peer.session
         limit_s = monotonic() + STRETCH_S
         try:
             while peer.link is link and (frame := next_frame()) is not None:
                 self.frames_received += 1
+                if frame.kind in NUMBERED:
+                    self._count(peer, session, frame)
                 self._act(peer, link, frame)
                 if frame.kind == _TAKEN or monotonic() > limit_s:
                     self._say_what_was_read(peer, link)
@@ -620,6 +698,22 @@ class Endpoint:
         if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
             link.paused = True
             self._watch(peer, link)
+
+    def _count(self, peer: Peer, session: Session, frame: Frame) -> None:
+        """Take note that a numbered frame has come, and acknowledge it where somebody may wait for that."""
+        session.received += 1
+        if session.is_resumable:
+            session.owed_frames += 1
+            session.owed_bytes += frame.length
+            ends = frame.kind == _DATA and frame.offset + frame.length == frame.total
+            if ends or session.owed_bytes >= ACK_BYTES or session.owed_frames >= ACK_FRAMES:
+                self._acknowledge(peer)
+
+    def _acknowledge(self, peer: Peer) -> None:
+        session = peer.session
+        session.owed_frames = session.owed_bytes = 0
+        peer.outbox.owe(session.received)
+        self._schedule(peer)
 
     def _say_what_was_read(self, peer: Peer, link: Link) -> None:
         """Tell the peer what has been read of its memory."""
@@ -641,12 +735,12 @@ class Endpoint:
         elif kind == _MESSAGE:
             assert isinstance(frame.payload, bytes)
             self._on_message(peer.name, frame.payload)
+        elif kind == _ACK:
+            self._finish(peer.outbox.acknowledge(frame.total))
         elif kind == _TAKEN:
-            for item in peer.outbox.read(frame.total):
-                if item.done is not None:
-                    item.done()
+            self._finish(peer.outbox.read(frame.total))
             self._schedule(peer)
-        elif kind != _BEAT:
+        elif kind not in (_BEAT, _SKIP):
             self._act_on_shared(peer, link, frame)
 
     def _act_on_shared(self, peer: Peer, link: Link, frame: Frame) -> None:
@@ -670,7 +764,7 @@ class Endpoint:
     # Staying and leaving
 
     def _tick(self) -> None:
-        """Show peers that this node lives, and see who does not.
+        """Show peers that this node lives, and see which of them do not.
 
         Silence is counted in ticks, not read from a clock: if this node itself was held up, that is one tick.
         """
@@ -678,24 +772,79 @@ class Endpoint:
             return
         self._loop.later(self._beat_s, self._tick)
         for peer in list(self._peers.values()):
-            link = peer.link
-            if link is None:
-                continue
-            link.silent_ticks = 0 if link.heard or link.paused else link.silent_ticks + 1
-            if not link.heard and link.wake_bytes > 1:
-                wake_at(link, 1)  # on a slow line less than that is life too
+            if self._see_whether_heard(peer) and peer.link is not None:
+                self._show_life(peer, peer.link)
+
+    def _see_whether_heard(self, peer: Peer) -> bool:
+        """Count for how long nothing has come from a peer, and act on that; return whether it is there."""
+        link = peer.link
+        if link is not None and (link.heard or link.paused):
             link.heard = False
-            if link.silent_ticks * self._beat_s >= self._silent_s:
-                self._lose(peer, f"{peer.name} has been silent for {self._silent_s:g} s")
-                continue
-            if not link.spoke and peer.outbox.key is None:
-                peer.outbox.add(Outgoing(_BEAT, (0, 0, next(self._order)), _NOTHING))
-                self._schedule(peer)
-            link.spoke = False
+            peer.silent_ticks = 0
+            self._opening.stop_dialling(peer)  # which was begun in place of this connection
+            if peer.is_unreachable:
+                peer.is_unreachable = False
+                self._on_reachable(peer.name)
+            return True
+        if link is None and peer.dial is None:
+            return False
+        peer.silent_ticks += 1
+        if link is not None and link.wake_bytes > 1:
+            wake_at(link, 1)  # on a slow line less than that is life too
+        silent_s, limit_s = peer.silent_ticks * self._beat_s, peer.silent_s or self._silent_s
+        since = f"{peer.cause}, and " if peer.cause else ""
+        if peer.session.is_open and silent_s >= limit_s:
+            self._lose(peer, f"{since}{peer.name} has been silent for {limit_s:g} s")
+            return False
+        if silent_s >= self._unreachable_s and not peer.is_unreachable:
+            peer.is_unreachable = True
+            self._on_unreachable(peer.name, f"{since}nothing has come from it for {silent_s:g} s")
+        if link is not None and silent_s >= REDIAL_S and peer.session.is_resumable and peer.addresses:
+            self._opening.dial(peer)
+        return True
+
+    def _show_life(self, peer: Peer, link: Link) -> None:
+        """Send something, if nothing else goes out."""
+        if peer.session.owed_frames:
+            self._acknowledge(peer)
+        elif not link.spoke and peer.outbox.key is None:
+            peer.outbox.add(Outgoing(_BEAT, (0, 0, next(self._order)), _NOTHING))
+            self._schedule(peer)
+        link.spoke = False
 
     def _lose_for(self, peer: Peer, error: ProtocolError) -> None:
         """The peer has said what nobody says."""
         self._lose(peer, f"{peer.name} broke the protocol: {error}")
+
+    def _broke(self, peer: Peer, cause: str) -> None:
+        """The connection is gone: the session goes on on another one if the peer's process lives."""
+        if self._closing or not (peer.session.is_resumable and peer.addresses):
+            self._lose(peer, cause)
+            return
+        self._detach(peer)
+        peer.cause = cause
+        if not self._opening.freed(peer):
+            self._opening.dial(peer)
+
+    def _detach(self, peer: Peer) -> None:
+        """Give up the connection, and nothing else: what has not come whole on it will come again."""
+        link, peer.link = peer.link, None
+        assert link is not None
+        if link.reader.begun is not None:
+            peer.inbox.take_back(link.reader.begun)
+        self._opening.close(link)
+        peer.outbox.rewind()
+        peer.session.owed_frames = peer.session.owed_bytes = 0
+
+    def _replaced(self, peer: Peer) -> None:
+        """Whoever answers under the peer's name does not know the session."""
+        since = f"{peer.cause}, and " if peer.cause else ""
+        self._lose(peer, f"{since}{peer.name} has begun anew")
+
+    def _failed(self, peer: Peer, text: str) -> None:
+        """The peer cannot be reached, or its process has ended."""
+        since = f"{peer.cause}, and " if peer.cause else ""
+        self._lose(peer, since + text, was_open=False)
 
     def _lose(self, peer: Peer, text: str, *, was_open: bool = True) -> None:
         """The peer is gone without a goodbye, or cannot be reached."""
@@ -716,7 +865,12 @@ class Endpoint:
         link, peer.link = peer.link, None
         if link is not None:
             self._opening.close(link)
+        self._opening.stop_dialling(peer)
         peer.gone = True
+        peer.is_unreachable = False
+        peer.silent_ticks = 0
+        peer.cause = ""
+        peer.session = Session()
         peer.outbox.clear()
 
     def _close(self, timeout_s: float) -> None:

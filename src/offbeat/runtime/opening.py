@@ -5,7 +5,15 @@ When two nodes dial each other at once, the connection that the smaller name dia
 lets the other's dial wait, unwelcomed, while its own may still succeed; the larger one drops its own when it
 welcomes the smaller's. No data flows before WELCOME, so none is lost.
 
-This module never lets a stranger hold up the node: half-open connections are few, small and have a deadline.
+A session outlives its connections. Its next connection is dialled like the first one, by either side, and
+says in HELLO and WELCOME how many frames have come so far. A node gives its old connection up before it says
+that, so the number holds: the dialler when the new connection is there, the acceptor when it welcomes. A
+HELLO of the process at the other end of the current connection means that this process has given that one up.
+Where the peer does not know the session any more, the old one is over and a new one begins.
+
+This module never lets a stranger hold up the node: half-open connections are small and have a deadline, and
+of those that have not said which job they belong to there are few. Where one more comes, the oldest of them
+is closed, one from another host than those of known peers first. So silent strangers take nobody's place.
 """
 
 from __future__ import annotations
@@ -17,16 +25,22 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
 from time import monotonic
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.addresses import Address, SocketAddress
-from offbeat.runtime.connections import Dial, Link, Peer, prepare, receive, share
-from offbeat.runtime.handshake import Acceptor, Dialler, RefusedError, refuse
+from offbeat.runtime.addresses import Address, SocketAddress, parse
+from offbeat.runtime.connections import Dial, Link, Peer, Session, prepare, receive, share
+from offbeat.runtime.handshake import Acceptor, Dialler, Position, RefusedError, refuse
 from offbeat.runtime.loop import READ, WRITE, Loop
 
 MAX_HALF_OPEN = 64
 RETRY_S = 0.1
+# An address that does not answer is dialled again after so long: the kernel's own attempts become rare, and
+# a line that is mended between two of them would stand idle.
+CONNECT_ATTEMPT_S = 1.0
+HANDSHAKE_ATTEMPT_S = 4.0
+REFUSALS_PAUSE_S = 1.0  # between two lines about refused connections
 NO_DESCRIPTORS_PAUSE_S = 1.0
 REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 
@@ -35,8 +49,12 @@ class Opening:
     """Opens connections for an endpoint; everything here runs in the loop's thread.
 
     Args:
+        addresses: returns where this node listens.
         peer: returns the peer of a name.
-        opened: a connection is ready for the peer, which has none; unread bytes may be in its reader.
+        opened: a connection is ready for the peer, which has none, and which has received so many frames of
+            the session; unread bytes may be in its reader.
+        detached: the peer's connection is given up for another one of the same session.
+        replaced: the peer does not know the session any more.
         failed: the peer cannot be reached; the text says why.
         refused: a connection was refused; the text says whose and why.
     """
@@ -49,20 +67,27 @@ class Opening:
         job: str,
         token: str,
         connect_s: float,
+        addresses: Callable[[], tuple[str, ...]],
         peer: Callable[[str], Peer],
-        opened: Callable[[Peer, Link], None],
+        opened: Callable[[Peer, Link, int], None],
+        detached: Callable[[Peer], None],
+        replaced: Callable[[Peer], None],
         failed: Callable[[Peer, str], None],
         refused: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._name, self._job, self._token = name, job, token
         self._connect_s = connect_s
+        self._addresses = addresses
         self._peer = peer
-        self._opened = opened
+        self._opened, self._detached, self._replaced = opened, detached, replaced
         self._failed = failed
         self._refused = refused
+        self._refused_s = float("-inf")  # when that was last called
+        self._unreported = 0  # connections that were refused since
         self._listeners: list[socket.socket] = []
-        self._half_open: set[Link] = set()  # accepted, and not proved yet
+        self._half_open: dict[Link, None] = {}  # accepted, and not proved yet; the oldest first
+        self._known_hosts: set[str] = set()
         self.sockets: set[socket.socket] = set()  # every socket of the node, for a forked child to close
 
     def listen(self, sock: socket.socket) -> None:
@@ -73,16 +98,26 @@ class Opening:
         self._loop.watch(sock, READ, partial(self._accept, sock))
 
     def dial(self, peer: Peer) -> None:
-        """Begin to reach a peer, unless that is under way."""
+        """Begin to reach a peer, unless that is under way; an open session is dialled until it is lost."""
         if peer.dial is not None:
             return
-        dial = peer.dial = Dial(monotonic() + self._connect_s)
-        self._loop.later(self._connect_s, partial(self._out_of_time, peer, dial))
+        if peer.session.is_open:
+            dial = peer.dial = Dial(inf)
+        else:
+            limit_s = max(self._connect_s, peer.silent_s or 0.0)
+            dial = peer.dial = Dial(monotonic() + limit_s)
+            self._loop.later(limit_s, partial(self._out_of_time, peer, dial))
         if peer.addresses:
             self._round(peer, dial)
 
+    def stop_dialling(self, peer: Peer) -> None:
+        """End the dial of a peer that has a connection after all."""
+        if peer.dial is not None:
+            self._end_dial(peer, peer.dial)
+
     def introduced(self, peer: Peer) -> None:
         """The peer's addresses are known now: go on if that is what a dial waits for."""
+        self._know(peer)
         dial = peer.dial
         if dial is not None and dial.link is None and not dial.left:
             self._round(peer, dial)
@@ -113,7 +148,7 @@ class Opening:
 
     def close(self, link: Link) -> None:
         """Close a connection."""
-        self._half_open.discard(link)
+        self._half_open.pop(link, None)
         sock, link.sock = link.sock, None
         if sock is not None:
             self._loop.unwatch(sock)
@@ -149,7 +184,7 @@ class Opening:
             dial.whys[address.text] = why
         if dial.hopeless:
             self._fail(peer, dial, self._cannot_reach(peer, dial))
-        elif peer.lasting and all(
+        elif (peer.lasting or peer.session.is_open) and all(
             dial.whys.get(address.text) == REFUSED
             for address in peer.addresses
             if address.why_unusable() is None
@@ -203,25 +238,45 @@ class Opening:
             sock.close()
             return os.strerror(code).lower()
         link = dial.link = Link(sock, address.text)
-        share(link)  # memory may be lent right behind the WELCOME
         dial.spoken = False
-        link.greeting = Dialler(job=self._job, token=self._token, me=self._name, you=peer.name)
         self._loop.watch(sock, WRITE, partial(self._connected, peer, dial, link))
-        if dial.left:  # leave time for the addresses that are still to be tried
-            share_s = (dial.deadline_s - monotonic()) / (len(dial.left) + 1)
-            slow = "no answer"
-            self._loop.later(max(0.0, share_s), partial(self._attempt_failed, peer, dial, link, slow))
+        self._limit(peer, dial, link, CONNECT_ATTEMPT_S, "no answer")
         return None
 
+    def _limit(self, peer: Peer, dial: Dial, link: Link, limit_s: float, why: str) -> None:
+        """Go on to the next address if this one does not answer in time, and leave time for the others."""
+        share_s = (dial.deadline_s - monotonic()) / (len(dial.left) + 1)
+        if dial.left or limit_s < share_s:
+            spoken = dial.spoken
+
+            def give_up() -> None:
+                if dial.spoken == spoken:
+                    self._attempt_failed(peer, dial, link, why)
+
+            self._loop.later(max(0.0, min(limit_s, share_s)), give_up)
+
     def _connected(self, peer: Peer, dial: Dial, link: Link, _: int) -> None:
-        if link.sock is None or not isinstance(link.greeting, Dialler):
+        if link.sock is None or dial.spoken or peer.dial is not dial:
             return
         code = link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._attempt_failed(peer, dial, link, os.strerror(code).lower())
             return
+        if peer.link is not None:
+            self._detached(peer)
+        if not peer.session.is_resumable:
+            share(link)  # memory may be lent right behind the WELCOME
+        link.greeting = Dialler(
+            job=self._job,
+            token=self._token,
+            me=self._name,
+            you=peer.name,
+            addresses=self._addresses(),
+            position=peer.session.position,
+        )
         self._loop.rewatch(link.sock, READ, partial(self._greeted, peer, dial, link))
         dial.spoken = True
+        self._limit(peer, dial, link, HANDSHAKE_ATTEMPT_S, "no answer to the handshake")
         self._say(link, link.greeting.hello())
 
     def _greeted(self, peer: Peer, dial: Dial, link: Link, _: int) -> None:
@@ -234,7 +289,7 @@ class Opening:
             if why is not None:
                 self._attempt_failed(peer, dial, link, why)
                 return
-            while not greeting.welcome and (frame := link.reader.next_frame()) is not None:
+            while greeting.welcome is None and (frame := link.reader.next_frame()) is not None:
                 self._say(link, greeting.receive(frame))
         except RefusedError as error:
             self._fail(peer, dial, f"{peer.name} at {link.where} refused the connection: {error}")
@@ -242,9 +297,17 @@ class Opening:
             dial.hopeless = True
             self._attempt_failed(peer, dial, link, str(error))
         else:
-            if greeting.welcome:
-                peer.dial = None
-                self._open(peer, link)
+            if greeting.welcome is not None:
+                self._welcomed(peer, link, greeting.position.session, greeting.welcome)
+
+    def _welcomed(self, peer: Peer, link: Link, session: str, theirs: Position) -> None:
+        """The other side goes on with the session that we have named or, if it lacks it, begins a new one."""
+        peer.dial = None
+        if peer.session.is_open and theirs.session != peer.session.theirs:
+            self._replaced(peer)
+            self.stop_dialling(peer)  # what was said of the loss may have begun a dial
+            peer.session = Session(own=session)
+        self._open(peer, link, theirs)
 
     def _attempt_failed(self, peer: Peer, dial: Dial, link: Link, why: str) -> None:
         """Go on to the next address, unless the peer's own dial waits to be let in."""
@@ -302,24 +365,42 @@ class Opening:
         from_ = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else "a Unix socket of this host"
         link = Link(sock, from_)
         self.sockets.add(sock)
-        if len(self._half_open) >= MAX_HALF_OPEN:
-            self._refuse(
-                link, f"{MAX_HALF_OPEN} others have not yet said who they are, which is the most allowed"
-            )
-            return
+        link.host = where[0] if isinstance(where, tuple) else ""
         link.greeting = Acceptor(job=self._job, token=self._token, me=self._name)
-        self._half_open.add(link)
+        self._make_room()
+        self._half_open[link] = None
         prepare(sock)
         self._loop.watch(sock, READ, partial(self._asked, link))
         self._loop.later(self._connect_s, partial(self._unproved, link))
+
+    def _make_room(self) -> None:
+        """Close the oldest half-open connection of a stranger, if there are too many."""
+        silent = [
+            link
+            for link in self._half_open
+            if isinstance(link.greeting, Acceptor) and not link.greeting.is_of_this_job
+        ]
+        if len(silent) >= MAX_HALF_OPEN:
+            strangers = [link for link in silent if link.host not in self._known_hosts]
+            oldest = (strangers or silent)[0]
+            self._report(
+                f"closed a connection from {oldest.where}: {MAX_HALF_OPEN} others have not yet said who they "
+                "are either, which is the most allowed"
+            )
+            self.close(oldest)
+
+    def _know(self, peer: Peer) -> None:
+        self._known_hosts.update(address.host for address in peer.addresses if address.host)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             self._loop.watch(listener, READ, partial(self._accept, listener))
 
     def _unproved(self, link: Link) -> None:
-        if link in self._half_open:
-            self._refuse(link, f"it has not proved who it is within {self._connect_s:g} s")
+        if link in self._half_open:  # it may be held up, and try again: so it is not told that it is refused
+            line = f"it has not proved who it is within {self._connect_s:g} s"
+            self._report(f"closed a connection from {link.where}: {line}")
+            self.close(link)
 
     def _asked(self, link: Link, _: int) -> None:
         """Take what somebody says who dialled us."""
@@ -338,13 +419,21 @@ class Opening:
             self._refuse(link, str(error))
             return
         if greeting.peer is not None and link in self._half_open:
-            self._half_open.discard(link)
-            self._settle(self._peer(greeting.peer), link)
+            self._half_open.pop(link, None)
+            self._settle(self._peer(greeting.peer), link, greeting)
 
-    def _settle(self, peer: Peer, link: Link) -> None:
+    def _settle(self, peer: Peer, link: Link, greeting: Acceptor) -> None:
         """Somebody has proved who it is: let it in, or let it wait for the connection that goes before."""
         dial = peer.dial
-        if peer.link is None and not (self._name < peer.name and dial is not None and dial.spoken):
+        goes_first = self._name < peer.name and dial is not None and dial.spoken
+        is_same = peer.session.is_resumable and greeting.position.session == peer.session.theirs
+        if peer.link is not None and is_same and not goes_first:
+            self._detached(peer)
+        if not peer.addresses:
+            with suppress(ValueError):  # of an address that makes no sense nothing can be dialled
+                peer.addresses = tuple(map(parse, greeting.addresses))
+                self._know(peer)
+        if peer.link is None and not goes_first:
             self._welcome(peer, link)
         else:
             peer.parked = [other for other in peer.parked if other.sock is not None]
@@ -361,21 +450,39 @@ class Opening:
         greeting = link.greeting
         if link.sock is None or not isinstance(greeting, Acceptor):
             return
-        if peer.dial is not None:
-            self._end_dial(peer, peer.dial)
-        self._say(link, greeting.welcome())
-        self._open(peer, link)
+        theirs, session = greeting.position, peer.session
+        is_same = theirs.session == session.theirs and theirs.peer_session in ("", session.own)
+        if session.is_open and not is_same:
+            self._replaced(peer)
+        self.stop_dialling(peer)
+        self._say(link, greeting.welcome(peer.session.position))
+        self._open(peer, link, theirs)
 
     def _refuse(self, link: Link, line: str) -> None:
         self._say(link, refuse(line))
         self.close(link)
-        self._refused(f"refused a connection from {link.where}: {line}")
+        self._report(f"refused a connection from {link.where}: {line}")
+
+    def _report(self, line: str) -> None:
+        """Say that a connection was refused, at most once a second."""
+        now_s = monotonic()
+        if now_s - self._refused_s < REFUSALS_PAUSE_S:
+            self._unreported += 1
+            return
+        more = f" ({self._unreported} more before it)" if self._unreported else ""
+        self._refused_s, self._unreported = now_s, 0
+        self._refused(line + more)
 
     # Both
 
-    def _open(self, peer: Peer, link: Link) -> None:
+    def _open(self, peer: Peer, link: Link, theirs: Position) -> None:
+        assert link.sock is not None
         link.greeting = None
-        self._opened(peer, link)
+        session = peer.session
+        if not session.is_open:
+            session.theirs = theirs.session
+            session.is_resumable = link.sock.family != socket.AF_UNIX
+        self._opened(peer, link, theirs.received)
 
     def _say(self, link: Link, frame: bytes) -> None:
         """Send a handshake frame. The socket's buffer holds them all; if it cannot, the connection is broken

@@ -1,0 +1,255 @@
+"""What `Endpoint` promises where connections break and lines are cut: the session goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+import nodes
+from lines import Line
+from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
+from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
+
+node = nodes.node  # the fixture
+
+
+@pytest.fixture
+def through() -> Iterator[Callable[..., Line]]:
+    """Lets one node reach another over a line."""
+    with ExitStack() as stack:
+
+        def make(one: Node, other: Node, reset_after: Callable[[], int | None] = lambda: None) -> Line:
+            line = Line(other.tcp(), reset_after)
+            stack.callback(line.close)
+            one.links.introduce(other.links.name, [line.address])
+            return line
+
+        yield make
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_breaks_every_message_and_every_byte_comes_once_and_in_order(
+    node: Callable[..., Node], through: Callable[..., Line], seed: int
+) -> None:
+    chance = random.Random(seed)
+    breaks = 30
+
+    def reset_after() -> int | None:
+        nonlocal breaks
+        breaks -= 1
+        return (
+            chance.choice([10, 300, 2000, 70_000, 400_000]) + chance.randrange(1000) if breaks >= 0 else None
+        )
+
+    a, b = node("a", unix=False), node("b", unix=False)
+    lines = [through(a, b, reset_after), through(b, a, reset_after)]
+    arrivals = []
+    done = []
+    for me, other in ((a, b), (b, a)):
+        for number in range(200):
+            me.links.send(other.links.name, b"%d" % number + bytes(chance.choice([0, 0, 0, 5000])))
+        for tag in range(12):
+            size = chance.choice([1, 5000, 300_000, MIB])
+            is_early = chance.random() < 0.5
+            if not is_early:
+                arrivals.append((Arrival(other, me.links.name, tag, size), tag))
+            done.append(threading.Event())
+            me.links.put(other.links.name, tag, memoryview(contents(size, tag)), done=done[-1].set)
+            if is_early:
+                arrivals.append((Arrival(other, me.links.name, tag, size), tag))
+    for me in (a, b):
+        numbers = [int(me.message()[1].rstrip(b"\0")) for _ in range(200)]
+        assert numbers == list(range(200))
+    for arrival, tag in arrivals:
+        assert arrival.whole() == contents(len(arrival.buffer), tag)
+        assert sum(length for _, length in arrival.pieces) == len(arrival.buffer)
+    assert all(one.wait(DEADLINE_S) for one in done)
+    for me in (a, b):
+        assert me.messages.empty()
+        assert me.lost.empty()
+    assert sum(line.connections for line in lines) > 1
+
+
+def test_done_waits_until_the_peer_has_the_bytes(node: Callable[..., Node]) -> None:
+    a = node("a", unix=False)
+    b = Stranger("b", a).greet()
+    done = threading.Event()
+    a.links.put("b", 1, memoryview(b"x"), done=done.set)
+    a.links.send("b", b"behind")
+    kinds = {b.frame().kind, b.frame().kind}
+    assert kinds == {Kind.MESSAGE, Kind.DATA}
+    assert a.links.flush(DEADLINE_S)
+    assert not done.is_set()
+    b.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.ACK, 0, 0, 0, 2))
+    assert done.wait(DEADLINE_S)
+
+
+def test_who_acknowledges_what_was_never_sent_breaks_the_protocol(node: Callable[..., Node]) -> None:
+    a = node("a", unix=False)
+    b = Stranger("b", a).greet()
+    b.sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.ACK, 0, 0, 0, 1))
+    assert str(a.loss()) == ("b broke the protocol: expected from 0 to 0 frames to be acknowledged, got 1")
+
+
+def test_a_forgotten_message_is_not_read_again_when_the_connection_breaks(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b = node("a", unix=False), node("b", unix=False)
+    line = through(a, b)
+    through(b, a)
+    a.links.send("b", b"hello")
+    b.message()
+    with b.busy():
+        a.links.put("b", 1, memoryview(contents(64 * KIB)))
+        a.links.send("b", b"behind it")
+        assert a.links.flush(DEADLINE_S)
+        a.links.forget(1, 2)
+        line.reset()
+    assert b.message() == ("a", b"behind it")
+    a.links.put("b", 2, memoryview(b"next"))
+    assert Arrival(b, "a", 2, 4).whole() == b"next"
+    assert a.lost.empty()
+    assert b.lost.empty()
+
+
+def test_a_silent_connection_is_replaced_and_what_it_held_comes_on_the_next_one(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b = node("a", unix=False, silent_s=1000.0), node("b", unix=False, silent_s=1000.0)
+    line = through(a, b)
+    through(b, a)
+    a.links.send("b", b"hello")
+    b.message()
+    line.cut(new_ones_too=False)
+    arrival = Arrival(b, "a", 1, MIB)
+    a.links.put("b", 1, memoryview(contents(MIB)))
+    a.links.send("b", b"all the same")
+    assert b.message() == ("a", b"all the same")
+    assert arrival.whole() == contents(MIB)
+    assert a.lost.empty()
+
+
+def test_who_is_not_heard_is_said_to_be_unreachable_and_then_to_be_reachable(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    said: list[tuple[str, ...]] = []
+    heard, unheard = threading.Event(), threading.Event()
+
+    def note(event: threading.Event, *what: str) -> None:
+        said.append(what)
+        event.set()
+
+    a = node(
+        "a",
+        unix=False,
+        silent_s=1000.0,
+        on_unreachable=lambda *what: note(unheard, *what),
+        on_reachable=lambda *what: note(heard, *what),
+    )
+    b = node("b", unix=False, silent_s=1000.0)
+    lines = [through(a, b), through(b, a)]
+    a.links.send("b", b"hello")
+    b.message()
+    for line in lines:
+        line.cut(new_ones_too=True)
+    assert unheard.wait(DEADLINE_S)
+    for line in lines:
+        line.mend()
+    assert heard.wait(DEADLINE_S)
+    assert said == [("b", "nothing has come from it for 1.25 s"), ("b",)]
+    b.links.send("a", b"still here")
+    assert a.message() == ("b", b"still here")
+
+
+def test_who_is_silent_over_all_connections_is_lost(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b = node("a", unix=False, silent_s=3.0), node("b", unix=False, silent_s=1000.0)
+    lines = [through(a, b), through(b, a)]
+    a.links.send("b", b"hello")
+    b.message()
+    for line in lines:
+        line.cut(new_ones_too=True)
+    for line in lines:
+        line.reset()  # it is dialled again at once, and connected, but not answered
+    loss = a.loss()
+    assert loss.peer == "b"
+    assert str(loss).endswith("b has been silent for 3 s")
+    for line in lines:
+        line.mend()
+    a.links.introduce("b", [lines[0].address])
+    a.links.send("b", b"once more")
+    assert b.message() == ("a", b"once more")
+    assert str(b.loss()).endswith("a has begun anew")
+
+
+def test_a_limit_of_its_own_holds_for_one_peer(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a, b, c = (node(name, unix=False, silent_s=1000.0) for name in "abc")
+    for other in (b, c):
+        line = through(a, other)
+        a.links.introduce(other.links.name, [line.address], silent_s=3.0 if other is b else None)
+        through(other, a).cut(new_ones_too=True)
+        a.links.send(other.links.name, b"hello")
+        other.message()
+        line.cut(new_ones_too=True)
+    assert a.loss().peer == "b"
+    assert a.lost.empty()
+
+
+VICTIM = """
+import sys, threading
+from offbeat.runtime.links import Endpoint
+links = Endpoint("victim", job="job", token="secret", on_message=print, on_lost=print, unix=False)
+links.introduce("survivor", sys.argv[1:])
+links.send("survivor", b"hello")
+sys.stdin.readline()
+"""
+
+
+def test_a_peer_whose_process_ends_while_its_connection_is_broken_is_lost_at_once(
+    node: Callable[..., Node],
+) -> None:
+    survivor = node("survivor", unix=False, silent_s=1000.0, connect_s=1000.0)
+    line = Line(survivor.tcp())
+    process = subprocess.Popen([sys.executable, "-c", VICTIM, line.address], stdin=subprocess.PIPE)
+    try:
+        assert survivor.message() == ("victim", b"hello")
+        os.kill(process.pid, signal.SIGSTOP)
+        line.reset()
+        os.kill(process.pid, signal.SIGKILL)
+        assert "nobody listens any more at tcp://127.0.0.1:" in str(survivor.loss())
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+        line.close()
+
+
+def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Callable[..., Node]) -> None:
+    first = node("b", unix=False)
+    port = first.tcp()[1]
+    a = node("a", unix=False)
+    a.links.introduce("b", first.links.addresses)
+    a.links.send("b", b"hello")
+    assert first.message() == ("a", b"hello")
+    line = Line(("127.0.0.1", port))
+    a.links.introduce("b", [line.address])
+    first.links.call(lambda: 1 / 0)  # it ends without a goodbye
+    assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
+    second = node("b", unix=False, port=port)
+    assert str(a.loss()).endswith("b has begun anew")
+    second.links.introduce("a", a.links.addresses)
+    second.links.send("a", b"I am new")
+    assert a.message() == ("b", b"I am new")
+    a.links.send("b", b"welcome")
+    assert second.message() == ("a", b"welcome")
+    line.close()
