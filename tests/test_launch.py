@@ -90,6 +90,21 @@ def test_rank_0_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.lines == [(0, "[]")]
 
 
+def test_every_launch_names_its_job_unless_its_user_has() -> None:
+    """Two launches may have drawn the same port; their workers must not train with one another."""
+    said = []
+    for env in {}, {}, {"OFFBEAT_JOB": "mine"}:
+        output = Output()
+        with launch(
+            python("import os; print(os.environ['OFFBEAT_JOB'])"), 2, env=env, on_output=output
+        ) as workers:
+            workers.wait(LIMIT_S)
+        (name,) = {name for _, name in output.lines}
+        said.append(name)
+    assert said[2] == "mine"
+    assert len({"", *said}) == 4
+
+
 @pytest.mark.parametrize(
     ("outside", "env", "expected"),
     [

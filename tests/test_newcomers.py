@@ -21,9 +21,9 @@ import offbeat
 from cluster import values
 from jobs import DEADLINE_S, job
 from offbeat.errors import OffbeatError
-from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready
+from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready, Start
 from offbeat.record import read_log, replay
-from offbeat.runtime.environment import read_environment
+from offbeat.runtime.environment import JOB, NEWCOMER, read_environment
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.session import Session
 from offbeat.runtime.state import StateCopier
@@ -486,6 +486,39 @@ def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
         late = running.end(running.add(train))
     assert late.error.startswith("worker 2 lost the coordinator: nobody listens any more at ")
     assert late.error.endswith("; has the job ended?")
+
+
+def test_a_newcomer_takes_part_in_the_job_of_its_name(gate):
+    """Another job at the same address has started last, and is over."""
+    other = {JOB: "other", NEWCOMER: "0", "WORLD_SIZE": "2", "OFFBEAT_RUN_LOG": ""}
+    with job(train, 2, env=gate.env | {JOB: "mine"}, hosts_store=True) as running:
+        wait_for_entry(gate.log, "the start", lambda one: isinstance(one, Start))
+        others = [running.add(train, AllReduce(), 1, env=other | {"RANK": str(rank)}) for rank in range(2)]
+        values([running.end(one) for one in others])
+        new = running.add(train)
+        gate.open_for(2)
+        trained_once([running.end(rank) for rank in (0, 1, new)])
+
+
+def test_a_newcomer_that_names_no_job_takes_part_in_the_one_that_is_there(gate):
+    with job(train, 2, env=gate.env | {JOB: "mine"}) as running:
+        new = running.add(train, env={JOB: ""})
+        gate.open_for(2)
+        trained_once([running.end(rank) for rank in (0, 1, new)])
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"OFFBEAT_JOB": "mine", "TORCHELASTIC_RUN_ID": "7f3a"}, "mine"),
+        ({"TORCHELASTIC_RUN_ID": "7f3a"}, "7f3a"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),  # what torchrun says where no --rdzv-id is given
+        ({"OFFBEAT_JOB": ""}, None),
+        ({}, None),
+    ],
+)
+def test_a_job_is_named_by_its_user_or_by_torchrun_or_not_at_all(environ, name):
+    assert read_environment(environ).job_name == name
 
 
 # How a process knows that it is new -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import offbeat
 from cluster import run, values
 from jobs import job
 from offbeat.runtime import rendezvous
-from offbeat.runtime.environment import START_S
+from offbeat.runtime.environment import JOB, NEWCOMER, START_S
 from offbeat.strategies import AllReduce
 
 NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late
@@ -149,6 +149,94 @@ def joins_twice(rank, say):
 
 def test_a_worker_quick_to_join_again_keeps_the_store():
     assert values(run(joins_twice, 2)) == ["joined"] * 2
+
+
+# Two jobs at one address -----------------------------------------------------------------------------------
+
+
+def trains(rank, say, for_ever=False):
+    """Takes steps; its gradient is 1, or 10 as rank 1, in job b 100 times that. Returns the last mean."""
+    gradient = 10.0 ** int(os.environ["RANK"]) * (100.0 if os.environ.get(JOB) == "b" else 1.0)
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, AllReduce()):
+        say("joined")
+        while True:
+            optimizer.zero_grad()
+            (gradient * model(torch.ones(1, 1)).sum()).backward()
+            optimizer.step()
+            if not for_ever:
+                return model.weight.grad.item()
+
+
+def place(rank, name=None, start_s=NEVER_S):
+    """The environment of a worker that is started by hand in a world of two."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", NEWCOMER: "0", START_S: str(start_s)}
+    return variables if name is None else variables | {JOB: name}
+
+
+def test_a_worker_of_another_job_is_told_so_and_the_job_trains_with_its_own():
+    with job(trains, 1, env=place(0, "a")) as running:
+        stranger = running.end(running.add(trains, env=place(1, "b")))
+        assert stranger.error_type == "OffbeatError"
+        own = running.end(running.add(trains, env=place(1, "a")))
+        first = running.end(0)
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' meets there: choose another MASTER_PORT" in stranger.error
+    assert values([first, own]) == [5.5, 5.5]
+
+
+def test_a_rank_0_is_told_which_job_has_its_port():
+    with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
+        running.said(running.add(trains, True, env=place(1, "a")))
+        stranger = running.end(running.add(trains, env=place(0, "b")))
+    assert stranger.error.startswith("rank 0 cannot listen on port ")
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' meets there: choose another MASTER_PORT" in stranger.error
+
+
+def test_two_jobs_share_the_store_of_a_launcher():
+    with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
+        for rank, name in ((1, "b"), (0, "b"), (1, "a")):
+            running.add(trains, env=place(rank, name))
+        ended = running.ends()
+    assert values(ended) == [5.5, 550.0, 550.0, 5.5]
+
+
+@pytest.mark.parametrize("as_newcomer", ["0", "1"])
+def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
+    with job(trains, 1, env=place(0, "a"), hosts_store=True) as running:
+        values([running.end(running.add(trains, env=place(1, "a")))])
+        stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER: as_newcomer}))
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' meets there: choose another MASTER_PORT" in stranger.error
+
+
+def test_a_newcomer_of_another_job_is_told_so():
+    with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
+        stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER: "1"}))
+    assert "expected job 'b' at 127.0.0.1:" in stranger.error
+    assert "but job 'a' meets there" in stranger.error
+
+
+def test_a_worker_without_a_name_is_told_which_job_is_there():
+    with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
+        stranger = running.end(running.add(trains, env=place(1) | {JOB: ""}))
+    assert "expected a job without a name at 127.0.0.1:" in stranger.error
+    assert "but job 'a' meets there" in stranger.error
+
+
+def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():
+    """Two jobs by hand at one address, of which the one's rank 0 began with the other's rank 1."""
+    with job(trains, 1, True, env=place(0)) as running:
+        first = running.add(trains, True, env=place(1))
+        running.said(0, first)
+        running.add(trains, True, env=place(1))
+        ended = running.ends()
+    for one in ended:
+        assert "two workers call themselves worker 1, at " in one.error
+        assert one.error.count(", process ") == 2
+        assert "give each a MASTER_PORT of its own" in one.error
 
 
 # What takes the time that late workers are given ----------------------------------------------------------

@@ -47,6 +47,9 @@ class Assembly:
     Before the Start, the first thing that is wrong ends the job with one Stop. After a Stop, nothing but a
     Refuse to whoever comes still; after a Start too, unless the job is `open`: then whoever comes with an id
     that nobody has had, and with the same model and strategy, is answered with a Start of all who are here.
+    One case ends a job that has started: within the deadline for the start another worker comes that could
+    as well be a worker of the start that is here, with its id, world, model and strategy. Then two jobs
+    without names meet at one address, and it cannot be told whose workers train with one another.
 
     Args:
         world: how many workers make up the job, at least 1; their ids are 0 to `world` - 1.
@@ -70,6 +73,7 @@ class Assembly:
         self._strategy = ""  # as the first that came has it; everybody present has the same
         self._model: tuple[str, ...] = ()  # likewise
         self._over: str | None = None  # why nobody may come any more
+        self._is_stopped = False
         self._has_started = False
         self._gone_ids: set[int] = set()  # of workers that are here no more, while the job is open
 
@@ -119,6 +123,7 @@ class Assembly:
             "strategy": self._strategy,
             "model": list(self._model),
             "over": self._over,
+            "is_stopped": self._is_stopped,
             "has_started": self._has_started,
             "gone": sorted(self._gone_ids),
         }
@@ -135,11 +140,14 @@ class Assembly:
         }
         self._strategy = state["strategy"]
         self._model = tuple(state["model"])
-        self._over = state["over"]
+        self._over, self._is_stopped = state["over"], state["is_stopped"]
         self._has_started = state["has_started"]
         self._gone_ids = set(state["gone"])
 
     def _joined(self, event: Joined) -> list[Action]:
+        if self._has_started and self._is_second(event):
+            reason = f"{self._twice(event)}, or, if these are two jobs, give each a MASTER_PORT of its own"
+            return self._stop(event.worker, None, reason)
         if self._over is not None:
             return [Refuse(peer=event.peer, reason=self._refusal(event))]
         if self._has_started:
@@ -185,11 +193,25 @@ class Assembly:
                 "give every worker a RANK of its own below WORLD_SIZE"
             )
         if event.worker in self._present:
-            return (
-                f"two workers call themselves worker {event.worker}, at {self._present[event.worker][1]} "
-                f"and at {event.place}: give every worker a RANK of its own"
-            )
+            return self._twice(event)
         return self._unlike(event, newcomer)
+
+    def _is_second(self, event: Joined) -> bool:
+        """Whether this worker could be the job's own as well as the one that is here with its id."""
+        assert self._first_event_s is not None
+        return (
+            not self._is_stopped
+            and event.worker in self._present
+            and event.worker < self._world == event.world
+            and event.now_s - self._first_event_s <= self._deadline_s
+            and self._unlike(event, "it") is None
+        )
+
+    def _twice(self, event: Joined) -> str:
+        return (
+            f"two workers call themselves worker {event.worker}, at {self._present[event.worker][1]} "
+            f"and at {event.place}: give every worker a RANK of its own"
+        )
 
     def _unlike(self, event: Joined, newcomer: str) -> str | None:
         """Say how a worker's strategy or model differs from those of who are here, if they do."""
@@ -226,6 +248,8 @@ class Assembly:
                 f"got {type(event).__name__} of worker {event.worker}"
             )
         if self._over is not None:
+            if self._has_started:
+                self._present.pop(event.worker, None)
             return []
         here = self._present.get(event.worker)
         who = f"worker {event.worker}" + (f" ({here[1]})" if here else "")
@@ -256,6 +280,7 @@ class Assembly:
 
     def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:
         self._over = f"the job has ended ({reason})"
+        self._is_stopped = True
         return [Stop(worker=worker, step=step, reason=reason)]
 
     def _count(self) -> str:

@@ -12,9 +12,12 @@ SLOW = "OFFBEAT_SLOW"
 RUN_LOG = "OFFBEAT_RUN_LOG"
 SEED = "OFFBEAT_SEED"
 NEWCOMER = "OFFBEAT_NEWCOMER"
+JOB = "OFFBEAT_JOB"
 START_S = "OFFBEAT_START_S"
 SERVERS = "OFFBEAT_SERVERS"
 TRACE = "OFFBEAT_TRACE"
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_NO_RUN_ID = "none"  # what torchrun calls every job to which nobody gave a --rdzv-id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class Environment:
         servers: how many the parameter server begins with, where the strategy has one; the first processes
             start one each, or several where there are more servers than processes.
         attempt: how often the launcher has restarted the workers.
+        job_name: by which the workers of a job are told from those of another at the same address; None where
+            nobody has given one.
         slow: slowness to inject, as `--slow` spells it.
         run_log: where the run log goes, None for no log.
         seed: the seed of the data order.
@@ -50,6 +55,7 @@ class Environment:
     threads: tuple[int, ...] = (0,)
     servers: int = 1
     attempt: int = 0
+    job_name: str | None = None
     slow: tuple[str, ...] = ()
     run_log: str | None = None
     seed: int = 0
@@ -62,7 +68,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 
     With none of RANK and WORLD_SIZE set it is a world of one. With OFFBEAT_NEWCOMER=1 it is a worker that
     joins the job whose store is at MASTER_ADDR and MASTER_PORT, whatever RANK may be; only a RANK that is
-    not below WORLD_SIZE is a newcomer's own, which its launcher has drawn.
+    not below WORLD_SIZE is a newcomer's own, which its launcher has drawn. The job's name is OFFBEAT_JOB, or
+    else the id that torchrun gives every run (`--rdzv-id`).
 
     Raises:
         OffbeatError: a variable is missing or is not what it should be.
@@ -101,6 +108,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         servers=_servers(environ),
         attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        job_name=_job_name(environ),
         slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
         run_log=environ.get(RUN_LOG) or None,
         seed=_whole(environ, SEED, 0),
@@ -140,6 +148,11 @@ def _is_newcomer(environ: Mapping[str, str]) -> bool:
     if text not in ("", "0", "1"):
         raise OffbeatError(f"{NEWCOMER} must be 1, or not be set, got {text!r}")
     return text == "1"
+
+
+def _job_name(environ: Mapping[str, str]) -> str | None:
+    run_id = environ.get(_RUN_ID)
+    return environ.get(JOB) or (None if run_id == _NO_RUN_ID else run_id) or None
 
 
 def _trace(environ: Mapping[str, str]) -> tuple[str, int] | None:

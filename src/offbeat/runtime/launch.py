@@ -2,9 +2,9 @@
 
 `offbeat train`, `compare` and `bench` start their workers here; a user's own script is started by torchrun,
 Ray Train or Slurm instead, and this module is not part of that. It sets the environment that torchrun
-would set, with one difference: rank 0 hosts the job's torch TCPStore itself, unless workers that die are to
-be replaced. Then this process hosts it, as torchrun does, so that a replacement finds the job whoever has
-died.
+would set, with two differences: a launch names its job by OFFBEAT_JOB, and rank 0 hosts the job's torch
+TCPStore itself, unless workers that die are to be replaced. Then this process hosts it, as torchrun does, so
+that a replacement finds the job whoever has died.
 
 It never restarts a worker (a replacement is a new one, with an id of its own), never kills the others at once
 because one failed (they must end with an error of their own, which names the peer that they lost), and never
@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import os
 import random
+import secrets
 import selectors
 import signal
 import socket
@@ -39,7 +40,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.environment import NEWCOMER
+from offbeat.runtime.environment import JOB, NEWCOMER
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -202,6 +203,7 @@ def launch(
     common = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker))
     common.setdefault("PYTHONUNBUFFERED", "1")  # what a killed worker said last is still read
+    common.setdefault(JOB, secrets.token_hex(4))  # two launches may have drawn the same port
     common |= dict(env or {})
     port = free_port() if master_port is None else master_port
     common |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": master_addr, "MASTER_PORT": str(port)}

@@ -1,7 +1,12 @@
 """How the workers of a job find one another: rank 0 starts the coordinator and says where it is.
 
 The address travels through the job's torch TCPStore, the one thing that every launcher sets up. Nothing
-but that address, the job's token and size and the ids that newcomers were given is ever put there.
+but that address, the job's name, token and size and the ids that newcomers were given is ever put there.
+
+Several jobs may come to one store, by intention (a launcher's store serves them all) or by mistake (two jobs
+were given the same MASTER_PORT). All keys of a job begin with its name, so that its workers find only each
+other. Each rank 0 lists its job's name under a key that all jobs share, so that a worker of another job is
+told which jobs are there instead.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+from urllib.parse import quote
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
@@ -29,12 +35,17 @@ from offbeat.runtime.starting import new_secrets, start_coordinator
 
 _KEY = "meeting"
 _COUNT = "workers"
-_RUNNING = "offbeat/running"  # where the job meets that has started last; no prefix, for newcomers know none
+_JOBS = "offbeat/jobs"  # how many jobs have been opened here; with a number, the name of each
+# Where the job meets that has started last, and with a job's name, where that one does; without the prefix of
+# a join, for newcomers know none.
+_RUNNING = "offbeat/running"
 _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
 # How often each rank of this process has joined a job, by how many threads of it did so, too.
 _joins: Counter[tuple[int, int]] = Counter()
 _inside = HashStore()  # where the threads of a world of one process meet
 _hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
+_NAMED_MAX = 8
+_LOOK_S = 5.0  # how long to look which job has taken the port
 _T = TypeVar("_T")
 
 
@@ -51,6 +62,7 @@ class Meeting:
         hosts_store: this process has the store, and takes it with it when it ends.
         start_s: how long the start may take, in seconds.
         limit_s: until when the others may still come, on the monotonic clock.
+        job_name: the job's name in the store, None where it has none.
     """
 
     worker: int
@@ -63,6 +75,7 @@ class Meeting:
     hosts_store: bool
     start_s: float
     limit_s: float
+    job_name: str | None = None
 
     def announce(self) -> None:
         """Says where the job is that has started, to those who will be new in it."""
@@ -73,7 +86,8 @@ class Meeting:
                 "coordinator": self.coordinator,
                 "world": self.world,
             }
-            _root(self.store).set(_RUNNING, json.dumps(place))
+            for key in {_RUNNING, _running(self.job_name)}:
+                _root(self.store).set(key, json.dumps(place))
 
     def outlast_the_late(self) -> None:
         """Waits until every worker has met the coordinator, where the store would go with this process.
@@ -103,6 +117,8 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
     found: dict[str, Any]
     if environment.rank == 0:
+        if store is not None:
+            _list_job(store, environment, hosts_store)
         job, token = new_secrets()
         try:
             addresses = start_coordinator(configure(job, token, host))
@@ -133,6 +149,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         hosts_store=hosts_store,
         start_s=environment.start_s,
         limit_s=limit_s,
+        job_name=environment.job_name,
     )
 
 
@@ -161,15 +178,16 @@ def draw_id(store: Store, world: int) -> int:
 def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Meeting:
     """Finds the job that runs now, how many workers that began with, and an id of its own.
 
+    Without a job's name it takes the job that has started last.
+
     Raises:
-        OffbeatError: there is no store, or no job that has started.
+        OffbeatError: there is no store, or no job that has started, or only those of other names.
     """
-    where = f"{environment.master_addr}:{environment.master_port}"
+    where = _where(environment)
 
     def find() -> tuple[Store, dict[str, Any], int]:
         store = _reach_store(environment, hosts_it=False)
-        store.wait([_RUNNING], datetime.timedelta(seconds=environment.start_s))
-        found: dict[str, Any] = json.loads(store.get(_RUNNING))
+        found = _wait_for(store, _running(environment.job_name), environment, limit_s)
         worker = draw_id(store, found["world"]) if environment.rank < 0 else environment.rank
         return store, found, worker
 
@@ -192,6 +210,7 @@ def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Me
         hosts_store=False,
         start_s=environment.start_s,
         limit_s=limit_s,
+        job_name=environment.job_name,
     )
 
 
@@ -210,25 +229,20 @@ def _reach_store(environment: Environment, *, hosts_it: bool) -> Store:
 
 def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
     threads = len(environment.threads)
-    prefix = f"offbeat/{environment.attempt}/{threads}/{_joins[threads, environment.rank]}"
+    join = _joins[threads, environment.rank]
+    prefix = f"offbeat/job/{_quoted(environment.job_name)}/{environment.attempt}/{threads}/{join}"
     _joins[threads, environment.rank] += 1
     if len(environment.threads) == environment.world:
         return PrefixStore(prefix, _inside)
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
-    where = f"{environment.master_addr}:{environment.master_port}"
-
     try:
         store = _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
         if hosts_it:
-            raise OffbeatError(
-                f"rank 0 cannot listen on port {environment.master_port}: it is taken, or another process "
-                "has rank 0 too; choose another MASTER_PORT (torchrun --master-port), or give each worker a "
-                "rank of its own"
-            ) from error
+            raise OffbeatError(_why_taken(environment, limit_s)) from error
         raise OffbeatError(
-            f"rank {environment.rank} cannot reach the job's store at {where} within "
+            f"rank {environment.rank} cannot reach the job's store at {_where(environment)} within "
             f"{environment.start_s:g} s: is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
         ) from error
     if hosts_it:
@@ -240,12 +254,11 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
     """What rank 0 has put into the store, waited for."""
 
     def wait() -> dict[str, Any]:
-        store.wait([_KEY], datetime.timedelta(seconds=environment.start_s))
-        found: dict[str, Any] = json.loads(store.get(_KEY))
+        found = _wait_for(store, _KEY, environment, limit_s)
         _count(store, environment)
         return found
 
-    where = f"{environment.master_addr}:{environment.master_port}"
+    where = _where(environment)
     try:
         return _in_time(wait, limit_s)
     except TimeoutError as error:
@@ -258,6 +271,100 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
             f"rank {environment.rank} lost the job's store at {where} before rank 0 opened the job: "
             "see what rank 0 wrote"
         ) from error
+
+
+def _list_job(store: Store, environment: Environment, hosts_store: bool) -> None:
+    """Lists this job's name, once, among those that meet in the store; and whether the store is its own."""
+    root = _root(store)
+    if root.add(f"{_JOBS}/of/{_quoted(environment.job_name)}", 1) > 1:
+        return
+    place = root.add(_JOBS, 1)
+    root.set(f"{_JOBS}/{place}", json.dumps({"name": environment.job_name, "hosts_store": hosts_store}))
+
+
+def _wait_for(store: Store, key: str, environment: Environment, limit_s: float) -> dict[str, Any]:
+    """What the worker's job has put under a key.
+
+    Raises:
+        OffbeatError: another job has the store to itself, or only other jobs have come in time.
+        TimeoutError: no job has come in time, or this one has and has not put it there.
+        RuntimeError: the store was lost.
+    """
+    root = _root(store)
+    if not _comes(root, f"{_JOBS}/1", limit_s):
+        raise TimeoutError
+    first = json.loads(root.get(f"{_JOBS}/1"))
+    takes_any = environment.is_newcomer and environment.job_name is None
+    if first["hosts_store"] and first["name"] != environment.job_name and not takes_any:
+        raise OffbeatError(_another_job(environment, [first["name"]]))
+    left_s = limit_s - time.monotonic()
+    if not _comes(store, key, limit_s - min(1.0, left_s / 4)):  # some time is left to see who is there
+        names = [json.loads(root.get(f"{_JOBS}/{place + 1}"))["name"] for place in range(root.add(_JOBS, 0))]
+        if environment.job_name in names or takes_any:
+            raise TimeoutError
+        raise OffbeatError(_another_job(environment, names))
+    found: dict[str, Any] = json.loads(store.get(key))
+    return found
+
+
+def _comes(store: Store, key: str, limit_s: float) -> bool:
+    """Waits for a key; returns whether it came in time.
+
+    Raises:
+        RuntimeError: the store was lost.
+    """
+    try:
+        store.wait([key], datetime.timedelta(seconds=max(0.001, limit_s - time.monotonic())))
+    except RuntimeError:
+        return bool(store.check([key]))
+    return True
+
+
+def _why_taken(environment: Environment, limit_s: float) -> str:
+    """Why rank 0 cannot listen, by what is found at its port."""
+
+    def look() -> str | None:
+        root = _reach_store(environment, hosts_it=False)
+        root.wait([f"{_JOBS}/1"], datetime.timedelta(seconds=_LOOK_S))
+        name: str | None = json.loads(root.get(f"{_JOBS}/1"))["name"]
+        return name
+
+    port = environment.master_port
+    with suppress(RuntimeError, TimeoutError):
+        name = _in_time(look, min(limit_s, time.monotonic() + _LOOK_S))
+        if name != environment.job_name:
+            return f"rank 0 cannot listen on port {port}: {_another_job(environment, [name])}"
+    return (
+        f"rank 0 cannot listen on port {port}: it is taken, or another process has rank 0 too; choose "
+        "another MASTER_PORT (torchrun --master-port), or give each worker a rank of its own"
+    )
+
+
+def _another_job(environment: Environment, names: list[str | None]) -> str:
+    there = " and ".join(map(_called, names[:_NAMED_MAX])) + (
+        " and others" if len(names) > _NAMED_MAX else ""
+    )
+    return (
+        f"expected {_called(environment.job_name)} at {_where(environment)}, but {there} "
+        f"{'meets' if len(names) == 1 else 'meet'} there: choose another MASTER_PORT for one of them; where "
+        "they are one job, give all its workers one OFFBEAT_JOB (or torchrun --rdzv-id)"
+    )
+
+
+def _called(name: str | None) -> str:
+    return "a job without a name" if name is None else f"job {name!r}"
+
+
+def _quoted(name: str | None) -> str:
+    return quote(name or "", safe="")
+
+
+def _running(name: str | None) -> str:
+    return _RUNNING if name is None else f"{_RUNNING}/{_quoted(name)}"
+
+
+def _where(environment: Environment) -> str:
+    return f"{environment.master_addr}:{environment.master_port}"
 
 
 def _count(store: Store, environment: Environment) -> None:

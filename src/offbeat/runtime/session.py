@@ -97,7 +97,8 @@ def join(
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun, Ray Train, Slurm or Kubeflow set them;
     with none of them set it is a world of one. With OFFBEAT_NEWCOMER=1 and the MASTER_ADDR and MASTER_PORT of
     a job that runs, this process becomes a new worker of that one, with the state that the others have and in
-    the epoch in which they are. Else copies rank 0's parameters, buffers and optimizer state to
+    the epoch in which they are. OFFBEAT_JOB, or torchrun's run id, keeps jobs apart that meet at one address.
+    Else copies rank 0's parameters, buffers and optimizer state to
     everybody. Puts hooks on the model and the optimizer: after `backward()` the gradients are the mean
     over the workers. Leaving the `with` block takes the hooks off again.
 
