@@ -6,13 +6,17 @@ STAMP := $(VENV)/.installed
 KERAS_VENV := .venv-keras
 KERAS_STAMP := $(KERAS_VENV)/.installed
 
-.PHONY: demo test test-keras check format lint types clean
+.PHONY: demo test test-network test-keras check format lint types clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# As root. Its jobs mostly wait, so several run at a time.
+test-network: $(STAMP)
+	OFFBEAT_TEST_NETWORK=1 $(BIN)/python -m pytest tests/test_network.py tests/test_network_long.py -rA --numprocesses 4 --dist worksteal
 
 test-keras: $(KERAS_STAMP)
 	KERAS_BACKEND=torch $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py

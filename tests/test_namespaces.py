@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.bench.namespaces import Host, hosts, missing, remove_stale
+from offbeat.bench.namespaces import Host, block, cut, hosts, mend, missing, remove_stale, reset, split
 from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import launch, summary
 
@@ -376,3 +376,107 @@ def test_bad_arguments_are_told() -> None:
     with pytest.raises(ValueError, match=r"early_s must be at least 0.0002, not 0.0001"):
         with hosts(2, rate_bit_per_s=10**9, early_s=1e-4):
             pass
+
+
+REACH = (
+    "import os, socket, sys\n"
+    "try: socket.create_connection((sys.argv[1], 7000), timeout=0.5)\n"
+    "except TimeoutError: print('silence')\n"
+    "else: print('there')\n"
+)
+ACCEPT = (
+    "import socket\n"
+    "with socket.create_server(('', 7000)) as server:\n"
+    "    print('ready', flush=True)\n"
+    "    callers = []\n"
+    "    while True: callers.append(server.accept())\n"
+)
+
+
+def reachable(source: Host, target: Host) -> bool:
+    return out(*source.prefix, *python(REACH), target.address) == "there\n"
+
+
+@needs_root
+def test_a_broken_network_loses_what_is_sent_on_just_the_broken_lines_until_it_is_mended() -> None:
+    with hosts(4) as hs:
+        a, b, c, d = hs
+        for host in hs:
+            server = subprocess.Popen([*host.prefix, *python(ACCEPT)], stdout=subprocess.PIPE, text=True)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+        assert reachable(a, b)
+        cut(b)
+        assert not reachable(a, b)
+        assert reachable(a, c)
+        mend(b)
+        assert reachable(a, b)
+        split(c, d)
+        assert not reachable(a, c)
+        assert reachable(c, d)
+        assert reachable(a, b)
+        mend(c, d)
+        assert reachable(a, c)
+        block(a, b)
+        assert not reachable(a, b)
+        assert not reachable(b, a)  # its answers are dropped
+        assert reachable(a, c)
+        assert reachable(c, b)
+        mend(a)
+        assert reachable(a, b)
+
+
+@needs_root
+def test_a_blocked_direction_leaves_the_other_as_it_is() -> None:
+    receive = (
+        "import socket\n"
+        "with socket.socket(type=socket.SOCK_DGRAM) as inbox:\n"
+        "    inbox.bind(('', 7000))\n"
+        "    print('ready', flush=True)\n"
+        "    print(inbox.recv(10).decode(), flush=True)\n"
+    )
+    send = "import socket, sys; socket.socket(type=socket.SOCK_DGRAM).sendto(b'%s', (sys.argv[1], 7000))"
+    with hosts(2) as (a, b):
+        inboxes = []
+        for host in (a, b):
+            inbox = subprocess.Popen([*host.prefix, *python(receive)], stdout=subprocess.PIPE, text=True)
+            assert inbox.stdout is not None
+            assert inbox.stdout.readline() == "ready\n"
+            inboxes.append(inbox.stdout)
+        block(a, b)
+        out(*a.prefix, *python(send % "lost"), b.address)
+        out(*b.prefix, *python(send % "arrived"), a.address)
+        assert inboxes[0].readline() == "arrived\n"
+        mend(a)
+        out(*a.prefix, *python(send % "mended"), b.address)
+        assert inboxes[1].readline() == "mended\n"
+
+
+@needs_root
+def test_a_reset_connection_is_broken_at_both_ends() -> None:
+    accept = (
+        "import socket\n"
+        "with socket.create_server(('', 7000)) as server:\n"
+        "    print('ready', flush=True)\n"
+        "    caller, _ = server.accept()\n"
+        "    print('accepted', flush=True)\n"
+        "    try: caller.recv(1)\n"
+        "    except ConnectionError: print('broken', flush=True)\n"
+    )
+    connect = (
+        "import socket, sys\n"
+        "caller = socket.create_connection((sys.argv[1], 7000))\n"
+        "try: caller.recv(1)\n"
+        "except ConnectionError: print('broken', flush=True)\n"
+    )
+    with hosts(2) as (a, b):
+        acceptor = subprocess.Popen([*b.prefix, *python(accept)], stdout=subprocess.PIPE, text=True)
+        assert acceptor.stdout is not None
+        assert acceptor.stdout.readline() == "ready\n"
+        command = [*a.prefix, *python(connect), b.address]
+        connector = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert connector.stdout is not None
+        assert acceptor.stdout.readline() == "accepted\n"
+        reset(a, b)
+        assert acceptor.stdout.readline() == "broken\n"
+        assert connector.stdout.readline() == "broken\n"

@@ -19,9 +19,13 @@ share: a step of AlexNet over four lines of 1 Gbit/s took each worker 1.33 s of 
 0.55 s with 98 KB. Where pauses are few, and what is measured takes seconds, buckets may hold that much
 (`early_s`): segments are of 64 KB then, as network cards take them, and TCP gets 955 Mbit/s, not 948 to 952.
 
-Not imitated: propagation delay and loss (netem is not in every kernel), and anything about the hosts but
-their network: they share the cores, the memory and the file system. A Unix socket therefore still joins
-two hosts.
+The network also fails on demand: `cut` takes hosts off the switch, `split` puts them on a switch of their
+own, `block` drops what one host sends to another, `reset` breaks the connections between two, and `mend`
+repairs all but the connections. What is sent on a broken line is lost in silence: no connection is told.
+
+Not imitated: propagation delay and loss by chance (netem is not in every kernel), and anything about the
+hosts but their network: they share the cores, the memory and the file system. A Unix socket with a path
+therefore still joins two hosts.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ from types import FrameType
 from offbeat.errors import OffbeatError
 
 INTERFACE = "eth0"
+_SWITCH, _OTHER_SWITCH = "br0", "br1"
+_NOBODY = "02:00:00:00:00:01"  # the hardware address of no host
 _HOSTS_MAX = 250
 _RATE_MIN_BIT_PER_S = 1_000_000
 _FRAME_BYTES = 1514
@@ -80,6 +86,16 @@ class Host:
     def prefix(self) -> list[str]:
         """What to put before a command to run it on this host."""
         return ["ip", "netns", "exec", self.name]
+
+    @property
+    def switch(self) -> str:
+        """The network namespace of the switch that joins the run's hosts."""
+        return f"{self.name.rpartition('-')[0]}-switch"
+
+    @property
+    def port(self) -> str:
+        """This host's interface at the switch."""
+        return f"port{self.name.rpartition('-')[2]}"
 
 
 def missing() -> str | None:
@@ -150,12 +166,57 @@ def remove_stale() -> None:
                 _remove(name)
 
 
+def cut(*cut_off: Host) -> None:
+    """Take hosts off the switch: nothing reaches them or comes from them until `mend`.
+
+    Raises:
+        OffbeatError: `ip` failed; so do all below.
+    """
+    _at_the_switch(*cut_off, what="down")
+
+
+def split(*away: Host) -> None:
+    """Put hosts on a switch of their own until `mend`: they reach one another, and none of the others."""
+    _at_the_switch(*away, what=f"master {_OTHER_SWITCH}")
+
+
+def block(source: Host, target: Host) -> None:
+    """Drop what one host sends to another until `mend`; the other way is left as it is."""
+    _command(
+        *("ip", "-n", source.name, "neighbour", "replace", target.address),
+        *("lladdr", _NOBODY, "nud", "permanent", "dev", INTERFACE),
+    )
+
+
+def mend(*broken: Host) -> None:
+    """Repair what `cut`, `split` and `block` did to hosts; connections are left as they are."""
+    for host in broken:
+        _command("ip", "-n", host.name, "neighbour", "flush", "nud", "permanent", "dev", INTERFACE)
+    _at_the_switch(*broken, what=f"master {_SWITCH} up")
+
+
+def reset(one: Host, other: Host) -> None:
+    """Break all TCP connections between two hosts; both ends are told, as by a firewall that forgets them.
+
+    Raises:
+        OffbeatError: `ss` failed; the kernel needs CONFIG_INET_DIAG_DESTROY.
+    """
+    _command(*one.prefix, "ss", "--kill", "--tcp", "dst", other.address)
+
+
+def _at_the_switch(*changed: Host, what: str) -> None:
+    """Change the ports of hosts at the switch, all at once but for some 0.1 ms each."""
+    lines = "".join(f"link set {host.port} {what}\n" for host in changed)
+    _command("ip", "-n", changed[0].switch, "-batch", "-", stdin=lines)
+
+
 def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> list[Host]:
     switch = f"{run}-switch"
     burst = None if rate_bit_per_s is None else _burst_bytes(rate_bit_per_s, early_s)
     _command("ip", "netns", "add", switch)
-    _command("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-    _command("ip", "-n", switch, "link", "set", "br0", "up")
+    for bridge in (_SWITCH, _OTHER_SWITCH):
+        _command("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+        _command("ip", "-n", switch, "link", "set", bridge, "up")
     made = []
     for index in range(count):
         name, port, address = f"{run}-{index}", f"port{index}", f"10.90.0.{index + 1}"
@@ -179,7 +240,7 @@ def _make(run: str, count: int, rate_bit_per_s: int | None, early_s: float) -> l
         if rate_bit_per_s is not None and burst is not None:
             _shape(name, INTERFACE, rate_bit_per_s, burst, _CARD_QUEUE_S)
             _shape(switch, port, rate_bit_per_s, burst, _BUFFER_S)
-        _command("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+        _command("ip", "-n", switch, "link", "set", port, "master", _SWITCH, "up")
         _command("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
         _command("ip", "-n", name, "link", "set", "lo", "up")
         _command("ip", "-n", name, "link", "set", INTERFACE, "up")
@@ -241,12 +302,12 @@ def _began(pid: int) -> str:
         return ""
 
 
-def _command(*command: str) -> str:
+def _command(*command: str, stdin: str = "") -> str:
     # A session of its own: the Ctrl-C that ends the run must not end the commands that clean up after it.
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=_COMMAND_LIMIT_S,

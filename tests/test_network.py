@@ -1,0 +1,55 @@
+"""Promises about a network that fails for a moment, with real processes on hosts of their own.
+
+What holds of longer faults is in `test_network_long.py`. Needs root, `ip` and `ss`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from network_faults import fault, part, serving, training
+from offbeat.bench.namespaces import cut, mend, missing, reset
+from offbeat.strategies import SSP, AllReduce, PartialAllReduce
+
+pytestmark = pytest.mark.skipif(
+    missing() is not None, reason=f"making hosts on this machine needs {missing()}"
+)
+
+STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded for being slow
+
+
+def test_a_reset_connection_between_two_workers_stops_no_group(tmp_path):
+    with training(STEADY, 3, tmp_path) as job:
+        began_s = time.monotonic()
+        reset(job.places[1], job.places[2])
+        job.all_train_together()
+        print(job.measures(began_s, began_s))
+
+
+def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_until_they_can(tmp_path):
+    with training(STEADY, 3, tmp_path) as job:
+        broken_s = time.monotonic()
+        part(job.places[1], job.places[2])
+        job.trains_on([0], together=[(0, 1), (0, 2)])
+        mend(*job.places)
+        mended_s = time.monotonic()
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), SSP()], ids=["bsp", "ssp"])
+def test_a_host_that_is_cut_off_for_3_s_loses_no_worker(tmp_path, strategy):
+    with training(strategy, 3, tmp_path) as job:
+        broken_s, mended_s = fault(job, lambda: cut(job.places[2]), 3.0)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+def test_a_switch_that_is_down_for_4_s_costs_no_acknowledged_push_and_no_server(tmp_path):
+    with serving(5, tmp_path) as served:
+        broken_s, mended_s = fault(served, lambda: cut(*served.places), 4.0)
+        served.pushes_on()
+        served.nothing_is_lost()
+        print(served.measures(broken_s, mended_s))

@@ -1,0 +1,269 @@
+"""Promises about a network that fails for seconds to minutes, with real processes on hosts of their own.
+
+`make test-network` runs them, and shows how long everything took; `make test` skips them, for they take an
+hour. The short ones are in `test_network.py`. Needs root, `ip` and `ss`.
+
+A job has five workers; under `ssp` and `dtssp` each host has a server, too. The coordinator is with worker 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from contextlib import nullcontext
+
+import pytest
+
+from network_faults import busy, fault, listening, part, serving, strangers, training
+from offbeat.bench.namespaces import block, cut, mend, missing, reset, split
+from offbeat.strategies import DTSSP, SSP, AllReduce, Hybrid, PartialAllReduce
+
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=f"making hosts on this machine needs {missing()}"),
+    pytest.mark.skipif("OFFBEAT_TEST_NETWORK" not in os.environ, reason="`make test-network` runs it"),
+]
+
+WORKERS, SERVERS = 5, 5
+STEADY = PartialAllReduce(limit=10**6)  # no worker is excluded for being slow
+LOCKSTEP = {"bsp": AllReduce(), "hybrid": Hybrid()}
+ON_SERVERS = {"ssp": SSP(), "dtssp": DTSSP()}
+STRATEGIES = {"partial": STEADY, **LOCKSTEP, **ON_SERVERS}
+FAULTS = {
+    "one host": lambda hosts: cut(hosts[3]),
+    "rank 0's host": lambda hosts: cut(hosts[0]),
+    "half": lambda hosts: split(hosts[3], hosts[4]),
+    "a pair": lambda hosts: part(hosts[1], hosts[2]),
+    "one way": lambda hosts: block(hosts[1], hosts[2]),
+}
+PAIRS = ("a pair", "one way")
+LONG_S = (15.0, 60.0, 120.0)
+
+
+def each(values):
+    return pytest.mark.parametrize("name", values)
+
+
+def durations(*durations_s):
+    return pytest.mark.parametrize("duration_s", durations_s, ids=lambda s: f"{s:g} s")
+
+
+def faults(*names):
+    return pytest.mark.parametrize("what", names)
+
+
+# Short faults ----------------------------------------------------------------------------------------------
+
+
+@each(STRATEGIES)
+@faults(*FAULTS)
+@durations(3.0, 8.0)
+def test_a_short_fault_loses_no_worker(tmp_path, name, what, duration_s):
+    with training(STRATEGIES[name], WORKERS, tmp_path) as job:
+        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@each(STRATEGIES)
+@pytest.mark.parametrize("pair", [(1, 2), (0, 1)], ids=["1 and 2", "0 and 1"])
+def test_a_reset_loses_no_worker(tmp_path, name, pair):
+    with training(STRATEGIES[name], WORKERS, tmp_path) as job:
+        began_s = time.monotonic()
+        reset(*(job.places[rank] for rank in pair))
+        job.all_train_together()
+        print(job.measures(began_s, began_s))
+
+
+# Long faults -----------------------------------------------------------------------------------------------
+
+
+def assert_names(error, *workers):
+    assert error.error_type == "WorkerError", error
+    assert re.search(rf"\bworker ({'|'.join(map(str, workers))})\b", error.error), error
+
+
+def assert_names_the_coordinator(error, host):
+    assert error.error_type == "WorkerError", error
+    assert "coordinator" in error.error, error
+    assert host.address in error.error, error
+
+
+@each(LOCKSTEP)
+@faults(*FAULTS)
+@durations(*LONG_S)
+def test_a_long_fault_ends_a_job_in_lockstep_and_the_silent_worker_is_named(tmp_path, name, what, duration_s):
+    with training(LOCKSTEP[name], WORKERS, tmp_path) as job:
+        everybody = job.everybody
+        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s, until_ended=everybody)
+        ended = job.ends(everybody)
+        print(job.measures(broken_s, mended_s))
+        away = {"one host": {3}, "rank 0's host": {1, 2, 3, 4}, "half": {3, 4}}.get(what, set())
+        silent = away or {1, 2}
+        for rank in everybody:
+            if rank in away:
+                assert_names_the_coordinator(ended[rank], job.places[0])
+            else:
+                assert_names(ended[rank], *silent)
+
+
+@each(ON_SERVERS)
+@faults("one host", "half")
+@durations(*LONG_S)
+def test_on_servers_a_long_fault_ends_those_cut_off_and_the_others_train_on(tmp_path, name, what, duration_s):
+    away = (3,) if what == "one host" else (3, 4)
+    others = tuple(rank for rank in range(WORKERS) if rank not in away)
+    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
+        job.trains_on(others)
+        ended = job.ends(away)
+        assert set(job.ended) == set(away), job.state()
+        print(job.measures(broken_s, mended_s))
+        for rank in away:
+            assert_names_the_coordinator(ended[rank], job.places[0])
+
+
+@each(ON_SERVERS)
+@durations(*LONG_S)
+def test_on_servers_whoever_has_not_heard_of_the_coordinator_for_long_ends_and_says_so(
+    tmp_path, name, duration_s
+):
+    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+        others = job.everybody[1:]
+        broken_s, mended_s = fault(job, lambda: cut(job.places[0]), duration_s, until_ended=others)
+        ended = job.ends(others)
+        print(job.measures(broken_s, mended_s))
+        for rank in others:
+            assert_names_the_coordinator(ended[rank], job.places[0])
+
+
+@each(ON_SERVERS)
+@faults(*PAIRS)
+@durations(*LONG_S)
+def test_on_servers_two_hosts_that_cannot_reach_each_other_stop_nobody_for_good(
+    tmp_path, name, what, duration_s
+):
+    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+        broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@faults("one host", "half", *PAIRS)
+@durations(*LONG_S)
+def test_partial_trains_on_without_those_cut_off_and_takes_them_back(tmp_path, what, duration_s):
+    away = {"one host": [{3}], "half": [{3, 4}]}.get(what, [{1}, {2}])
+    groups = [tuple(rank for rank in range(WORKERS) if rank not in out) for out in away]
+    with training(STEADY, WORKERS, tmp_path) as job:
+        broken_s = time.monotonic()
+        FAULTS[what](job.places)
+        job.trains_on([0], together=groups)
+        job.let_pass(broken_s + duration_s - time.monotonic())
+        job.trains_on([0], together=groups)
+        job.nobody_ended()
+        mend(*job.places)
+        mended_s = time.monotonic()
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+@durations(*LONG_S)
+def test_partial_stands_while_the_coordinator_is_alone_and_goes_on_when_it_is_not(tmp_path, duration_s):
+    with training(STEADY, WORKERS, tmp_path) as job:
+        broken_s, mended_s = fault(job, lambda: cut(job.places[0]), duration_s)
+        job.all_train_together()
+        print(job.measures(broken_s, mended_s))
+
+
+# The parameter server ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loops", [0, 4], ids=["quiet", "busy"])
+@durations(1.0, 3.0, 8.0)
+def test_a_switch_that_is_down_costs_no_acknowledged_push_and_no_server(tmp_path, loops, duration_s):
+    with busy(loops) if loops else nullcontext(), serving(SERVERS, tmp_path) as served:
+        broken_s, mended_s = fault(served, lambda: cut(*served.places), duration_s)
+        served.pushes_on()
+        served.nothing_is_lost()
+        print(served.measures(broken_s, mended_s))
+
+
+@faults(*FAULTS)
+@durations(3.0, 8.0)
+def test_a_short_fault_costs_no_acknowledged_push_and_no_server(tmp_path, what, duration_s):
+    with serving(SERVERS, tmp_path) as served:
+        broken_s, mended_s = fault(served, lambda: FAULTS[what](served.places), duration_s)
+        served.pushes_on()
+        served.nothing_is_lost()
+        print(served.measures(broken_s, mended_s))
+
+
+@faults("rank 0's host", *PAIRS)
+@durations(*LONG_S)
+def test_a_long_fault_that_leaves_the_manager_no_majority_or_just_a_pair_apart_costs_nothing(
+    tmp_path, what, duration_s
+):
+    with serving(SERVERS, tmp_path) as served:
+        broken_s, mended_s = fault(served, lambda: FAULTS[what](served.places), duration_s)
+        served.pushes_on()
+        served.nothing_is_lost()
+        print(served.measures(broken_s, mended_s))
+
+
+@faults("one host", "half")
+@durations(*LONG_S)
+def test_servers_cut_off_for_long_are_replaced_and_no_acknowledged_push_is_lost(tmp_path, what, duration_s):
+    """The client is on the majority's side, with the manager; each key has two replicas."""
+    with serving(SERVERS, tmp_path) as served:
+        broken_s = time.monotonic()
+        FAULTS[what](served.places)
+        served.pushes_on()
+        served.let_pass(broken_s + duration_s - time.monotonic())
+        served.pushes_on()
+        mend(*served.places)
+        mended_s = time.monotonic()
+        served.pushes_on()
+        served.nothing_is_lost(nor_anybody=False)
+        print(served.measures(broken_s, mended_s))
+
+
+@durations(3.0, *LONG_S)
+def test_a_client_and_a_server_that_were_apart_go_on_together(tmp_path, duration_s):
+    with serving(SERVERS, tmp_path) as served:
+        broken_s, mended_s = fault(served, lambda: part(served.places[2], served.places[-1]), duration_s)
+        served.pushes_on()
+        served.nothing_is_lost()
+        print(served.measures(broken_s, mended_s))
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (0, 1), (2, -1), (0, -1)], ids=str)
+def test_a_reset_costs_no_acknowledged_push_and_no_server(tmp_path, pair):
+    """The manager is on host 0, the client on the last one."""
+    with serving(SERVERS, tmp_path) as served:
+        began_s = time.monotonic()
+        reset(*(served.places[place] for place in pair))
+        served.pushes_on()
+        served.nothing_is_lost()
+        print(served.measures(began_s, began_s))
+
+
+# Strangers -------------------------------------------------------------------------------------------------
+
+
+def test_2000_strangers_that_say_nothing_keep_no_survivor_and_no_newcomer_out(tmp_path):
+    with training(STEADY, 4, tmp_path, spare=2) as job:
+        victim = 1
+        addresses = [address for place in job.places[:4] for address in listening(place)]
+        assert len(addresses) == 5  # the workers and the coordinator
+        with strangers(job.places[-1], 2000, addresses):
+            killed_s = time.monotonic()
+            os.kill(job.pid(victim), signal.SIGKILL)
+            job.trains_on([0, 2, 3], together=[(0, 2, 3)])
+            newcomer = job.newcomer(STEADY)
+            job.wait_for(
+                lambda: any(len(one.members) == 4 for one in job.steps(newcomer)), "a step with the newcomer"
+            )
+            job.trains_on([0, 2, 3])
+            assert set(job.ended) == {victim}, job.state()
+            print(job.measures(killed_s, killed_s))
