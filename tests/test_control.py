@@ -174,9 +174,75 @@ def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
     other.listener.close()
     other.dies()
     gone = worker.gone.get(timeout=DEADLINE_S)
-    assert gone == f"coordinator closed the connection, and nobody listens any more at {other.address}"
+    assert gone.startswith(
+        f"coordinator closed the connection, and nobody listens any more at {other.address}; its process has"
+    )
     worker.line.settle(DEADLINE_S)
     assert worker.gone.empty()
+
+
+@contextmanager
+def over(node):
+    """The coordinator's process has ended: its address is free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[1]
+    yield where
+
+
+@contextmanager
+def deaf(node):
+    """The coordinator's host does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def of_another_job(node):
+    """The coordinator of a later job has been given the same port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[1]
+        node(Coordinator.NAME, job="later", listeners=[(listener.dup(), f"tcp://127.0.0.1:{where}")])
+        yield where
+
+
+@contextmanager
+def leaving(node):
+    """The coordinator says goodbye to whoever has come."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[1]
+        listeners = [(listener.dup(), f"tcp://127.0.0.1:{where}")]
+        one = node(
+            Coordinator.NAME,
+            listeners=listeners,
+            on_message=lambda *_: threading.Thread(target=one.links.close).start(),
+        )
+        yield where
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "words"),
+    [
+        (over, ["nobody listens any more at tcp://", "its process has ended", "see what rank 0 wrote"]),
+        (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall is on the way"]),
+        (of_another_job, ["this is job later, not job job", "another process listens", "start it again"]),
+        (leaving, ["it ended before the job did", "see what it wrote where rank 0 runs"]),
+    ],
+)
+def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, words):
+    gone = queue.SimpleQueue()
+    with coordinator(node) as port:
+        links = node(
+            "worker",
+            connect_s=0.5,
+            on_lost=lambda error: line.lost(error),
+            on_left=lambda _: line.left(),
+        ).links
+        line = ControlLine(links, Coordinator.NAME, [f"tcp://127.0.0.1:{port}"], on_gone=gone.put)
+        line.tell(ready(0, 0))
+        text = gone.get(timeout=DEADLINE_S)
+    for one in words:
+        assert one in text
+    assert "?" not in text
 
 
 # A real coordinator ---------------------------------------------------------------------------------------

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
+# A session that was open broke; or dialling failed: the peer's process has ended, nothing answers, or another
+# process does, or one that does not want this node.
+LinkFailure: TypeAlias = Literal["broken", "ended", "unreachable", "refused"]
+
 
 class OffbeatError(Exception):
     """The base of offbeat's own errors."""
@@ -16,14 +22,18 @@ class LinkError(OffbeatError):
 
     Attributes:
         peer: the link name of the peer, or the address dialled where the name is not known yet.
-        was_open: there was a session, and another one may follow; else dialling the peer has failed, because
-            its process has ended or it cannot be reached.
+        failure: what has become of the link.
     """
 
-    def __init__(self, peer: str, message: str, *, was_open: bool = True) -> None:
+    def __init__(self, peer: str, message: str, *, failure: LinkFailure = "broken") -> None:
         super().__init__(message)
         self.peer = peer
-        self.was_open = was_open
+        self.failure = failure
+
+    @property
+    def was_open(self) -> bool:
+        """Whether there was a session, and another one may follow; else dialling the peer has failed."""
+        return self.failure == "broken"
 
 
 class WorkerError(OffbeatError):

@@ -27,12 +27,18 @@ from typing import Annotated, Final
 
 import msgspec
 
-from offbeat.errors import LinkError, ProtocolError
+from offbeat.errors import LinkError, LinkFailure, ProtocolError
 from offbeat.events import Action, Event
 from offbeat.record import decode_actions, encode
 from offbeat.runtime.links import Endpoint
 
 TALLY_EVERY: Final = 256  # events or actions: about as many are kept, at either end
+# Why no coordinator is to be found any more and what to do, by the way in which dialling it has failed.
+_ADVICE: Final[dict[LinkFailure, str]] = {
+    "ended": "its process has ended, because the job is over or because it failed: see what rank 0 wrote",
+    "unreachable": "its process may be alive: see that its host is up and that no firewall is on the way",
+    "refused": "another process listens where the coordinator did, so this job is over: start it again",
+}
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -164,7 +170,8 @@ class ControlLine:
         if self._is_gone:
             return
         if not error.was_open:
-            self._end(f"{self._why_lost}, and {error}" if self._why_lost else str(error))
+            cause = f"{self._why_lost}, and {error}" if self._why_lost else str(error)
+            self._end(f"{cause}; {_ADVICE[error.failure]}")
             return
         self._why_lost = str(error)
         self._is_open = False

@@ -43,7 +43,7 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-from offbeat.errors import LinkError, ProtocolError
+from offbeat.errors import LinkError, LinkFailure, ProtocolError
 from offbeat.runtime import addresses as places
 from offbeat.runtime.connections import (
     TCP_FRAME_BYTES,
@@ -841,17 +841,17 @@ class Endpoint:
         since = f"{peer.cause}, and " if peer.cause else ""
         self._lose(peer, f"{since}{peer.name} has begun anew")
 
-    def _failed(self, peer: Peer, text: str) -> None:
+    def _failed(self, peer: Peer, text: str, failure: LinkFailure) -> None:
         """The peer cannot be reached, or its process has ended."""
         since = f"{peer.cause}, and " if peer.cause else ""
-        self._lose(peer, since + text, was_open=False)
+        self._lose(peer, since + text, failure)
 
-    def _lose(self, peer: Peer, text: str, *, was_open: bool = True) -> None:
+    def _lose(self, peer: Peer, text: str, failure: LinkFailure = "broken") -> None:
         """The peer is gone without a goodbye, or cannot be reached."""
         self._part(peer)
         peer.inbox.clear()
         if not self._closing:
-            self._on_lost(LinkError(peer.name, text, was_open=was_open))
+            self._on_lost(LinkError(peer.name, text, failure=failure))
         self._opening.freed(peer)
 
     def _leave(self, peer: Peer) -> None:

@@ -294,8 +294,7 @@ class Member:
         if self._is_closing:  # the coordinator ends when it has heard the last worker
             return
         self.coordinator_knows = True
-        hint = "; has the job ended?" if self._start is None else ""
-        self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {cause}{hint}"))
+        self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {cause}"))
 
     def _fail_with_the_links(self, error: BaseException) -> None:
         self._line.abandon()

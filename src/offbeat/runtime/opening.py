@@ -28,7 +28,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from offbeat.errors import ProtocolError
+from offbeat.errors import LinkFailure, ProtocolError
 from offbeat.runtime.addresses import Address, SocketAddress, parse
 from offbeat.runtime.connections import Dial, Link, Peer, Session, prepare, receive, share
 from offbeat.runtime.handshake import Acceptor, Dialler, Position, RefusedError, refuse
@@ -55,7 +55,7 @@ class Opening:
             the session; unread bytes may be in its reader.
         detached: the peer's connection is given up for another one of the same session.
         replaced: the peer does not know the session any more.
-        failed: the peer cannot be reached; the text says why.
+        failed: the peer cannot be reached; the text says why, the failure of what kind that is.
         refused: a connection was refused; the text says whose and why.
     """
 
@@ -72,7 +72,7 @@ class Opening:
         opened: Callable[[Peer, Link, int], None],
         detached: Callable[[Peer], None],
         replaced: Callable[[Peer], None],
-        failed: Callable[[Peer, str], None],
+        failed: Callable[[Peer, str, LinkFailure], None],
         refused: Callable[[str], None],
     ) -> None:
         self._loop = loop
@@ -183,13 +183,13 @@ class Opening:
                     return
             dial.whys[address.text] = why
         if dial.hopeless:
-            self._fail(peer, dial, self._cannot_reach(peer, dial))
+            self._fail(peer, dial, self._cannot_reach(peer, dial), "unreachable")
         elif (peer.lasting or peer.session.is_open) and all(
             dial.whys.get(address.text) == REFUSED
             for address in peer.addresses
             if address.why_unusable() is None
         ):
-            self._fail(peer, dial, f"nobody listens any more at {_listed(peer)}")
+            self._fail(peer, dial, f"nobody listens any more at {_listed(peer)}", "ended")
         else:
             self._loop.later(RETRY_S, partial(self._round, peer, dial))
 
@@ -292,7 +292,8 @@ class Opening:
             while greeting.welcome is None and (frame := link.reader.next_frame()) is not None:
                 self._say(link, greeting.receive(frame))
         except RefusedError as error:
-            self._fail(peer, dial, f"{peer.name} at {link.where} refused the connection: {error}")
+            text = f"{peer.name} at {link.where} refused the connection: {error}"
+            self._fail(peer, dial, text, "refused")
         except ProtocolError as error:
             dial.hopeless = True
             self._attempt_failed(peer, dial, link, str(error))
@@ -325,7 +326,7 @@ class Opening:
             return
         if dial.link is not None:
             dial.whys[dial.link.where] = "no answer to the handshake" if dial.spoken else "no answer"
-        self._fail(peer, dial, self._cannot_reach(peer, dial))
+        self._fail(peer, dial, self._cannot_reach(peer, dial), "unreachable")
 
     def _cannot_reach(self, peer: Peer, dial: Dial) -> str:
         if not peer.addresses:
@@ -339,11 +340,11 @@ class Opening:
         )
         return f"cannot reach {peer.name} {tried}"
 
-    def _fail(self, peer: Peer, dial: Dial, text: str) -> None:
+    def _fail(self, peer: Peer, dial: Dial, text: str, failure: LinkFailure) -> None:
         if peer.dial is dial:
             self._end_dial(peer, dial)
             if not self.freed(peer):
-                self._failed(peer, text)
+                self._failed(peer, text, failure)
 
     def _end_dial(self, peer: Peer, dial: Dial) -> None:
         peer.dial = None
