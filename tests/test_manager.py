@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from offbeat.events import (
     Action,
     ClientEnlists,
+    ClientGone,
     ClientPaused,
     ClientWithdraws,
     Event,
     GroupViewed,
+    LostArc,
+    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeSilent,
     Participant,
     Pause,
     ProgressWanted,
@@ -28,6 +32,7 @@ from offbeat.events import (
     ServerFilled,
     ServerLeaves,
     ServerMissed,
+    ServerReached,
     SpaceOpened,
     SpaceRefused,
     TaskDone,
@@ -174,10 +179,12 @@ def test_a_client_that_comes_is_told_the_view_and_nobody_else_is(manager: Manage
     assert view.ring == (0, 1, 2)
 
 
-def test_a_client_that_goes_is_nobodys_business(manager: Manager) -> None:
+def test_servers_are_told_that_a_client_is_gone(manager: Manager) -> None:
     manager.handle(joined("client-7"))
-    assert manager.handle(left("client-7")) == []
-    assert manager.handle(lost("client-8")) == []
+    manager.handle(joined("client-8"))
+    assert manager.handle(left("client-7")) == [ClientGone(node="client-7", reason="client-7 has left")]
+    reason = "client-8 was lost: it fell silent"
+    assert manager.handle(lost("client-8")) == [ClientGone(node="client-8", reason=reason)]
 
 
 def test_a_late_server_is_prepared_and_taken_in_when_all_who_gain_are_filled(manager: Manager) -> None:
@@ -258,22 +265,250 @@ def test_a_server_that_is_lost_is_out_at_once_with_the_reason(manager: Manager) 
     assert "server 1 was lost: it fell silent" in view.reason
 
 
-def test_a_server_that_another_cannot_reach_has_to_go_and_is_told(manager: Manager) -> None:
-    refused, view = manager.handle(missed("server-0", 1))
-    assert isinstance(refused, Refuse)
-    assert refused.peer == "server-1"
-    assert refused.reason == "server-0 cannot reach server 1: no answer"
-    assert isinstance(view, Viewed)
-    assert (view.ring, view.reason) == ((0, 2), refused.reason)
-    assert [one.server for one in view.servers] == [0, 2]
+# Silence, and servers that do not reach each other
 
 
-def test_of_two_that_miss_each_other_whoever_says_so_first_stays(manager: Manager) -> None:
-    manager.handle(missed("server-0", 1))
-    assert manager.handle(missed("server-2", 1)) == []
-    assert manager.handle(missed("server-2", 77)) == []
+def silent(node: str, at_s: float, silent_s: float = 1.25) -> NodeSilent:
+    return NodeSilent(now_s=at_s, node=node, silent_s=silent_s)
+
+
+def heard(node: str, at_s: float) -> NodeHeard:
+    return NodeHeard(now_s=at_s, node=node)
+
+
+def reached(node: str, server: int) -> ServerReached:
+    return ServerReached(now_s=0.0, node=node, server=server)
+
+
+def tick(manager: Manager, at_s: float) -> list[Action]:
+    return manager.handle(Tick(now_s=at_s))
+
+
+def ring(manager: Manager) -> tuple[int, ...]:
     assert manager._group.view is not None
-    assert manager._group.view.ring.servers == (0, 2)
+    return manager._group.view.ring.servers
+
+
+def lone(actions: list[Action]) -> tuple[Refuse, Viewed]:
+    """Who is refused, and the view without it."""
+    refused, view = actions
+    assert isinstance(refused, Refuse)
+    assert isinstance(view, Viewed)
+    return refused, view
+
+
+def five(copies: int = 2) -> Manager:
+    manager = Manager(5, virtual_nodes=4, copies=copies)
+    for server in range(5):
+        manager.handle(joined(f"server-{server}"))
+    return manager
+
+
+def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: Manager) -> None:
+    assert manager.handle(silent("server-1", 101.25)) == []
+    assert tick(manager, 109.9) == []
+    refused, view = lone(tick(manager, 110.0))
+    assert (refused.peer, view.ring) == ("server-1", (0, 2))
+    assert refused.reason == "server-1 was lost: nothing was heard of it for 10.0 s"
+    assert view.reason == "server 1 was lost: nothing was heard of it for 10.0 s"
+    assert tick(manager, 130.0) == []
+
+
+def test_a_server_that_is_heard_again_in_time_is_not_lost(manager: Manager) -> None:
+    manager.handle(silent("server-1", 101.25))
+    manager.handle(heard("server-1", 109.5))
+    assert tick(manager, 200.0) == []
+    manager.handle(silent("server-1", 201.25))
+    assert tick(manager, 209.0) == []
+
+
+def test_a_client_that_is_not_heard_for_10_s_is_lost(manager: Manager) -> None:
+    manager.handle(joined("client-7"))
+    manager.handle(silent("client-7", 1.25))
+    refused, gone = tick(manager, 10.0)
+    assert isinstance(refused, Refuse)
+    assert isinstance(gone, ClientGone)
+    assert (refused.peer, gone.node) == ("client-7", "client-7")
+
+
+def test_while_more_than_half_of_the_servers_are_not_heard_nobody_is_lost_for_silence() -> None:
+    manager = five()
+    manager.handle(joined("client-0"))
+    for server in (1, 2, 3, 4):
+        manager.handle(silent(f"server-{server}", 1.25))
+    manager.handle(silent("client-0", 1.25))
+    assert tick(manager, 9.9) == []
+    (view,) = tick(manager, 20.0)
+    assert isinstance(view, Viewed)
+    assert "more than half of the servers are not heard, so nobody is taken for lost" in view.reason
+    assert (view.number, view.ring, view.silent) == (0, (0, 1, 2, 3, 4), (1, 2, 3, 4))
+    assert tick(manager, 100.0) == []
+    manager.handle(heard("server-1", 100.1))
+    manager.handle(heard("server-2", 100.1))
+    assert viewed(tick(manager, 109.9)).silent == (3, 4)  # their silence counts from here
+    assert {one.peer for one in tick(manager, 110.1) if isinstance(one, Refuse)} == {
+        "server-3",
+        "server-4",
+        "client-0",
+    }
+
+
+def test_of_servers_that_are_not_heard_those_whose_processes_are_closed_are_lost_at_once() -> None:
+    manager = five()
+    for server in (1, 2, 3):
+        manager.handle(silent(f"server-{server}", 1.25))
+    assert viewed(manager.handle(lost("server-1"))).ring == (0, 2, 3, 4)
+
+
+def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> None:
+    manager = five(copies=0)
+    manager.handle(silent("server-1", 1.25))
+    (view,) = tick(manager, 11.0)
+    assert isinstance(view, Viewed)
+    assert view.reason == "server-1 is not heard, and is waited for: it has the last copy of something"
+    assert (view.number, view.ring, view.silent) == (0, (0, 1, 2, 3, 4), (1,))
+    assert tick(manager, 60.0) == []
+    manager.handle(heard("server-1", 61.0))
+    (view,) = tick(manager, 61.1)
+    assert isinstance(view, Viewed)
+    assert (view.silent, view.reason) == ((), "server-1 is waited for no more")
+
+
+def test_a_silent_server_is_lost_only_while_one_that_is_heard_has_the_same() -> None:
+    manager = Manager(5, virtual_nodes=1, copies=1)
+    for server in range(5):
+        manager.handle(joined(f"server-{server}"))
+    assert manager._group.view is not None
+    one, other = manager._group.view.ring.holders_at(0)
+    manager.handle(silent(f"server-{one}", 1.25))
+    manager.handle(silent(f"server-{other}", 9.0, 1.25))  # perhaps it is dead
+    assert ring(manager) == (0, 1, 2, 3, 4)
+    assert viewed(tick(manager, 11.0)).silent == (one,)
+    manager.handle(heard(f"server-{other}", 12.0))
+    refused, _ = lone(tick(manager, 12.1))
+    assert refused.peer == f"server-{one}"
+
+
+def test_a_silent_server_that_is_waited_for_is_given_up_when_somebody_says_so() -> None:
+    manager = five(copies=0)
+    manager.handle(opened("client-0"))
+    manager.handle(silent("server-1", 1.25))
+    tick(manager, 11.0)
+    refused, view = lone(manager.handle(leaves(1)))
+    assert refused.reason == "server-1 was lost: client-0 has given it up"
+    assert view.ring == (0, 2, 3, 4)
+    assert {arc.server for arc in view.lost} == {1}
+
+
+def test_that_one_server_cannot_reach_another_is_no_loss_as_long_as_the_manager_can(manager: Manager) -> None:
+    assert manager.handle(missed("server-0", 1)) == []
+    assert tick(manager, 9.9) == []
+    manager.handle(reached("server-0", 1))
+    assert tick(manager, 100.0) == []
+    assert ring(manager) == (0, 1, 2)
+
+
+def test_of_two_servers_that_do_not_reach_each_other_for_10_s_the_later_one_is_lost() -> None:
+    manager = five()
+    manager.handle(missed("server-3", 1))
+    manager.handle(missed("server-1", 3))
+    refused, view = lone(tick(manager, 10.0))
+    assert (refused.peer, view.ring) == ("server-3", (0, 1, 2, 4))
+    assert refused.reason == (
+        "server-3 was lost: server-3 and server-1 have not reached each other for 10.0 s, and server-3 is "
+        "apart from 1 and server-1 from 1: no answer"
+    )
+
+
+def test_of_two_servers_that_do_not_reach_each_other_the_one_that_more_are_apart_from_is_lost() -> None:
+    manager = five()
+    for reporter, server in (("server-2", 1), ("server-1", 4), ("server-3", 1)):
+        manager.handle(missed(reporter, server))
+    refused, view = lone(tick(manager, 10.0))
+    assert (refused.peer, view.ring) == ("server-1", (0, 2, 3, 4))
+
+
+def test_of_two_servers_that_do_not_reach_each_other_both_stay_if_each_has_a_last_copy() -> None:
+    manager = five(copies=0)
+    manager.handle(missed("server-3", 1))
+    (view,) = tick(manager, 10.0)
+    assert isinstance(view, Viewed)
+    assert (view.number, view.ring) == (0, (0, 1, 2, 3, 4))
+    both = "server-1 and server-3 do not reach each other, and both stay"
+    assert view.reason == f"{both}: each has the last copy of something"
+    assert tick(manager, 100.0) == []
+
+
+def test_a_server_that_was_silent_has_time_to_reach_the_others_too_when_it_is_heard_again(
+    manager: Manager,
+) -> None:
+    manager.handle(silent("server-1", 0.0, 0.0))
+    manager.handle(missed("server-0", 1))
+    manager.handle(heard("server-1", 9.9))
+    assert tick(manager, 19.8) == []
+    manager.handle(reached("server-0", 1))
+    assert tick(manager, 100.0) == []
+
+
+def test_what_is_said_of_servers_that_are_gone_counts_no_more(manager: Manager) -> None:
+    manager.handle(missed("server-2", 77))
+    manager.handle(missed("server-2", 1))
+    manager.handle(lost("server-1"))
+    assert tick(manager, 100.0) == []
+    assert ring(manager) == (0, 2)
+
+
+# Losses
+
+
+def all_lost(*, on_loss: str = "") -> Manager:
+    """A manager of two servers, both of which were killed, with a namespace."""
+    manager = Manager(2, virtual_nodes=4, copies=1)
+    for server in range(2):
+        manager.handle(joined(f"server-{server}"))
+    manager.handle(replace(opened("client-0"), on_loss=on_loss))
+    for server in range(2):
+        manager.handle(lost(f"server-{server}"))
+    return manager
+
+
+def test_what_is_lost_with_the_last_server_that_had_it_is_said_to_everybody() -> None:
+    manager = all_lost()
+    view = viewed(manager.handle(joined("client-3")))
+    assert (view.ring, view.emptied) == ((), ((0, 2**62),))
+    assert view.lost == (LostArc(number=1, namespace="w", first=0, last=2**62, server=1),)
+    prepared = viewed(manager.handle(joined("server-8")))
+    assert all_filled(manager, prepared).lost == view.lost
+
+
+def test_what_is_lost_is_so_until_the_namespace_is_to_go_on_from_zero() -> None:
+    manager = all_lost()
+    view = viewed(manager.handle(replace(opened("client-0"), on_loss="reset")))
+    assert view.lost == ()
+    assert view.epoch == view.number
+    assert view.reason == "the namespace w was opened and goes on from zero after losses"
+
+
+def test_a_namespace_that_goes_on_from_zero_loses_nothing_until_that_is_to_be_an_error_again() -> None:
+    manager = all_lost(on_loss="reset")
+    assert viewed(manager.handle(joined("client-3"))).lost == ()
+    for server in (8, 9):
+        all_filled(manager, viewed(manager.handle(joined(f"server-{server}"))))
+    assert manager.handle(replace(opened("client-0"), on_loss="error")) == []
+    manager.handle(lost("server-8"))
+    assert {arc.server for arc in viewed(manager.handle(lost("server-9"))).lost} == {9}
+
+
+def test_what_is_lost_already_is_not_lost_once_more() -> None:
+    manager = all_lost()
+    all_filled(manager, viewed(manager.handle(joined("server-8"))))
+    assert [arc.number for arc in viewed(manager.handle(lost("server-8"))).lost] == [1]
+
+
+def test_an_on_loss_that_there_is_not_is_refused(manager: Manager) -> None:
+    (refused,) = manager.handle(replace(opened("client-0"), on_loss="hope"))
+    assert isinstance(refused, SpaceRefused)
+    assert 'expected on_loss to be "error" or "reset", got \'hope\'' in refused.reason
 
 
 # Who may say what
@@ -448,7 +683,7 @@ def test_nobody_waits_for_who_takes_no_more_part(gone: Event, aggregating: Manag
     view = viewed(aggregating.handle(gone))
     assert (begins(view), view.paused) == ({2: 6, 3: 8}, ())
     assert "client-1" in view.reason
-    assert aggregating.handle(gone) == []
+    assert not [action for action in aggregating.handle(gone) if isinstance(action, Viewed)]
 
 
 @pytest.mark.parametrize("gone", [withdraws(2), left("client-2"), lost("client-2")])
@@ -527,11 +762,12 @@ def test_a_client_that_is_lost_or_leaves_is_a_worker_no_more(aggregating: Manage
     for client in (1, 2, 3):
         aggregating.handle(joins(client))
     aggregating.handle(enlists(2))
-    view, found = aggregating.handle(lost("client-2"))
+    gone, view, found = aggregating.handle(lost("client-2"))
+    assert isinstance(gone, ClientGone)
     assert isinstance(view, Viewed)
     assert workers(found) == ["client-1", "client-3"]
     assert found.waiting == ((3, 4),)
-    (found,) = aggregating.handle(left("client-3"))
+    _, found = aggregating.handle(left("client-3"))
     assert workers(found) == ["client-1"]
 
 
@@ -599,6 +835,11 @@ events = st.one_of(
     st.builds(lambda node: ClientEnlists(now_s=0.0, node=node, namespace="s"), nodes),
     st.builds(leaves, numbers),
     st.builds(missed, nodes, numbers),
+    st.builds(reached, nodes, numbers),
+    st.builds(silent, nodes, st.floats(0.0, 30.0)),
+    st.builds(heard, nodes, st.floats(0.0, 30.0)),
+    st.builds(lambda at_s: Tick(now_s=at_s), st.floats(0.0, 60.0)),
+    st.builds(lambda node: replace(opened(node), on_loss="reset"), nodes),
     st.builds(lambda server: ("filled", server), numbers),
     st.builds(lambda server: ("filled", server), numbers),
     st.just(Tick(now_s=1.0)),
@@ -664,7 +905,8 @@ def same(view: View, other: View) -> bool:
 
     def plain(one: View) -> tuple[Any, ...]:
         rings = [None if ring is None else ring.state_dict() for ring in (one.ring, one.target)]
-        return one.number, one.epoch, rings, one.spaces, one.filling, one.participants, one.paused
+        told = one.filling, one.participants, one.paused, one.lost, one.emptied, one.silent
+        return one.number, one.epoch, rings, one.spaces, *told
 
     return plain(view) == plain(other)
 
@@ -692,7 +934,8 @@ def test_views_grow_are_as_the_servers_group_has_them_and_name_who_can_be_reache
                 assert isinstance(event, NodeJoined)
                 assert event.node == told.node
             else:
-                assert told.number > number
+                is_same = isinstance(event, Tick) and told.number == number  # and says who is waited for
+                assert is_same or told.number > number
                 assert epoch <= told.epoch <= told.number
             number, epoch = told.number, told.epoch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
+from offbeat.errors import LinkError, LostKeysError, OffbeatError, ProtocolError, WorkerError
 from offbeat.policies.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PS",
     "LinkError",
+    "LostKeysError",
     "Monitor",
     "OffbeatError",
     "ProtocolError",

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from offbeat.errors import ProtocolError
+from offbeat.errors import LostKeysError, OffbeatError, ProtocolError
+from offbeat.events import LostArc
 from offbeat.policies.clocks import Piece, RangeVectorClock
 from offbeat.policies.parcels import (
     Content,
@@ -28,10 +29,11 @@ from offbeat.policies.parcels import (
     View,
     Withdraw,
 )
-from offbeat.policies.placement import Span
+from offbeat.policies.placement import Space, Span, block_point
 from offbeat.policies.server import MANAGER, Send
 
 _SPANS_MAX: Final = 4096
+_RANGES_MAX: Final = 8  # of lost keys that an error names
 
 
 class Done(NamedTuple):
@@ -49,10 +51,15 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A request cannot be done: some server has refused its part of it; others may have done theirs."""
+    """A request cannot be done: some server has refused its part of it; others may have done theirs.
+
+    Attributes:
+        error: what there is to say about it, where that is more than the reason.
+    """
 
     number: int
     reason: str
+    error: OffbeatError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +102,9 @@ class Client:
 
     A client's times are 1, 2, ... in each namespace, or as it chooses them: each later than all before it.
 
+    Where data of a namespace are lost, every request that has lost keys fails, until the namespace goes on
+    from zero there; if none was under way then, the next request fails for it whatever its keys.
+
     Args:
         client: its id, which no other has or had.
         cut: returns what a content has for keys `first` to `last` - 1.
@@ -119,6 +129,7 @@ class Client:
         self._view: View | None = None
         self._enlisted: set[str] = set()
         self._withdrawn: set[str] = set()
+        self._losses: dict[str, int] = {}  # by namespace: the latest loss that a request failed for
         self._spans: dict[tuple[str, int, int], list[Span]] = {}  # of this epoch, as far as it was asked for
         self._out: list[Send | Done | Failed] = []
 
@@ -209,8 +220,23 @@ class Client:
 
     def _ask(self, asked: _Asked) -> tuple[int, list[Send | Done | Failed]]:
         self._asked[asked.number] = asked
-        self._send(asked)
+        if not self._fail_for_loss(asked, is_new=True):
+            self._send(asked)
         return asked.number, self._said()
+
+    def waits_for(self, namespace: str, first: int, last: int) -> list[int]:
+        """Return the servers that have not answered for keys `first` to `last` - 1, ascending."""
+        view = self._view
+        if view is None or namespace not in view.spaces:
+            return []
+        missing = [
+            part
+            for asked in list(self._asked.values())
+            if asked.namespace == namespace
+            for part in _within(asked.missing, first, last)
+        ]
+        spans = [span for part in missing for span in view.ring.spans(view.spaces[namespace], *part)]
+        return sorted({span.holders[0] for span in spans if span.holders})
 
     def hear(self, message: ToClient) -> list[Send | Done | Failed]:
         """Take a server's answer.
@@ -244,8 +270,30 @@ class Client:
                 if self.client in view.participants.get(namespace, {}):
                     self._pause(namespace, pause)
             for asked in list(self._asked.values()):  # one may fail
-                self._send(asked)
+                if not self._fail_for_loss(asked, is_new=False):
+                    self._send(asked)
         return self._said()
+
+    def _fail_for_loss(self, asked: _Asked, *, is_new: bool) -> bool:
+        """Let a request fail if keys of it are lost, or it is the first one after a loss; return whether."""
+        view = self._view
+        if view is None or not view.lost:
+            return False
+        space = view.spaces.get(asked.namespace)
+        arcs = [arc for arc in view.lost if arc.namespace == asked.namespace]
+        if space is None or not arcs:
+            return False
+        told = self._losses.get(space.name, 0)
+        fresh = [arc for arc in arcs if is_new and arc.number > told]
+        for span, of in (((0, space.keys), fresh), ((asked.first, asked.last), arcs)):
+            ranges, found = _lost_ranges(space, of, *span)
+            if ranges:
+                self._losses[space.name] = max(told, *(arc.number for arc in arcs))
+                del self._asked[asked.number]
+                error = _lost_keys(space.name, ranges, sorted({arc.server for arc in found}))
+                self._out.append(Failed(asked.number, str(error), error))
+                return True
+        return False
 
     def _enlist(self, namespace: str) -> None:
         if namespace not in self._enlisted:
@@ -374,6 +422,41 @@ class Client:
     def _said(self) -> list[Send | Done | Failed]:
         said, self._out = self._out, []
         return said
+
+
+def _lost_ranges(
+    space: Space, arcs: list[LostArc], first: int, last: int
+) -> tuple[list[tuple[int, int]], list[LostArc]]:
+    """Return which of these keys are lost, as ranges, but not more than can be named, and where."""
+    ranges: list[tuple[int, int]] = []
+    found: list[LostArc] = []
+    if not arcs:
+        return ranges, found
+    for block in space.blocks(first, last):
+        point = block_point(space.name, block)
+        arc = next((arc for arc in arcs if arc.first <= point < arc.last), None)
+        if arc is None:
+            continue
+        begin, end = space.range_of(block)
+        if ranges and ranges[-1][1] == begin:
+            ranges[-1] = ranges[-1][0], end
+        elif len(ranges) == _RANGES_MAX:
+            break
+        else:
+            ranges.append((begin, end))
+        found.append(arc)
+    return ranges, found
+
+
+def _lost_keys(namespace: str, ranges: list[tuple[int, int]], servers: list[int]) -> LostKeysError:
+    named = " and ".join(f"server {server}" for server in servers)
+    keys = ", ".join(f"{first} to {last - 1}" for first, last in ranges)
+    more = ", and perhaps more" if len(ranges) == _RANGES_MAX else ""
+    text = (
+        f"the values of keys {keys}{more} of {namespace} are lost: all servers that had them are gone, "
+        f'{named} last; open the namespace with on_loss="reset" to go on from zero there'
+    )
+    return LostKeysError(text, namespace=namespace, ranges=tuple(ranges), servers=tuple(servers))
 
 
 def _without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """The manager of a parameter server as a policy of the coordinator: who is there, and who holds what.
 
-Nothing here knows how a death is noticed or what is stored.
+Nothing here knows how a closed process is noticed or what is stored.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     Action,
     ClientEnlists,
+    ClientGone,
     ClientPaused,
     ClientWithdraws,
     Event,
     Filling,
     Namespace,
     NodeEvent,
+    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeSilent,
     Participant,
     Pause,
     ProgressWanted,
@@ -28,6 +31,7 @@ from offbeat.events import (
     ServerFilled,
     ServerLeaves,
     ServerMissed,
+    ServerReached,
     SpaceOpened,
     SpaceRefused,
     TaskDone,
@@ -38,6 +42,7 @@ from offbeat.events import (
     WorkerJoins,
     WorkerLeaves,
 )
+from offbeat.policies.failure_detector import SILENT_S, FailureDetector
 from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
 from offbeat.policies.placement import Ring, Space
 from offbeat.policies.servers import ServerGroup
@@ -49,19 +54,26 @@ _SERVER, _CLIENT = "server-", "client-"
 class Manager:
     """Tells servers and clients the views of a `ServerGroup`, and clients what `WorkerGroups` have for them.
 
-    Source: the parameter server of OSDI'14, sections 3 and 4.5 ("server manager"). Deviations: who another
-    server cannot reach has to go, though the manager may reach it; the paper's task schedulers, one in each
-    group of workers, are here too.
+    A node is gone when it leaves, when its process is closed (`NodeLost`), or when `FailureDetector` says so.
+
+    Source: the parameter server of OSDI'14, sections 3 and 4.5 ("server manager"). Deviations: of two servers
+    that cannot reach each other one has to go, though the manager may reach both; the paper's task
+    schedulers, one in each group of workers, are here too.
 
     Args:
         servers: how many there are at the start, at least 1.
         virtual_nodes, copies: of the ring.
+        silent_s: of the failure detector.
 
     Raises:
-        ValueError: no server, or a ring that cannot be.
+        ValueError: no server, a ring that cannot be, or no time for a silence.
     """
 
-    def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
+    def __init__(
+        self, servers: int, *, virtual_nodes: int = 16, copies: int = 2, silent_s: float = SILENT_S
+    ) -> None:
+        self._detector = FailureDetector(silent_s)
+        self._standing: dict[str, str] = {}  # why these servers are waited for, as everybody was told
         self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, copies=copies)
         self._virtual_nodes, self._copies = virtual_nodes, copies
         self._workers = WorkerGroups()
@@ -76,18 +88,24 @@ class Manager:
                 return self._join(event)
             case NodeLeft() | NodeLost():
                 return self._part(event)
+            case NodeSilent():
+                self._detector.on_silent(event.node, event.now_s - event.silent_s)
+                return []
+            case NodeHeard():
+                self._detector.on_heard(event.node, event.now_s)
+                return []
             case SpaceOpened():
                 return self._open(event)
             case ClientEnlists() | ClientPaused() | ClientWithdraws():
                 return self._hear_client(event)
             case ServerLeaves():
-                return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
-            case ServerFilled() | ServerMissed():
+                return self._leave(event)
+            case ServerFilled() | ServerMissed() | ServerReached():
                 return self._hear_server(event)
             case WorkerJoins() | WorkerLeaves() | TaskWanted() | TaskDone() | TauSet() | ProgressWanted():
                 return self._hear_worker(event)
             case Tick():
-                return self._workers.tick(event)
+                return [*self._judge(event.now_s), *self._workers.tick(event)]
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,6 +118,8 @@ class Manager:
                 for server, found in self._addresses.items()
             ],
             "needed": sorted(self._needed),
+            "detector": self._detector.state_dict(),
+            "standing": dict(self._standing),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,6 +129,8 @@ class Manager:
         self._addresses = {server: tuple(found) for server, found, _ in state["servers"]}
         self._functions = {server: tuple(found) for server, _, found in state["servers"]}
         self._needed = set(state["needed"])
+        self._detector.load_state_dict(state["detector"])
+        self._standing = dict(state["standing"])
 
     def _join(self, event: NodeJoined) -> list[Action]:
         if _client_of(event.node) is not None:
@@ -129,34 +151,74 @@ class Manager:
 
     def _part(self, event: NodeLeft | NodeLost) -> list[Action]:
         how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
+        self._detector.forget(event.node)
+        self._standing.pop(event.node, None)
         server = server_of(event.node)
         if server is None:
             client = _client_of(event.node)
-            view = None if client is None else self._group.client_gone(client)
-            return [*self._say(view, f"{event.node} {how}"), *self._workers.part(event)]
+            if client is None:
+                return self._workers.part(event)
+            gone = ClientGone(node=event.node, reason=f"{event.node} {how}")
+            return [
+                gone,
+                *self._say(self._group.client_gone(client), gone.reason),
+                *self._workers.part(event),
+            ]
         self._forget(server)
         return self._say(self._group.lost(server), f"server {server} {how}")
 
-    def _hear_server(self, event: ServerFilled | ServerMissed) -> list[Action]:
+    def _leave(self, event: ServerLeaves) -> list[Action]:
+        """A server that is waited for in silence is given up: it cannot hand anything over."""
+        name = f"{_SERVER}{event.server}"
+        if name in self._standing and self._detector.is_silent(name):
+            return self._lose(event.now_s, name, f"{event.node} has given it up")
+        return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
+
+    def _judge(self, now_s: float) -> list[Action]:
+        """Look who is lost by now, and say who is waited for all the same."""
+        actions: list[Action] = []
+        while (lost := self._detector.next_lost(now_s, self._servers(), self._may_lose)) is not None:
+            actions += self._lose(now_s, lost.node, lost.cause)
+        standing = self._detector.standing(now_s, self._servers())
+        if standing != self._standing:
+            ended = [f"{one} is waited for no more" for one in self._standing.keys() - standing.keys()]
+            self._standing = standing
+            self._group.note_silent([one for one in self._silent() if f"{_SERVER}{one}" in standing])
+            actions += self._say(self._group.view, "; ".join([*standing.values(), *sorted(ended)]))
+        return actions
+
+    def _servers(self) -> list[str]:
+        return [f"{_SERVER}{one}" for one in sorted(self._group.servers)]
+
+    def _silent(self) -> list[int]:
+        return [one for one in self._group.servers if self._detector.is_silent(f"{_SERVER}{one}")]
+
+    def _may_lose(self, node: str) -> bool:
+        server = server_of(node)
+        assert server is not None
+        return self._group.may_lose(server, self._silent())
+
+    def _lose(self, now_s: float, node: str, cause: str) -> list[Action]:
+        """A node is out that may live; it is told."""
+        refuse = Refuse(peer=node, reason=f"{node} was lost: {cause}")
+        return [refuse, *self._part(NodeLost(now_s=now_s, node=node, cause=cause))]
+
+    def _hear_server(self, event: ServerFilled | ServerMissed | ServerReached) -> list[Action]:
         server = server_of(event.node)
         if server is None:
             kind = type(event).__name__
             return [
                 Refuse(peer=event.node, reason=f"expected {kind} from a server, got it from {event.node}")
             ]
-        if isinstance(event, ServerMissed):
-            return self._miss(event)
-        view = self._group.filled(Filled(server=server, view=event.view))
-        return self._say(view, "who was being filled has everything")
-
-    def _miss(self, event: ServerMissed) -> list[Action]:
-        """One of two servers that cannot reach each other has to go; whoever says so first stays."""
-        view = self._group.lost(event.server)
-        if view is None:
-            return []
-        self._forget(event.server)
-        reason = f"{event.node} cannot reach server {event.server}: {event.cause}"
-        return [Refuse(peer=f"{_SERVER}{event.server}", reason=reason), *self._say(view, reason)]
+        if isinstance(event, ServerFilled):
+            view = self._group.filled(Filled(server=server, view=event.view))
+            return self._say(view, "who was being filled has everything")
+        other = f"{_SERVER}{event.server}"
+        if isinstance(event, ServerReached):
+            self._detector.on_reached(event.node, other)
+        elif {server, event.server} <= set(self._group.servers):
+            self._detector.on_missed(event.node, other, event.now_s, event.cause)
+        return []
 
     def _open(self, event: SpaceOpened) -> list[Action]:
         space = Space(event.name, event.keys, event.block_keys, event.about, event.aggregates)
@@ -165,12 +227,13 @@ class Manager:
             reason = f"server {lacking[0]} was started without the function {event.function}"
             return [SpaceRefused(node=event.node, name=event.name, reason=reason)]
         try:
-            view = self._group.opened(space)
+            view = self._group.opened(space, event.on_loss)
         except ProtocolError as error:
             return [SpaceRefused(node=event.node, name=event.name, reason=str(error))]
         if event.function:
             self._needed.add(event.function)
-        return self._say(view, f"the namespace {event.name} was opened")
+        how = " and goes on from zero after losses" if event.on_loss == "reset" else ""
+        return self._say(view, f"the namespace {event.name} was opened{how}")
 
     def _hear_worker(self, event: Said) -> list[Action]:
         return [_no_client(event)] if _client_of(event.node) is None else self._workers.hear(event)
@@ -226,6 +289,9 @@ class Manager:
                 Server(server=server, addresses=found) for server, found in sorted(self._addresses.items())
             ),
             reason=reason,
+            lost=view.lost,
+            emptied=tuple((arc.first, arc.last) for arc in view.emptied),
+            silent=view.silent,
         )
         return [viewed]
 
@@ -255,6 +321,9 @@ def view_of(viewed: Viewed) -> View:
         target=ring_of(viewed.target) if viewed.target else None,
         participants=participants,
         paused={pause.namespace: pause.view for pause in viewed.paused},
+        lost=viewed.lost,
+        emptied=tuple(Arc(first=first, last=last) for first, last in viewed.emptied),
+        silent=viewed.silent,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from offbeat.events import LostArc
 from offbeat.policies.clocks import Piece
 from offbeat.policies.placement import Ring, Space
 
@@ -41,6 +42,10 @@ class View:
         participants: of each namespace that aggregates, whose pushes are summed, and the first time of each.
         paused: the namespaces in which no participant begins another time, as one is to come; and the numbers
             of the views that paused them.
+        lost: keys whose data are lost; nobody serves them.
+        emptied: places whose data are lost with this view: what any server has of them it drops.
+        silent: servers that have been silent for too long, and are waited for all the same. They may change
+            without another view.
     """
 
     number: int
@@ -51,6 +56,9 @@ class View:
     target: Ring | None = None
     participants: dict[str, dict[int, int]] = field(default_factory=dict)
     paused: dict[str, int] = field(default_factory=dict)
+    lost: tuple[LostArc, ...] = ()
+    emptied: tuple[Arc, ...] = ()
+    silent: tuple[int, ...] = ()
 
 
 # Between clients and servers

@@ -561,6 +561,8 @@ class ServerNode:
         self._routes.clear()
         self._fills.clear()
         self._deferred = [*self._aggregation.follow(view.participants), *self._deferred]
+        if view.emptied:
+            self._empty()
         self._forget_what_is_others()
         self._fetch()
         kept, self._kept, self._serial = self._kept, {}, 0
@@ -625,6 +627,37 @@ class ServerNode:
         for buffered in [one for one in self._buffered if self.server not in self._chain(one)]:
             del self._buffered[buffered]
         self._have = {block for block in self._have if self._is_gained(block)}
+
+    def _empty(self) -> None:
+        """Drop what is here of keys whose data are lost, so that all who are to hold them have nothing."""
+        for block in [block for block in self._own_blocks() if self._is_emptied(block)]:
+            first, last = self._now().spaces[block[0]].range_of(block[1])
+            self._store.table(self._now().spaces[block[0]]).drop(first, last)
+            self._clock(block[0]).drop(first, last)
+        kept = self._not_emptied(one.operation for one in self._kept.values())
+        self._kept = {(self.server, -place): _Kept(one, None) for place, one in enumerate(kept)}
+        self._carried = self._not_emptied(self._carried)
+        self._fetched = self._not_emptied(self._fetched)
+        self._buffered = {at: one for at, one in self._buffered.items() if not self._is_emptied(at)}
+        self._have = {block for block in self._have if not self._is_emptied(block)}
+
+    def _not_emptied(self, operations: Iterable[Operation]) -> list[Operation]:
+        """Return what of operations is for keys whose data are not lost; clients send nothing of it again."""
+        found: list[Operation] = []
+        for one in operations:
+            blocks = list(self._blocks_of(one.namespace, one.first, one.last))
+            if not any(self._is_emptied(block) for block in blocks):
+                found.append(one)
+                continue
+            for block in blocks:
+                if not self._is_emptied(block):
+                    first, last = self._now().spaces[one.namespace].range_of(block[1])
+                    found.append(self._part(one, max(first, one.first), min(last, one.last)))
+        return found
+
+    def _is_emptied(self, block: Block) -> bool:
+        point = block_point(*block)
+        return any(arc.first <= point < arc.last for arc in self._now().emptied)
 
     def _serve_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []

@@ -6,11 +6,13 @@ docs/decisions/0008-how-servers-replicate.md for why it is as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from offbeat.errors import ProtocolError
+from offbeat.events import LostArc
 from offbeat.policies.clocks import KEYS
 from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
 from offbeat.policies.participants import Participants
@@ -24,6 +26,9 @@ class ServerGroup:
     in, or let go, by preparing a ring: who gains in it is filled, while every push goes to it too; then the
     ring is gone over to. A death changes the ring at once, and what was being prepared is prepared anew.
 
+    When the last server that has all of a stretch of the ring is gone, the data of the stretch are lost. The
+    keys of each namespace there are lost until somebody says that it goes on from zero after losses.
+
     Source: the parameter server of OSDI'14, section 4.5. Deviations: docs/decisions/0008.
 
     Args:
@@ -32,7 +37,7 @@ class ServerGroup:
 
     Attributes:
         view: the one in force, None before the first.
-        lost_arcs: how many stretches of the ring have lost all complete holders, and began empty.
+        losses: how many servers were lost that were the last ones to have something.
 
     Raises:
         ValueError: no server, or a ring that cannot be.
@@ -45,7 +50,10 @@ class ServerGroup:
         self._virtual_nodes, self._copies = virtual_nodes, copies
         self._ring_of(())
         self.view: View | None = None
-        self.lost_arcs = 0
+        self.losses = 0
+        self._lost: list[LostArc] = []
+        self._resets: set[str] = set()  # namespaces that go on from zero after losses
+        self._silent: tuple[int, ...] = ()
         self._spaces: dict[str, Space] = {}
         self._alive: set[int] = set()
         self._gone: set[int] = set()
@@ -53,12 +61,23 @@ class ServerGroup:
         self._filled: set[int] = set()  # in the view in force
         self._participants = Participants()
 
-    def opened(self, space: Space) -> View | None:
-        """Somebody wants a namespace; return the next view, if it is new.
+    @property
+    def servers(self) -> Collection[int]:
+        """All servers that are there."""
+        return self._alive
+
+    def opened(self, space: Space, on_loss: str = "") -> View | None:
+        """Somebody wants a namespace; return the next view, if it is new, or has been lost and is reset.
+
+        Args:
+            space: it.
+            on_loss: see `SpaceOpened`.
 
         Raises:
             ProtocolError: there is another with this name, or it cannot be.
         """
+        if on_loss not in ("", "error", "reset"):
+            raise ProtocolError(f'expected on_loss to be "error" or "reset", got {on_loss!r}')
         known = self._spaces.get(space.name)
         if known is not None and known != space:
             raise ProtocolError(f"expected the namespace {space.name} as it is, {known}, got {space}")
@@ -66,10 +85,21 @@ class ServerGroup:
             raise ProtocolError(f"expected less than {KEYS} keys, got {space}")
         if not 0 < space.block_keys <= space.keys:
             raise ProtocolError(f"expected blocks of 1 to {space.keys} keys, got {space}")
-        if known is not None:
+        is_reset = self._set_on_loss(space.name, on_loss)
+        if known is not None and not is_reset:
             return None
         self._spaces[space.name] = space
         return self._say_anew()
+
+    def _set_on_loss(self, namespace: str, on_loss: str) -> bool:
+        """Return whether keys of the namespace were lost that are so no more."""
+        if on_loss == "error":
+            self._resets.discard(namespace)
+        if on_loss != "reset":
+            return False
+        self._resets.add(namespace)
+        before, self._lost = self._lost, [arc for arc in self._lost if arc.namespace != namespace]
+        return before != self._lost
 
     def enlisted(self, enlist: Enlist) -> View | None:
         """A client wants to take part in a namespace that aggregates; return the next view, if there is one.
@@ -133,8 +163,27 @@ class ServerGroup:
         if server not in view.ring.servers:
             return self._prepare(view)
         ring = view.ring.without_server(server)
+        emptied = self._lose(view, server)
         filling = self._filling_after(view, ring)
-        return self._say(epoch=view.number + 1, ring=ring, filling=filling, target=self._target(ring))
+        return self._say(
+            epoch=view.number + 1, ring=ring, filling=filling, target=self._target(ring), emptied=emptied
+        )
+
+    def may_lose(self, server: int, silent: Collection[int] = ()) -> bool:
+        """Whether all that a server has is with another one, too, that is not silent."""
+        view = self.view
+        if view is None:
+            return True
+        return all(
+            server not in holders or any(one != server and one not in silent for one in holders)
+            for _, _, holders in self._stretches(view)
+        )
+
+    def note_silent(self, servers: Iterable[int]) -> None:
+        """These have been silent for too long, and are waited for; the view says so, and stays the same."""
+        self._silent = tuple(sorted(servers))
+        if self.view is not None:
+            self.view = replace(self.view, silent=self._silent)
 
     def filled(self, said: Filled) -> View | None:
         """A server has all that it was to be filled with; what it says of an older view counts no more."""
@@ -163,8 +212,12 @@ class ServerGroup:
                 "servers": list(view.ring.servers),
                 "filling": [[one, [[a.first, a.last] for a in arcs]] for one, arcs in view.filling.items()],
                 "target": None if view.target is None else list(view.target.servers),
+                "emptied": [[arc.first, arc.last] for arc in view.emptied],
             },
-            "lost_arcs": self.lost_arcs,
+            "losses": self.losses,
+            "lost": [[arc.number, arc.namespace, arc.first, arc.last, arc.server] for arc in self._lost],
+            "resets": sorted(self._resets),
+            "silent": list(self._silent),
             "spaces": [list(space) for space in self._spaces.values()],
             "alive": sorted(self._alive),
             "gone": sorted(self._gone),
@@ -178,6 +231,12 @@ class ServerGroup:
         view = state["view"]
         self._spaces = {space[0]: Space(*space) for space in state["spaces"]}
         self._participants.load_state_dict(state["participants"])
+        self.losses, self._silent = state["losses"], tuple(state["silent"])
+        self._lost = [
+            LostArc(number=number, namespace=namespace, first=first, last=last, server=server)
+            for number, namespace, first, last, server in state["lost"]
+        ]
+        self._resets = set(state["resets"])
         self.view = None
         if view is not None:
             self.view = View(
@@ -190,9 +249,9 @@ class ServerGroup:
                     for one, arcs in view["filling"]
                 },
                 target=None if view["target"] is None else self._ring_of(view["target"]),
-                **self._who_takes_part(),
+                emptied=tuple(Arc(first=first, last=last) for first, last in view["emptied"]),
+                **self._what_goes_along(),
             )
-        self.lost_arcs = state["lost_arcs"]
         self._alive, self._gone = set(state["alive"]), set(state["gone"])
         self._leaving, self._filled = set(state["leaving"]), set(state["filled"])
 
@@ -205,9 +264,14 @@ class ServerGroup:
             return None
         return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
 
-    def _who_takes_part(self) -> dict[str, Any]:
+    def _what_goes_along(self) -> dict[str, Any]:
         begins = {name: dict(times) for name, times in self._participants.begins.items() if times}
-        return {"participants": begins, "paused": dict(self._participants.paused)}
+        return {
+            "participants": begins,
+            "paused": dict(self._participants.paused),
+            "lost": tuple(self._lost),
+            "silent": tuple(one for one in self._silent if one in self._alive),
+        }
 
     def _say(
         self,
@@ -216,6 +280,7 @@ class ServerGroup:
         ring: Ring,
         filling: dict[int, tuple[Arc, ...]] | None = None,
         target: Ring | None = None,
+        emptied: tuple[Arc, ...] = (),
     ) -> View:
         number = 0 if self.view is None else self.view.number + 1
         self.view = View(
@@ -225,7 +290,8 @@ class ServerGroup:
             spaces=dict(self._spaces),
             filling=filling or {},
             target=target,
-            **self._who_takes_part(),
+            emptied=emptied,
+            **self._what_goes_along(),
         )
         self._filled.clear()
         return self.view
@@ -254,25 +320,60 @@ class ServerGroup:
         return self._say(epoch=view.number + 1, ring=view.target, target=self._target(view.target))
 
     def _filling_after(self, view: View, ring: Ring) -> dict[int, tuple[Arc, ...]]:
-        """Who has to be filled with what once a server is gone from the ring; what is lost begins empty."""
+        """Who has to be filled with what once a server is gone from the ring; nobody with what is lost."""
         found: dict[int, list[Arc]] = {}
-        bounds = {0, POINTS, *view.ring.bounds, *ring.bounds}
-        bounds.update(
-            bound for arcs in view.filling.values() for arc in arcs for bound in (arc.first, arc.last)
-        )
-        for first, last in pairwise(sorted(bounds)):
-            before, after = view.ring.holders_at(first), ring.holders_at(first)
-            missing = [
-                server
-                for server in after
-                if server not in before or (server not in self._filled and _is_filled_at(view, server, first))
-            ]
+        for first, last, holders in self._stretches(view, *ring.bounds):
+            after = ring.holders_at(first)
+            missing = [server for server in after if server not in holders]
             if len(missing) == len(after):
-                self.lost_arcs += bool(after)
                 continue
             for server in missing:
                 found.setdefault(server, []).append(Arc(first=first, last=last))
         return {server: tuple(arcs) for server, arcs in sorted(found.items())}
+
+    def _lose(self, view: View, server: int) -> tuple[Arc, ...]:
+        """Note what is lost with a server, which was the last one to have it; return where on the ring."""
+        known = [bound for arc in self._lost for bound in (arc.first, arc.last)]
+        stretches = [
+            (first, last) for first, last, holders in self._stretches(view, *known) if holders == [server]
+        ]
+        self.losses += bool(stretches)
+        lost = [
+            LostArc(number=self.losses, namespace=name, first=arc.first, last=arc.last, server=server)
+            for name in self._spaces
+            if name not in self._resets
+            for arc in _joined(stretch for stretch in stretches if not self._is_lost(name, stretch[0]))
+        ]
+        self._lost += lost
+        return tuple(_joined(stretches))
+
+    def _is_lost(self, namespace: str, point: int) -> bool:
+        return any(arc.namespace == namespace and arc.first <= point < arc.last for arc in self._lost)
+
+    def _stretches(self, view: View, *bounds: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield the ring in stretches, each with those who have all of it."""
+        found = {0, POINTS, *view.ring.bounds, *bounds}
+        found.update(
+            bound for arcs in view.filling.values() for arc in arcs for bound in (arc.first, arc.last)
+        )
+        for first, last in pairwise(sorted(found)):
+            holders = view.ring.holders_at(first)
+            yield (
+                first,
+                last,
+                [one for one in holders if one in self._filled or not _is_filled_at(view, one, first)],
+            )
+
+
+def _joined(stretches: Iterable[tuple[int, int]]) -> list[Arc]:
+    """Return neighbours as one."""
+    arcs: list[Arc] = []
+    for first, last in stretches:
+        if arcs and arcs[-1].last == first:
+            arcs[-1] = Arc(first=arcs[-1].first, last=last)
+        else:
+            arcs.append(Arc(first=first, last=last))
+    return arcs
 
 
 def _is_filled_at(view: View, server: int, point: int) -> bool:

@@ -90,7 +90,12 @@ def start_cluster(
     if not silent_s > _SILENT_LEAST_S:
         raise ValueError(f"expected silent_s to be more than {_SILENT_LEAST_S:g} s, got {silent_s:g} s")
     job, token = new_secrets()
-    arguments = {"servers": servers, "copies": copies, "virtual_nodes": virtual_nodes}
+    arguments = {
+        "servers": servers,
+        "copies": copies,
+        "virtual_nodes": virtual_nodes,
+        "silent_s": silent_s,
+    }
     addresses = start_coordinator(
         Configuration(
             job=job,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
@@ -17,6 +18,7 @@ import numpy as np
 
 from offbeat.errors import LinkError, OffbeatError
 from offbeat.events import (
+    ClientGone,
     CloseServers,
     Event,
     GroupAction,
@@ -26,6 +28,7 @@ from offbeat.events import (
     PassesEnded,
     Refuse,
     ServerMissed,
+    ServerReached,
     SpaceRefused,
     Stop,
     TaskIssued,
@@ -45,10 +48,11 @@ from offbeat.runtime.post import Place, Post, Show, never, nowhere
 from offbeat.runtime.shared import MAX_UNREAD_BYTES, UNREAD_BYTES
 from offbeat.runtime.staging import MIN_STAGED_BYTES
 
-_SILENT_S: Final = 3.0  # a connection on which nothing came for so long is made anew
+# Who is lost, the manager judges: nodes keep their sessions with servers for as long as its view has these,
+# and with itself for far longer than it waits for them.
+_MANAGER_SILENT_S: Final = 600.0
+_GONE_S: Final = 10.0  # for which a server that is out may be silent before its session is given up
 _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
-_MISSED_S: Final = 5.0  # for how long, until the manager hears of it
-_GONE_CLIENT_S: Final = 60.0  # for which a client may be gone that is still to be told something
 _GOODBYE_S: Final = 5.0
 
 
@@ -134,11 +138,10 @@ class Node:
         self._on_view, self._on_gone = on_view, on_gone
         self._on_refused, self._on_group, self._on_close = on_refused, on_group, on_close
         self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
-        self._gone: set[str] = set()  # servers that were there
-        self._unreached_s: dict[str, float] = {}
-        self._away: dict[str, object] = {}  # clients whose connection broke, by name; which loss
+        self._gone: set[str] = set()  # servers and clients that were there
+        self._missed: set[str] = set()  # servers from which nothing comes, as the manager was told
         self._is_over = False
-        is_server = name.startswith("server-")
+        self._is_server = is_server = name.startswith("server-")
         self.endpoint = Endpoint(
             name,
             job=cluster.job,
@@ -146,10 +149,12 @@ class Node:
             on_message=self._hear,
             on_lost=self._lost,
             on_left=self._left,
+            on_unreachable=self._unreachable,
+            on_reachable=self._reachable,
             on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
             host=host,
             unix=unix,
-            silent_s=_SILENT_S,
+            silent_s=_MANAGER_SILENT_S,
             spins=is_server,
             unread_bytes=MAX_UNREAD_BYTES if is_server else UNREAD_BYTES,
         )
@@ -198,7 +203,8 @@ class Node:
     def _hear(self, peer: str, payload: bytes) -> None:
         if peer != Coordinator.NAME:
             if peer not in self._gone:
-                self._away.pop(peer, None)
+                if self._missed:
+                    self._reachable(peer)
                 self.post.hear(peer, payload)
             return
         for action in self._line.hear(payload):
@@ -207,6 +213,9 @@ class Node:
                     self._see(action)
                 case SpaceRefused():
                     self._on_refused(action)
+                case ClientGone():
+                    self._gone.add(action.node)
+                    self._forget(action.node)
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
                     self._on_group(action)
                 case CloseServers():
@@ -218,11 +227,12 @@ class Node:
         servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
         for name in self._addresses.keys() - servers.keys():
             self._gone.add(name)
-            self._unreached_s.pop(name, None)
+            self._missed.discard(name)
             self._forget(name)
+            self.endpoint.introduce(name, self._addresses[name], lasting=True, silent_s=_GONE_S)
         for name in servers.keys() - self._addresses.keys():
             if name != self.name:
-                self.endpoint.introduce(name, servers[name], lasting=True)
+                self.endpoint.introduce(name, servers[name], lasting=True, silent_s=inf)
         self._addresses = servers
         view = view_of(viewed)
         self.filtering.learn(view.spaces)
@@ -233,16 +243,15 @@ class Node:
         if peer == Coordinator.NAME:
             self._line.lost(error)
             return
-        self.post.lost(peer)
+        self.post.lost(
+            peer
+        )  # what is to be said to a client waits for it, until the manager says that it is gone
         if peer in self._addresses:
+            self._unreachable(peer, str(error))
             if error.was_open:
-                self._unreached_s[peer] = 0.0
                 self._reach(peer)
             else:
-                self._missed(peer, str(error))
-        elif peer not in self._gone:
-            self._away[peer] = loss = object()
-            self.endpoint.later(_GONE_CLIENT_S, partial(self._forget_client, peer, loss))
+                self.endpoint.later(_RETRY_S, partial(self._reach, peer))
 
     def _left(self, peer: str) -> None:
         if peer == Coordinator.NAME:
@@ -253,28 +262,29 @@ class Node:
     def _reach(self, peer: str) -> None:
         """Connect to a server anew."""
         if peer in self._addresses and not self._is_over:
-            self.endpoint.introduce(peer, self._addresses[peer], lasting=True)
+            self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=inf)
             self.post.again(peer)
 
-    def _missed(self, peer: str, cause: str) -> None:
-        """A server that is said to be there cannot be reached."""
-        missed_s = self._unreached_s[peer] = self._unreached_s.get(peer, 0.0) + _RETRY_S
-        if missed_s >= _MISSED_S and self.name.startswith("server-"):
-            server = int(peer.removeprefix("server-"))
-            self.tell(ServerMissed(now_s=0.0, node=self.name, server=server, cause=cause))
-            self._unreached_s[peer] = 0.0
-        self.endpoint.later(_RETRY_S, partial(self._reach, peer))
+    def _unreachable(self, peer: str, cause: str) -> None:
+        """Nothing comes from a server that is said to be there; a server reports that to the manager."""
+        if self._is_server and peer in self._addresses and peer not in self._missed:
+            self._missed.add(peer)
+            self.tell(ServerMissed(now_s=0.0, node=self.name, server=_number(peer), cause=cause))
+
+    def _reachable(self, peer: str) -> None:
+        if peer in self._missed:
+            self._missed.discard(peer)
+            self.tell(ServerReached(now_s=0.0, node=self.name, server=_number(peer)))
 
     def _forget(self, peer: str) -> None:
         self.post.forget(peer)
         self.filtering.forget(peer)
 
-    def _forget_client(self, peer: str, loss: object) -> None:
-        if self._away.get(peer) is loss:  # else it came back meanwhile, perhaps to be lost again
-            del self._away[peer]
-            self._forget(peer)
-
     def _end(self, cause: str) -> None:
         if not self._is_over:
             self._is_over = True
             self._on_gone(cause)
+
+
+def _number(server: str) -> int:
+    return int(server.removeprefix("server-"))

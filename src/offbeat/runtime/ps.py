@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _START_S: Final = 30.0
 _BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
 _NUMBERS: Final = 2**62  # of clients
+
+OnLoss: TypeAlias = Literal["error", "reset"]
 
 
 class PS:
@@ -165,6 +167,7 @@ class PS:
         block_keys: int | None = None,
         push_filters: Iterable[FilterSpec] = (),
         pull_filters: Iterable[FilterSpec] = (),
+        on_loss: OnLoss | None = None,
     ) -> Namespace:
         """Open a namespace, or make it: keys 0 to `keys` - 1, all of them zero.
 
@@ -183,6 +186,9 @@ class PS:
                 another one; by default a 64th of all, or fewer of long rows.
             push_filters: what pushes go through, in this order: see `offbeat.numerics.filters`.
             pull_filters: likewise, what comes back.
+            on_loss: what becomes of keys when all servers that had them are gone: "error", every request for
+                them raises `LostKeysError`; "reset", they begin from zero, those that are lost already, too.
+                It holds for all clients, until one opens the namespace with another; "error" at first.
 
         Raises:
             ValueError: an argument out of range.
@@ -196,7 +202,7 @@ class PS:
         )
         block_keys = _block_keys(keys, block_keys, np.dtype(dtype).itemsize * max(width, 1))
         space = Space(name, keys, block_keys, about, aggregate is not None)
-        self._open(space, update)
+        self._open(space, update, on_loss)
         combines = aggregate is None and not filters.push and not isinstance(update, Function)
         return Namespace(self._requests, space, update or Sum(), width=width, dtype=dtype, combines=combines)
 
@@ -207,6 +213,7 @@ class PS:
         *,
         update: Update | Function | None = None,
         aggregate: Aggregate | None = None,
+        on_loss: OnLoss | None = None,
     ) -> Tensors:
         """Open a namespace for dense tensors, or make it: a key for each number, all of them zero.
 
@@ -214,7 +221,7 @@ class PS:
             name: whoever opens it under this name gets the same one.
             named: names and tensors, as of `model.named_parameters()`; their shapes and type count.
             update: what becomes of what is pushed; by default it is added.
-            aggregate: as for `namespace`.
+            aggregate, on_loss: as for `namespace`.
 
         Raises:
             ValueError: tensors of different types, or of one that servers do not keep.
@@ -233,7 +240,7 @@ class PS:
         )
         block_keys = _block_keys(offsets.keys, None, np.dtype(offsets.dtype).itemsize)
         space = Space(name, offsets.keys, block_keys, about, aggregate is not None)
-        self._open(space, update)
+        self._open(space, update, on_loss)
         combines = aggregate is None and not isinstance(update, Function)
         namespace = Namespace(
             self._requests, space, update or Sum(), width=0, dtype=offsets.dtype, combines=combines
@@ -336,6 +343,8 @@ class PS:
     def remove_server(self, server: int, timeout_s: float = TIMEOUT_S) -> None:
         """Let a server leave, and wait until others have all that it holds.
 
+        One that is silent and is waited for, since it has the last copy of something, is given up.
+
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds; it is the only server.
         """
@@ -377,16 +386,23 @@ class PS:
     ) -> None:
         self.close()
 
-    def _open(self, space: Space, update: Update | Function | None) -> None:
+    def _open(self, space: Space, update: Update | Function | None, on_loss: OnLoss | None) -> None:
         views, name = self._views, space.name
         views.forget_refusal(name)
-        if views.space(name) != space:
+        if views.space(name) != space or on_loss is not None:
             function = update.path if isinstance(update, Function) else ""
-            opened = SpaceOpened(now_s=0.0, node=self._node.name, function=function, **space._asdict())
-            self._node.tell(opened)
+            self._node.tell(
+                SpaceOpened(
+                    now_s=0.0,
+                    node=self._node.name,
+                    function=function,
+                    on_loss=on_loss or "",
+                    **space._asdict(),
+                )
+            )
         views.wait_unless_refused(
             name,
-            lambda: views.space(name) == space,
+            lambda: views.space(name) == space and not (on_loss == "reset" and views.has_lost(name)),
             f"the namespace {name}",
             _START_S,
             problem=f"the namespace {name} cannot be opened",

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
@@ -26,10 +27,11 @@ from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.answers import Answer
 from offbeat.runtime.buffers import Buffers
 from offbeat.runtime.combining import Combiner
-from offbeat.runtime.future import Future, Span
+from offbeat.runtime.future import TIMEOUT_S, Future, Span
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array
 from offbeat.runtime.views import Views
+from offbeat.runtime.window import REQUEST_BYTES, Window
 
 # Neighbouring rows travel in pieces. What is pulled is copied twice, and of little, more is still in a cache
 # then; of pushes, there is more to do for each piece. Over shared memory, with pieces of 4 and 2 MiB: 72 and
@@ -38,6 +40,10 @@ _PUSHED_BYTES: Final = 4 * 1024 * 1024
 _PULLED_BYTES: Final = 2 * 1024 * 1024
 _HALVED_MIN: Final = 32  # small pushes that go out in two halves
 _CALLEE: Final = "servers"
+# Of pushes that are not acknowledged, and of answers to pulls that have not come. A node is told of 8 MiB
+# beside letters at a time, so this keeps a chain of servers busy, and servers keep no more for a client.
+_UNACKED_BYTES_MAX: Final = 128 * 1024 * 1024
+_PLAIN: Final = ""  # the account of what waits for no other client
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,14 @@ class _Iteration:
     number: int = -1
 
 
+class _Room(NamedTuple):
+    """What a request takes of a window; see `Window`."""
+
+    window: Window
+    account: str
+    size_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """A request that was not sent yet.
@@ -64,6 +78,10 @@ class _Request:
         before: what has to be done before; the beginning of its iteration, too.
         answer: what is put together of a pull.
         part: content of a push that may go out as one with others.
+        room: that it needs; None where there is nothing to send.
+        is_admitted: it has it.
+        is_held: it waits for nothing but that.
+        no_wait: done when it does not, or no more; None where no thread waits for that.
     """
 
     make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
@@ -73,6 +91,10 @@ class _Request:
     answer: Answer | None = None
     part: Entries | None = None
     finish: Callable[[], Any] = lambda: None
+    room: _Room | None = None
+    is_admitted: bool = False
+    is_held: bool = False
+    no_wait: Future | None = None
 
 
 class _Current(threading.local):
@@ -138,7 +160,9 @@ class Requests:
         self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
         self._combined = Combiner(lambda shape, dtype: self.node.empty(shape, dtype))
         self._behind_combined: list[_Request] = []  # to be sent right after what is combined
-        self._waiting: set[Future] = set()  # for others, or for their iteration
+        self._waiting: set[Future] = set()  # for others, for their iteration, or for room
+        self._pushed, self._pulled = Window(_UNACKED_BYTES_MAX), Window(_UNACKED_BYTES_MAX)
+        self._room_s = TIMEOUT_S  # for which a caller waits for room
         self._graph = TaskGraph()
         self.tau: int | None = None
         self._scheduler = IterationScheduler(self._graph, None)
@@ -176,8 +200,12 @@ class Requests:
         after: Iterable[Future],
         *,
         may_combine: bool,
+        may_wait: bool = True,
     ) -> Future:
         """Push what `content` has for keys `first` to `last` - 1 of a namespace.
+
+        While too much that was pushed is not acknowledged, this waits for room; but not in the links' thread,
+        nor for requests before it.
 
         Args:
             what: it is, as errors say it.
@@ -187,28 +215,39 @@ class Requests:
             time: that it is to have; None for the next one.
             after: requests that have to be done before it is sent.
             may_combine: it may go out as one with others; it is of all these keys, and `time` is None.
+            may_wait: else it is kept here until there is room.
 
         Raises:
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is out of the parameter server; there was no room in time, and nothing
+                was pushed. Says which servers have not answered.
         """
+        space = self.views.space(name)
+        account = name if space is not None and space.aggregates else _PLAIN
         return self._request(
             lambda: self._client.push(name, content, first, last, time),
             what,
             (name, first, last),
             after,
+            _Room(self._pushed, account, _size_bytes(content) + REQUEST_BYTES),
             part=content if may_combine else None,
+            may_wait=may_wait,
         )
 
     def push_at_once(self, what: str, name: str, content: Entries) -> Future:
-        """What `push` comes to where it may combine and waits for nothing, for less: these are many.
+        """What `push` comes to where it may combine and comes after nothing, for less: these are many.
 
         Raises:
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: as for `push`.
         """
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
         first = content.first
-        future = Future(what, self.views.masters, self._run_until, (name, first, first + len(content.values)))
+        last = first + len(content.values)
+        size_bytes = content.values.nbytes + REQUEST_BYTES
+        if self.node.endpoint.inside or not self._pushed.admit(_PLAIN, size_bytes):
+            return self.push(what, name, content, first, last, None, (), may_combine=True)
+        future = Future(what, self._unanswered, self._run_until, (name, first, last))
+        future.followers.append(partial(self._release, self._pushed, _PLAIN, size_bytes))
         self._call(self._admit_part, content, future)
         return future
 
@@ -225,8 +264,11 @@ class Requests:
         dtype: np.dtype[Any],
         states: bool,
         times: bool,
+        size_bytes: int,
     ) -> Future:
         """Pull the rows of keys `first` to `last` - 1 of a namespace, or of those of them that `keys` lists.
+
+        It waits for room as `push` does, while too much of what was pulled has not come.
 
         Args:
             what: it is, as errors say it.
@@ -235,18 +277,20 @@ class Requests:
             after: requests that have to be done before it is sent.
             shape, dtype: of a row, and of its numbers.
             states, times: see `Answer`.
+            size_bytes: of what is to come.
 
         Returns:
             A future of what `Answer.result` returns.
 
         Raises:
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: as for `push`.
         """
         return self._request(
             lambda: self._client.pull(name, first, last, keys, states=states, times=times),
             what,
             (name, first, last),
             after,
+            _Room(self._pulled, _PLAIN, size_bytes + REQUEST_BYTES),
             Answer(first, last, keys, shape, dtype, self._buffers, states=states, times=times),
         )
 
@@ -325,6 +369,11 @@ class Requests:
         self.node.close()
         self._end("this client was closed")
 
+    def _unanswered(self, name: str, first: int, last: int) -> str:
+        """Return which servers have not answered for keys `first` to `last` - 1, as errors say it."""
+        servers = self._client.waits_for(name, first, last)
+        return self.views.unanswered(servers) if servers else self.views.masters(name, first, last)
+
     @property
     def _iteration(self) -> _Iteration | None:
         """To which what the calling thread asks for belongs."""
@@ -339,17 +388,46 @@ class Requests:
         what: str,
         span: Span,
         after: Iterable[Future],
+        room: _Room,
         answer: Answer | None = None,
         part: Entries | None = None,
+        *,
+        may_wait: bool = True,
     ) -> Future:
         if self.views.failure is not None:
             raise OffbeatError(f"{what} cannot be: {self.views.failure}")
-        future = Future(what, self.views.masters, self._run_until, span)
+        future = Future(what, self._unanswered, self._run_until, span)
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
-        request = _Request(make, future, iteration, before, answer, part)
+        request = _Request(make, future, iteration, before, answer, part, room=room)
+        if may_wait and not self.node.endpoint.inside:  # else, there might be some before it without room
+            window, account, size_bytes = room
+            if all(one.is_done for one in before) and window.admit(account, size_bytes):
+                self._admitted(request)
+            elif not window.has_room(account, size_bytes):
+                self._wait_for_room(request)
+                return future
         self._call(self._admit, request)
         return future
+
+    def _wait_for_room(self, request: _Request) -> None:
+        """Hand a request over, and wait until it has room, or waits for something else.
+
+        Raises:
+            OffbeatError: there was no room in time; the request will not be sent.
+        """
+        request.no_wait = no_wait = Future(f"room for {request.future.what}", lambda: "", self._run_until)
+        request.future.followers.append(partial(no_wait.finish, None))
+        self._call(self._admit, request)
+        try:
+            no_wait.result(self._room_s)
+        except OffbeatError:
+            error = self.in_order(partial(self._give_up, request))
+            if error is not None:
+                raise error from None
+        except BaseException:
+            self._call(self._give_up, request)
+            raise
 
     # In the links' thread --------------------------------------------------------------------------------
 
@@ -362,6 +440,51 @@ class Requests:
             request.future.finish(None, OffbeatError(self.views.failure))
         else:
             self._advance(request)
+        if request.no_wait is not None and not request.is_held:
+            request.no_wait.finish(None)
+
+    def _admitted(self, request: _Request) -> None:
+        """A request has its room, until it is done."""
+        assert request.room is not None
+        request.is_admitted = True
+        request.future.followers.append(partial(self._release, *request.room))
+
+    def _release(self, window: Window, account: str, size_bytes: int) -> None:
+        window.release(account, size_bytes)
+        if window.holds and self.views.failure is None:
+            self._call(self._admit_held, window)
+
+    def _admit_held(self, window: Window) -> None:
+        """Send what there is room for now."""
+        for request in window.admit_held():
+            request.is_held = False
+            self._admitted(request)
+            if request.no_wait is not None:
+                request.no_wait.finish(None)
+            self._advance(request)
+
+    def _give_up(self, request: _Request) -> OffbeatError | None:
+        """Drop a request that waits for room, if it still does; return the error then."""
+        assert request.room is not None
+        window, account, _ = request.room
+        if not window.drop(account, request):
+            return None
+        self._call(self._admit_held, window)
+        self._waiting.discard(request.future)
+        error = OffbeatError(
+            f"{request.future.what} was not sent: for {self._room_s:g} s there was no room for it, as of "
+            f"{window.bytes_max} bytes that may be under way, {self._unacked(window)}"
+        )
+        request.future.finish(None, error)
+        return error
+
+    def _unacked(self, window: Window) -> str:
+        """What is under way, and whom the first of it waits for, as errors say it."""
+        is_push = window is self._pushed
+        futures = (sent.futures[0] for sent in self._asked.values())
+        first = next((one for one in futures if one.is_sent_push == is_push), None)
+        text = f"{window.unacked_bytes} {'are not acknowledged' if is_push else 'have not come'}"
+        return text if first is None else f"{text}; the first is {first.what}: {first.waits_for()}"
 
     def _admit_part(self, content: Entries, future: Future) -> None:
         if self.views.failure is not None:
@@ -397,6 +520,8 @@ class Requests:
             except Exception as error:
                 future.finish(None, error)
             return
+        if not request.is_admitted and not self._has_room(request):
+            return
         if request.part is not None:
             self._combine(request.part, future)
             return
@@ -413,6 +538,18 @@ class Requests:
         future.is_sent_push = request.answer is None
         self._asked[number] = _Sent((future,), request.answer, behind)
         self._take_up(said)
+
+    def _has_room(self, request: _Request) -> bool:
+        """Admit a request that is to be sent now, if there is room for it; else keep it until there is."""
+        assert request.room is not None
+        window, account, size_bytes = request.room
+        if window.admit(account, size_bytes):
+            self._admitted(request)
+            return True
+        window.hold(account, size_bytes, request)
+        request.is_held = True
+        self._waiting.add(request.future)
+        return False
 
     def _holds(self, request: _Request, push: Future) -> bool:
         """Whether what a request brings holds a push that is not done, if it is sent now."""
@@ -476,7 +613,8 @@ class Requests:
             elif isinstance(one, Failed):
                 sent = self._asked.pop(one.number)
                 for future in sent.futures:
-                    future.finish(None, OffbeatError(f"{future.what} was refused: {one.reason}"))
+                    refused = OffbeatError(f"{future.what} was refused: {one.reason}")
+                    future.finish(None, one.error or refused)
                 for pull in sent.pulls:  # fails for that, or goes out alone
                     self._advance(pull)
             elif one.to == MANAGER:
@@ -626,3 +764,10 @@ def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
     return (
         content.cut(first, last) if isinstance(content, Entries) else content[places_of(content, first, last)]
     )
+
+
+def _size_bytes(content: Entries) -> int:
+    """What is pushed of keys, rows and states."""
+    states = {} if content.terms is None else content.terms.states or {}
+    arrays = [content.values, *states.values()] if content.keys is None else [content.values, content.keys]
+    return sum(array.nbytes for array in arrays)

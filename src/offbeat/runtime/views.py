@@ -6,7 +6,7 @@ The links' thread writes it. Nothing here asks the manager for anything or knows
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.events import SpaceRefused
@@ -39,6 +39,17 @@ class Views:
         """Return the time of the first push of each client that takes part in a namespace, by number."""
         view = self.latest
         return {} if view is None else view.participants.get(name, {})
+
+    def has_lost(self, name: str) -> bool:
+        """Whether keys of a namespace are lost."""
+        view = self.latest
+        return view is not None and any(arc.namespace == name for arc in view.lost)
+
+    def unanswered(self, servers: Sequence[int]) -> str:
+        """Return that these servers have not answered, and whom they may wait for, as errors say it."""
+        text = f"{_named(servers)} {'has' if len(servers) == 1 else 'have'} not answered"
+        silent = () if self.latest is None else self.latest.silent
+        return f"{text}; the manager does not hear {_named(silent)}, and waits" if silent else text
 
     def masters(self, name: str, first: int, last: int) -> str:
         """Return which servers are asked for keys `first` to `last` - 1 of a namespace, as errors say it."""
@@ -116,3 +127,7 @@ class Views:
             self.failure = cause
             self._changed.notify_all()
             return True
+
+
+def _named(servers: Sequence[int]) -> str:
+    return ", ".join(f"server {server}" for server in servers)

@@ -1,5 +1,9 @@
 """A parameter server that is not there: clients that count, servers that come, leave and die, and a network.
 
+The network loses, repeats and reorders, resets connections, and cuts nodes off from one another, one way or
+both, one pair or as many as are behind one switch, for up to twice as long as a silence that is a death. No
+cut may cost anything that was acknowledged, and 3 s after the last one all that was asked for has to be done.
+
 Every push adds 1 to some keys, in a digit of its client's own. At the end each key must be, on its master and
 on every replica, what was pushed to it: no push lost that was acknowledged, none applied twice. Where pushes
 are summed, none is acknowledged without those of all others. What is pulled with the times of the client's
@@ -13,11 +17,33 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
+from offbeat.events import (
+    Action,
+    ClientEnlists,
+    ClientGone,
+    ClientPaused,
+    ClientWithdraws,
+    Event,
+    NodeHeard,
+    NodeJoined,
+    NodeLost,
+    NodeSilent,
+    Refuse,
+    ServerFilled,
+    ServerLeaves,
+    ServerMissed,
+    ServerReached,
+    SpaceOpened,
+    Tick,
+    Viewed,
+)
 from offbeat.policies.channels import Channel, Packet
 from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.clocks import Piece
+from offbeat.policies.failure_detector import SILENT_S
+from offbeat.policies.manager import Manager, view_of
 from offbeat.policies.parcels import (
     Content,
     Copy,
@@ -32,18 +58,22 @@ from offbeat.policies.parcels import (
 )
 from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, Send, ServerNode, Store
-from offbeat.policies.servers import ServerGroup
 from offbeat.simulator.cluster import ViolationError
 from offbeat.simulator.engine import Engine
 
-_FAULTS_END_S = 0.3
+_FAULTS_END = 30  # in requests of a client
 _FAULTS = (
     *("die", "die", "be called dead", "come", "leave"),
     *("cut", "restart", "client comes", "client dies", "namespace comes"),
 )
+_FAULTS_OF_NETWORKS = ("cut one way", "switch", "switch", "reset", "reset", "vanish")
 _CHANGES_OF_MASTERS = ("come", "leave") * 3  # further ones, where pushes are summed
-_QUIET_S = 60.0  # virtual; whatever still waits then waits for ever
-_RESEND_S, _RESEND_MAX_S = 0.02, 0.1
+_QUIET_S = 120.0  # virtual; whatever still waits then waits for ever
+_RESEND_S, _RESEND_MAX_S = 0.02, 0.1  # where a client waits 0.01 s between two requests
+_TICK_S = 0.25
+_UNREACHABLE_S = 1.25  # after which it is said that nothing comes from a node
+_DIALS_S = 1.0  # within which a mended line is used
+_BACK_S = 3.0  # within which all goes on after the last fault
 _DIGIT_BITS = 16  # of one client's pushes in a value
 
 Place = tuple[str, int]  # a namespace, and a key or block in it
@@ -130,6 +160,8 @@ class Trial:
         virtual_nodes: of each server on the ring.
         faults: how often something goes wrong, or a server comes or leaves.
         lost, doubled: share of the packets.
+        pace_s: the longest time between two requests of a client.
+        cut_s_max: how long nodes are cut off from one another at most.
         aggregates: whether there are namespaces that aggregate, and clients that die when masters change.
     """
 
@@ -144,6 +176,8 @@ class Trial:
     faults: int = 3
     lost: float = 0.0
     doubled: float = 0.0
+    pace_s: float = 0.01
+    cut_s_max: float = 0.1
     aggregates: bool = False
 
 
@@ -164,6 +198,9 @@ def trial_of(seed: int) -> Trial:
         doubled=chance.choice([0.0, 0.2]) if is_lossy else 0.0,
         aggregates=chance.random() < 0.6,
     )
+    if chance.random() < 0.5:  # its cuts are longer than what is a death, and its clients work for as long
+        faults = trial.faults and trial.faults + 2
+        trial = replace(trial, faults=faults, pace_s=1.0, cut_s_max=2 * SILENT_S)
     if not trial.aggregates:
         return trial
     # What goes wrong with sums takes several clients, and pushes for as long as there are faults.
@@ -180,7 +217,7 @@ class Serving:
         make_node, make_client: make a server, and a client.
 
     Attributes:
-        views: all that the manager said.
+        views: all that the manager said, each once.
         requests: how many the clients made.
     """
 
@@ -195,25 +232,34 @@ class Serving:
         self._chance = random.Random(f"serving {trial.seed}")
         self._whims = random.Random(f"whims {trial.seed}")  # of clients: what to say besides keys and values
         self._spaces = [
-            Space(f"space {number}", trial.keys, trial.block_keys, aggregates=bool(number))
+            Space(f"space {number}", trial.keys, trial.block_keys, "", aggregates=bool(number))
             for number in range(1 + trial.aggregates)
         ]
-        self._group = self._make_group()
+        self._manager = self._make_manager()
         self._opened = {space.name for space in self._spaces}
         for space in self._spaces:
-            self._group.opened(space)
+            self._manager.handle(self._opening_of(space))
         self._nodes: dict[int, ServerNode] = {}
         self._stores: dict[int, Tables] = {}
         self._clients = {number: make_client(number, cut) for number in range(trial.clients)}
         self._left_to_push = dict.fromkeys(self._clients, trial.pushes)
         self._channels: dict[tuple[str, str], Channel] = {}  # whose end, and to whom
-        self._cut_until_s: dict[frozenset[str], float] = {}
+        self._cut_s: dict[
+            tuple[str, str], tuple[float, float]
+        ] = {}  # sender and receiver: from and until when
+        self._reset_s: dict[frozenset[str], float] = {}  # when all that was under way between two was lost
+        self._unheard: set[tuple[str, str]] = set()  # of which sender and receiver that has been said
+        self._ends_s = 0.0  # when the last fault is over
+        self._joined = {f"client-{client}" for client in self._clients}
         self._dead: set[str] = set()
+        self._vanished: set[int] = set()  # servers whose hosts are dead
         self._doomed: set[int] = set()  # servers that are dead or will be called so
         self._doomed_clients: set[int] = set()  # likewise
         self._through: set[tuple[str, int]] = set()  # namespaces, and clients that have withdrawn from them
         self._leaving: set[int] = set()
-        self._forgotten: set[str] = set()  # dead, or called dead, or gone: nobody speaks with them
+        self._forgotten: set[str] = set()  # dead, or called dead, or gone, as the manager has it
+        self._ignored: dict[str, set[str]] = {}  # by node: with whom it does not speak any more
+        self._asked_s: dict[tuple[int, int], float] = {}  # when requests were made
         # Requests that are not done: what was pushed, or what had been acknowledged when the pull was made.
         self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
         self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
@@ -242,63 +288,161 @@ class Serving:
             self._start_server(server)
         for client in self._clients:
             engine.at(self._chance.random() * 0.01, self._work, client)
+        pace_s = self.trial.pace_s
         for _ in range(self.trial.faults):
-            engine.at(0.01 + self._chance.random() * (_FAULTS_END_S - 0.01), self._go_wrong)
+            engine.at(pace_s + self._chance.random() * (_FAULTS_END - 1) * pace_s, self._go_wrong)
+        engine.at(_TICK_S, self._pass_time)
         engine.run(_QUIET_S)
         self._check_the_end()
 
     # What happens ----------------------------------------------------------------------------------------
 
-    def _make_group(self) -> ServerGroup:
+    def _make_manager(self) -> Manager:
         trial = self.trial
-        return ServerGroup(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
+        return Manager(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
+
+    def _opening_of(self, space: Space) -> SpaceOpened:
+        now_s = self._engine.now_s
+        return SpaceOpened(now_s=now_s, node="client-0", function="", **space._asdict())
+
+    def _joining_of(self, node: str) -> NodeJoined:
+        return NodeJoined(now_s=self._engine.now_s, node=node, addresses=("somewhere",), functions=())
 
     def _start_server(self, server: int) -> None:
         self._stores[server] = Tables()
         self._nodes[server] = self._make_node(server, self._stores[server])
-        self._tell(f"server-{server}", MANAGER, [("joined", server)])
+        self._tell(f"server-{server}", MANAGER, [self._joining_of(f"server-{server}")])
+
+    def _pass_time(self, _: None) -> None:
+        now_s = self._engine.now_s
+        self._decide(Tick(now_s=now_s))
+        self._engine.at(now_s + _TICK_S, self._pass_time)
+        settled_s = self._ends_s + _BACK_S
+        if self._vanished:
+            settled_s += _UNREACHABLE_S + SILENT_S + _DIALS_S + _TICK_S
+        if now_s - _TICK_S < settled_s <= now_s:
+            self._check_progress()
 
     def _go_wrong(self, _: None) -> None:
         chance, now_s = self._chance, self._engine.now_s
         alive = [server for server in self._nodes if server not in self._doomed]
-        kind = chance.choice(_FAULTS + _CHANGES_OF_MASTERS if self.trial.aggregates else _FAULTS)
+        self._ends_s = max(self._ends_s, now_s)
+        faults = _FAULTS + _FAULTS_OF_NETWORKS * (1 if self.trial.cut_s_max < SILENT_S else 3)
+        kind = chance.choice(faults + _CHANGES_OF_MASTERS if self.trial.aggregates else faults)
         if kind == "come":
             self._start_server(len(self._nodes))
         elif kind == "leave" and len(alive) > len(self._leaving) + 1:
             self._leaving.add(chance.choice(alive))
-            self._tell("client-0", MANAGER, [("leaves", server) for server in self._leaving])
-        elif kind == "cut":
+            leaving = [ServerLeaves(now_s=now_s, node="client-0", server=one) for one in self._leaving]
+            self._tell("client-0", MANAGER, leaving)
+        elif kind in ("cut", "cut one way", "switch", "reset"):
             names = [f"server-{server}" for server in alive] + [f"client-{one}" for one in self._clients]
-            self._cut([*names, MANAGER])
+            self._disturb(kind, [*names, MANAGER])
         elif kind == "restart":
-            state = json.loads(json.dumps(self._group.state_dict()))
-            self._group = self._make_group()
-            self._group.load_state_dict(state)
+            state = json.loads(json.dumps(self._manager.state_dict()))
+            self._manager = self._make_manager()
+            self._manager.load_state_dict(state)
         elif kind == "namespace comes":
             name, keys = f"space {len(self._spaces)}", self.trial.keys
             aggregates = self.trial.aggregates and chance.random() < 0.5
-            self._spaces.append(Space(name, keys, chance.randint(1, keys), aggregates=aggregates))
-            self._tell("client-0", MANAGER, [("opened", self._spaces[-1])])
+            self._spaces.append(Space(name, keys, chance.randint(1, keys), "", aggregates=aggregates))
+            self._tell("client-0", MANAGER, [self._opening_of(self._spaces[-1])])
         elif kind == "client comes":
             client = len(self._clients)
             self._clients[client] = self._make_client(client, cut)
             self._left_to_push[client], self._acknowledged[client] = self.trial.pushes, Counter()
-            self._tell(f"client-{client}", MANAGER, [("hello", client)])
+            self._tell(f"client-{client}", MANAGER, [self._joining_of(f"client-{client}")])
             self._work(client)
         elif kind == "client dies":
             self._doom_a_client(0.03)
-        elif kind in ("die", "be called dead") and self._may_lose_one(alive):
+        elif kind in ("die", "be called dead", "vanish") and self._may_lose_one(alive):
             server = chance.choice(alive)
-            self._doomed.add(server)
-            if kind == "die":
-                self._dead.add(f"server-{server}")
-            self._engine.at(now_s + 0.001 + chance.random() * 0.03, self._lose, server)
+            if self._may_lose(server, kind):
+                self._doom_a_server(server, kind)
 
-    def _cut(self, names: Sequence[str]) -> None:
-        """Two of these do not reach each other for a while."""
-        if len(names) > 1:
-            ends = frozenset(self._chance.sample(names, 2))
-            self._cut_until_s[ends] = self._engine.now_s + self._chance.random() * 0.1
+    def _doom_a_server(self, server: int, kind: str) -> None:
+        name, now_s = f"server-{server}", self._engine.now_s
+        self._doomed.add(server)
+        if kind != "be called dead":
+            self._dead.add(name)
+        if kind == "vanish":
+            self._vanished.add(server)
+            self._cut_off([(name, MANAGER)], 2 * _QUIET_S)
+        else:
+            self._engine.at(now_s + 0.001 + self._chance.random() * 0.03, self._lose, server)
+
+    def _may_lose(self, server: int, kind: str) -> bool:
+        """Whether others have all that a server has, whatever becomes of those that are cut off now."""
+        if self.trial.cut_s_max < SILENT_S:
+            return kind != "vanish"
+        now_s, servers = self._engine.now_s, self._manager._group.servers
+        cut_off = {one for pair, (_, until_s) in self._cut_s.items() if now_s < until_s for one in pair}
+        shaky = {one for one in self._nodes if f"server-{one}" in cut_off} | self._doomed
+        vanished = len(self._vanished.intersection(servers)) + (kind == "vanish")
+        return self._manager._group.may_lose(server, shaky) and 2 * vanished <= len(servers)
+
+    def _disturb(self, kind: str, names: Sequence[str]) -> None:
+        """Something happens between two of these, or between some of them and all others."""
+        if len(names) < 2:
+            return
+        chance, now_s = self._chance, self._engine.now_s
+        one, other = chance.sample(names, 2)
+        if kind == "reset":
+            self._reset_s[frozenset((one, other))] = now_s
+            return
+        pairs = [(one, other), (other, one)]
+        if kind == "cut one way":
+            pairs = pairs[:1]
+        elif kind == "switch":
+            some = set(chance.sample(names, chance.randint(1, len(names) - 1)))
+            pairs = [(a, b) for a in names for b in names if (a in some) != (b in some)]
+        self._cut_off(pairs, chance.random() * self.trial.cut_s_max)
+
+    def _cut_off(self, pairs: Iterable[tuple[str, str]], length_s: float) -> None:
+        """What the first of each pair sends does not reach the second for a while."""
+        now_s = self._engine.now_s
+        for pair in pairs:
+            from_s, until_s = self._cut_s.get(pair, (now_s, now_s))
+            until_s = max(until_s, now_s + length_s)
+            self._cut_s[pair] = from_s if from_s <= now_s < until_s else now_s, until_s
+            self._engine.at(now_s + _UNREACHABLE_S, self._look_whether_unheard, pair)
+            if until_s < _QUIET_S:
+                self._ends_s = max(self._ends_s, until_s)
+                self._engine.at(until_s + self._chance.random() * _DIALS_S, self._look_whether_heard, pair)
+
+    def _is_cut_off(self, sender: str, to: str) -> bool:
+        return self._engine.now_s < self._cut_s.get((sender, to), (0.0, 0.0))[1]
+
+    def _look_whether_unheard(self, pair: tuple[str, str]) -> None:
+        """Say of a cut that has lasted for a while that nothing comes from a node, to the manager."""
+        (sender, to), now_s = pair, self._engine.now_s
+        if not self._is_cut_off(sender, to) or pair in self._unheard or sender not in self._joined:
+            return
+        silent_s = now_s - self._cut_s[pair][0]
+        if silent_s < _UNREACHABLE_S * 0.999:
+            return
+        if to == MANAGER:
+            self._unheard.add(pair)
+            self._decide_of(sender, NodeSilent(now_s=now_s, node=sender, silent_s=silent_s))
+        elif to.startswith("server-") and sender.startswith("server-"):
+            self._unheard.add(pair)
+            missed = ServerMissed(now_s=now_s, node=to, server=_number(sender), cause="nothing has come")
+            self._tell(to, MANAGER, [missed])
+
+    def _look_whether_heard(self, pair: tuple[str, str]) -> None:
+        (sender, to), now_s = pair, self._engine.now_s
+        if self._is_cut_off(sender, to) or pair not in self._unheard:
+            return
+        self._unheard.discard(pair)
+        if to == MANAGER:
+            self._decide_of(sender, NodeHeard(now_s=now_s, node=sender))
+        else:
+            self._tell(to, MANAGER, [ServerReached(now_s=now_s, node=to, server=_number(sender))])
+
+    def _decide_of(self, node: str, event: Event) -> None:
+        """The coordinator has observed something of a node; of one that is gone nothing counts any more."""
+        if node not in self._forgotten:
+            self._decide(event)
 
     def _doom_a_client(self, within_s: float) -> None:
         """One of them dies, or is called dead."""
@@ -306,18 +450,18 @@ class Serving:
         if not alive:
             return
         chance, client = self._chance, self._chance.choice(alive)
+        self._ends_s = max(self._ends_s, self._engine.now_s)
         self._doomed_clients.add(client)
         if chance.random() < 0.5:
             self._dead.add(f"client-{client}")
         self._engine.at(self._engine.now_s + chance.random() * within_s, self._lose_client, client)
 
     def _lose_client(self, client: int) -> None:
-        self._forget(f"client-{client}")
-        self._say(self._group.client_gone(client))
+        self._lose_node(f"client-{client}")
 
     def _may_lose_one(self, alive: list[int]) -> bool:
         """Whether no more servers are gone, and not replaced, than nothing may be lost with."""
-        view = self._group.view
+        view = self._manager._group.view
         if view is None:
             return False
         replaced = {one for one in view.ring.servers if one in alive and one not in view.filling}
@@ -325,26 +469,42 @@ class Serving:
         return are_enough and len(replaced - self._leaving) > 1
 
     def _lose(self, server: int) -> None:
-        self._say(self._group.lost(server))
-        self._forget(f"server-{server}")
+        self._lose_node(f"server-{server}")
+
+    def _lose_node(self, name: str) -> None:
+        """A process is seen closed, as soon as it can be seen; or is turned away."""
+        if name in self._forgotten:
+            return
+        now_s = self._engine.now_s
+        if name in self._dead and self._is_cut_off(name, MANAGER):
+            self._ends_s = max(self._ends_s, self._cut_s[name, MANAGER][1])
+            self._engine.at(self._cut_s[name, MANAGER][1], self._lose_node, name)
+            return
+        self._decide(NodeLost(now_s=now_s, node=name, cause="it was closed"))
+        self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """Nobody speaks with this node any more, alive or dead."""
-        self._forgotten.add(name)
-        for pair in [pair for pair in self._channels if name in pair]:
-            del self._channels[pair]
+        """The manager does not speak with this node any more, alive or dead, but to tell it so."""
+        if name not in self._forgotten:
+            self._tell(MANAGER, name, [Refuse(peer=name, reason="it was lost")])
+            self._forgotten.add(name)
+
+    def _ignore(self, node: str, other: str) -> None:
+        """A node does not speak with another one any more."""
+        self._ignored.setdefault(node, set()).add(other)
+        self._channels.pop((node, other), None)
 
     def _work(self, client: int) -> None:
         """Makes a request, and another a little later."""
         name = f"client-{client}"
-        if name in self._forgotten or name in self._dead:
+        if name in self._dead:
             return
         if not self._left_to_push[client]:
             self._withdraw_when_done(client)
             return
         chance = self._chance
         space = chance.choice([space for space in self._spaces if space.name in self._opened])
-        self._engine.at(self._engine.now_s + chance.random() * 0.01, self._work, client)
+        self._engine.at(self._engine.now_s + chance.random() * self.trial.pace_s, self._work, client)
         one = self._clients[client]
         is_pull = chance.random() < 0.3
         found = self._some_keys(chance) if is_pull or not space.aggregates else self._keys_of(client, space)
@@ -371,6 +531,7 @@ class Serving:
                 known = self._known_in(space, client) | (self._acknowledged[client] + own)
                 self._bringing[client, number] = (space.name, first, last, known)
         self._asked_of[client, number] = space.name
+        self._asked_s[client, number] = self._engine.now_s
         self._take_up(name, said)
 
     def _known_in(self, space: Space, client: int) -> Counter[Counted]:
@@ -428,48 +589,77 @@ class Serving:
 
     def _hear(self, name: str, sender: str, message: Any) -> None:
         if name == MANAGER:
-            self._manage(message)
+            self._manage(sender, message)
+        elif isinstance(message, Refuse):
+            self._dead.add(name)  # it ends
+        elif isinstance(message, ClientGone):
+            self._ignore(name, message.node)
         elif name.startswith("client-"):
             client = self._clients[_number(name)]
+            if isinstance(message, View):
+                self._ignore_who_is_gone(name, client._view, message)
             self._take_up(name, client.see(message) if isinstance(message, View) else client.hear(message))
         else:
             node = self._nodes[_number(name)]
+            if isinstance(message, View):
+                self._ignore_who_is_gone(name, node.view, message)
             said = node.see(message) if isinstance(message, View) else node.hear(sender, message)
             self._check_answers(node, said)
             self._take_up(name, said)
 
-    def _manage(self, message: Any) -> None:
-        if isinstance(message, Filled):
-            self._say(self._group.filled(message))
-        elif isinstance(message, Enlist):
-            self._say(self._group.enlisted(message))
-        elif isinstance(message, Reached):
-            self._say(self._group.reached(message))
-        elif isinstance(message, Withdraw):
-            self._say(self._group.withdrawn(message))
-        elif message[0] == "joined":
-            if f"server-{message[1]}" not in self._forgotten:
-                self._say(self._group.joined(message[1]))
-        elif message[0] == "opened":
-            self._opened.add(message[1].name)
-            self._say(self._group.opened(message[1]))
-        elif message[0] == "hello":
-            if self._group.view is not None:
-                self._tell(MANAGER, f"client-{message[1]}", [self._group.view])
-        else:
-            self._say(self._group.leaves(message[1]))
+    def _ignore_who_is_gone(self, name: str, before: View | None, after: View) -> None:
+        there = {*after.ring.servers, *(() if after.target is None else after.target.servers)}
+        for one in () if before is None else before.ring.servers:
+            if one not in there:
+                self._ignore(name, f"server-{one}")
 
-    def _say(self, view: View | None) -> None:
-        if view is None:
-            return
+    def _manage(self, sender: str, message: Any) -> None:
+        now_s = self._engine.now_s
+        if isinstance(message, Filled):
+            message = ServerFilled(now_s=now_s, node=sender, view=message.view)
+        elif isinstance(message, Enlist):
+            message = ClientEnlists(now_s=now_s, node=sender, namespace=message.namespace)
+        elif isinstance(message, Reached):
+            message = ClientPaused(
+                now_s=now_s, node=sender, namespace=message.namespace, pause=message.pause, time=message.time
+            )
+        elif isinstance(message, Withdraw):
+            message = ClientWithdraws(now_s=now_s, node=sender, namespace=message.namespace)
+        elif isinstance(message, NodeJoined):
+            self._joined.add(message.node)
+        elif isinstance(message, SpaceOpened):
+            self._opened.add(message.name)
+        self._decide(replace(cast(Any, message), now_s=now_s))
+
+    def _decide(self, event: Event) -> None:
+        for action in self._manager.handle(event):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Viewed(node=""):
+                self._say(view_of(action))
+            case Viewed():
+                self._tell(MANAGER, action.node, [view_of(action)])
+            case Refuse():
+                self._forget(action.peer)
+            case ClientGone():
+                for one in self._nodes:
+                    self._tell(MANAGER, f"server-{one}", [action])
+            case _:
+                raise AssertionError(f"the manager decided {action}")
+
+    def _say(self, view: View) -> None:
         before = self.views[-1] if self.views else view
-        self.views.append(view)
+        if before is view or before.number < view.number:
+            self.views.append(view)
         for name in [f"server-{one}" for one in self._nodes] + [f"client-{one}" for one in self._clients]:
             self._tell(MANAGER, name, [view])
         servers = view.ring.servers
         if self.trial.aggregates and servers != before.ring.servers and self._chance.random() < 0.5:
             self._doom_a_client(0.006)
-            self._cut([f"server-{server}" for server in servers])
+            if not self.trial.cut_s_max > SILENT_S:
+                self._disturb("cut", [f"server-{server}" for server in servers])
 
     def _take_up(self, name: str, said: Iterable[Send | Done | Failed]) -> None:
         """Sends what a node says, and takes note of a client's requests that are done."""
@@ -520,7 +710,11 @@ class Serving:
 
     def _know_the_sum(self, client: int, number: int) -> None:
         """Where pushes are summed, who has one acknowledged knows that those of all others are everywhere."""
-        view, name, time = self._group.view, self._asked_of[client, number], self._times[client, number]
+        view, name, time = (
+            self._manager._group.view,
+            self._asked_of[client, number],
+            self._times[client, number],
+        )
         if view is None or not view.spaces[name].aggregates:
             return
         for other, begins in view.participants.get(name, {}).items():
@@ -534,13 +728,19 @@ class Serving:
     # The network -----------------------------------------------------------------------------------------
 
     def _tell(self, sender: str, to: str, messages: list[Any]) -> None:
-        if self._forgotten.isdisjoint((sender, to)) and sender not in self._dead:
+        if self._may_speak(sender, to):
             self._put(sender, to, self._channel(sender, to).send(messages, self._engine.now_s))
+
+    def _may_speak(self, sender: str, to: str) -> bool:
+        if sender in self._dead or (sender == MANAGER and to in self._forgotten):
+            return False
+        return to not in self._ignored.get(sender, ())
 
     def _channel(self, name: str, to: str) -> Channel:
         channel = self._channels.get((name, to))
         if channel is None:
-            channel = Channel(resend_s=_RESEND_S, resend_max_s=_RESEND_MAX_S)
+            slower = min(self.trial.pace_s / 0.01, 5)
+            channel = Channel(resend_s=slower * _RESEND_S, resend_max_s=slower * _RESEND_MAX_S)
             self._channels[name, to] = channel
         return channel
 
@@ -548,24 +748,29 @@ class Serving:
         """Packets arrive in any order, once, twice or not at all."""
         chance, now_s = self._chance, self._engine.now_s
         for packet in packets:
-            if now_s < self._cut_until_s.get(frozenset((sender, to)), 0.0):
+            if self._is_cut_off(sender, to):
                 continue
             for _ in range((chance.random() >= self.trial.lost) + (chance.random() < self.trial.doubled)):
                 arrives_s = now_s + 0.0001 + chance.random() * 0.003
-                self._engine.at(arrives_s, self._arrive, (sender, to, packet))
+                self._engine.at(arrives_s, self._arrive, (sender, to, packet, now_s))
         due_s = self._channel(sender, to).due_s
         if due_s is not None:
             self._engine.at(due_s, self._tick, (sender, to))
 
     def _tick(self, pair: tuple[str, str]) -> None:
-        if pair in self._channels and pair[0] not in self._dead:
+        if pair in self._channels and self._dead.isdisjoint(pair):
             again = self._channels[pair].tick(self._engine.now_s)
             if again:
                 self._put(*pair, again)
 
-    def _arrive(self, what: tuple[str, str, Packet]) -> None:
-        sender, to, packet = what
-        if to in self._dead or not self._forgotten.isdisjoint((sender, to)):
+    def _arrive(self, what: tuple[str, str, Packet, float]) -> None:
+        sender, to, packet, sent_s = what
+        if to in self._dead or sender in self._ignored.get(to, ()):
+            return
+        if to == MANAGER and sender in self._forgotten:
+            return
+        was_reset = sent_s < self._reset_s.get(frozenset((sender, to)), 0.0)
+        if was_reset or self._is_cut_off(sender, to):
             return
         messages, answer = self._channel(to, sender).hear(packet, self._engine.now_s)
         self._put(to, sender, answer)
@@ -637,13 +842,26 @@ class Serving:
                     f"{told}"
                 )
 
+    def _check_progress(self) -> None:
+        """See that all goes on that does not wait for what others push, and was asked for before."""
+        view, limit_s = self._manager._group.view, self._engine.now_s - _BACK_S
+        for waiting in (self._pushing, self._pulling):
+            for client, number in waiting:
+                name = self._asked_of[client, number]
+                is_alone = view is not None and name in view.spaces and not view.spaces[name].aggregates
+                is_there = f"client-{client}" not in self._forgotten | self._dead
+                if is_alone and is_there and self._asked_s[client, number] < limit_s:
+                    self._violated(
+                        f"request {number} of client {client} is not done {_BACK_S} s after the faults"
+                    )
+
     def _check_the_end(self) -> None:
-        view = self._group.view
+        view = self._manager._group.view
         if view is None:
             self._violated("the servers never came together")
             return
-        if self._group.lost_arcs:
-            self._violated(f"{self._group.lost_arcs} arcs are lost")
+        if self._manager._group.losses:
+            self._violated(f"{len(view.lost)} arcs are lost")
         for waiting in (self._pushing, self._pulling):
             for client, number in waiting:
                 if f"client-{client}" not in self._forgotten:
