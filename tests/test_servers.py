@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.errors import ProtocolError
+from offbeat.errors import LostKeysError, ProtocolError
 from offbeat.policies.client import Client, Done, Failed
 from offbeat.policies.parcels import Copied, Copy, Filled, Pulled, Push, Pushed, Refused, Stale
-from offbeat.policies.placement import Space
+from offbeat.policies.placement import Space, block_point
 from offbeat.policies.server import MANAGER, Send, ServerNode
 from offbeat.policies.servers import ServerGroup
 from offbeat.simulator.serving import Tables, cut
@@ -28,6 +28,7 @@ class Job:
         self.client = Client(0, cut)
         self.under_way: list[tuple[str, Send]] = []
         self.done: list[Done] = []
+        self.failed: list[Failed] = []
         for server in range(servers):
             self.say(self.group.joined(server))
 
@@ -41,6 +42,8 @@ class Job:
         for one in said:
             if isinstance(one, Done):
                 self.done.append(one)
+            elif isinstance(one, Failed):
+                self.failed.append(one)
             else:
                 self.under_way.append((sender, one))
 
@@ -127,9 +130,9 @@ def test_a_push_that_wants_values_is_refused_where_they_cannot_be_read():
     job.take("client-0", said)
     job.deliver("client-0", "server-0")
     assert isinstance(job.deliver("server-0", "client-0"), Refused)
-    (send,) = [send for _, send in job.under_way if isinstance(send, Failed)]
-    assert send.number == number
-    assert "too much" in send.reason
+    (failed,) = job.failed
+    assert failed.number == number
+    assert "too much" in failed.reason
 
 
 def test_who_wants_values_takes_no_answer_without_them():
@@ -313,6 +316,158 @@ def test_the_loss_of_more_servers_than_there_are_replicas_is_counted():
     for server in job.chain(5):
         job.kill(server)
     assert job.group.losses == 1
+
+
+# Losses ---------------------------------------------------------------------------------------------------
+
+
+def pull(job: Job, first: int, last: int) -> Done | Failed:
+    """What a pull comes to."""
+    job.done.clear()
+    job.failed.clear()
+    number, said = job.client.pull("w", first, last)
+    job.take("client-0", said)
+    job.settle()
+    (found,) = [found for found in [*job.done, *job.failed] if found.number == number]
+    return found
+
+
+def lost_keys(job: Job) -> list[int]:
+    arcs = job.group.view.lost
+    points = {key: block_point("w", key // SPACE.block_keys) for key in range(SPACE.keys)}
+    return [key for key, point in points.items() if any(arc.first <= point < arc.last for arc in arcs)]
+
+
+def test_requests_for_keys_whose_servers_are_all_gone_fail_and_name_keys_and_servers():
+    job = Job(2, copies=1)
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    job.kill(1)
+    assert isinstance(pull(job, 5, 6), Done)
+    job.kill(0)
+    failed = pull(job, 0, 100)
+    assert isinstance(failed.error, LostKeysError)
+    assert (failed.error.namespace, failed.error.ranges, failed.error.servers) == ("w", ((0, 100),), (0,))
+    assert (
+        failed.reason
+        == str(failed.error)
+        == (
+            "the values of keys 0 to 99 of w are lost: all servers that had them are gone, server 0 last; "
+            'open the namespace with on_loss="reset" to go on from zero there'
+        )
+    )
+
+
+def test_a_client_that_comes_after_a_loss_is_told_of_it_and_pulls_no_zeros():
+    job = Job(1, copies=0)
+    job.push({5: 1}, 5, 6)
+    job.settle()
+    job.kill(0)
+    job.nodes[1] = ServerNode(1, Tables())
+    job.say(job.group.joined(1))
+    job.settle()
+    assert job.group.view.ring.servers == (1,)
+    job.client = Client(0, cut)
+    job.client.see(job.group.view)
+    assert isinstance(pull(job, 0, 10), Failed)
+
+
+def test_a_client_is_told_of_a_loss_once_by_its_next_request_and_lost_keys_go_on_failing():
+    job = Job(3, copies=0)
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    job.kill(job.chain(0)[0])
+    lost = lost_keys(job)
+    kept = next(key for key in range(100) if key not in lost)
+    assert 0 in lost
+    first = pull(job, kept, kept + 1)
+    assert isinstance(first, Failed)
+    assert [key for begin, end in first.error.ranges for key in range(begin, end)] == lost
+    for _ in range(2):
+        assert pull(job, kept, kept + 1).parts == ((kept, kept + 1, {kept: 1}),)
+        assert isinstance(pull(job, 0, 1), Failed)
+    assert isinstance(pull(job, 0, 100), Failed)
+
+
+def test_of_requests_that_are_under_way_when_keys_are_lost_those_for_such_keys_fail():
+    job = Job(3, copies=0)
+    gone = job.chain(0)[0]
+    kept = next(key for key in range(100) if job.chain(key)[0] != gone)
+    lost, alive = job.push({0: 1}, 0, 1), job.push({kept: 1}, kept, kept + 1)
+    job.kill(gone)
+    assert [failed.number for failed in job.failed] == [lost]
+    job.settle()
+    assert [done.number for done in job.done] == [alive]
+    assert isinstance(pull(job, kept, kept + 1), Done)  # it has been told
+
+
+def test_a_loss_in_which_a_namespace_has_no_keys_is_none_of_its_clients_business():
+    job = Job(3, copies=0)
+    job.kill(job.chain(0)[0])
+    job.say(job.group.opened(Space("later", 100, 10)))
+    number, said = job.client.push("later", {}, 0, 100)
+    job.take("client-0", said)
+    job.settle()
+    assert [done.number for done in job.done] == [number]
+
+
+def test_a_namespace_that_goes_on_from_zero_begins_empty_on_all_that_hold_it():
+    """Also on a server that was being filled with what is lost."""
+    job = Job(3, copies=1)
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    master, last = job.chain(5)
+    job.kill(master)
+    gainer = job.chain(5)[1]
+    for _ in range(4):  # not all of what it is filled with comes
+        if any((sender, send.to) == (f"server-{last}", f"server-{gainer}") for sender, send in job.under_way):
+            job.deliver(f"server-{last}", f"server-{gainer}")
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.kill(last)
+    lost = lost_keys(job)
+    assert 5 in lost
+    assert not any(job.values(server, key) for key in lost for server in job.nodes)
+    assert isinstance(pull(job, 5, 6), Failed)
+    job.say(job.group.opened(SPACE, "reset"))
+    job.settle()
+    assert pull(job, 5, 6).parts == ((5, 6, {}),)
+    job.push(dict.fromkeys(lost, 7), 0, 100)
+    job.settle()
+    assert {job.values(server, key) for key in lost for server in job.chain(key)} == {7}
+    assert not job.group.view.lost
+
+
+def test_a_namespace_that_is_to_go_on_from_zero_before_anything_is_lost_does_so_at_once():
+    job = Job(2, copies=0)
+    assert job.group.opened(SPACE, "reset") is None
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.settle()
+    job.kill(0)
+    job.settle()
+    values = {key: value for _, _, part in pull(job, 0, 100).parts for key, value in part.items()}
+    assert 0 < len(values) < 100
+
+
+def test_a_request_waits_for_the_servers_that_have_not_answered_and_no_others():
+    job = Job(3, copies=0)
+    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    masters = {job.chain(key)[0] for key in range(100)}
+    assert job.client.waits_for("w", 0, 100) == sorted(masters) == [0, 1, 2]
+    while any(send.to != "server-1" for _, send in job.under_way):
+        sender, send = next(one for one in job.under_way if one[1].to != "server-1")
+        job.under_way.remove((sender, send))
+        job.hear(sender, send)
+    assert job.client.waits_for("w", 0, 100) == [1]
+
+
+def test_a_manager_that_is_started_again_knows_what_is_lost():
+    job = Job(2, copies=0)
+    job.kill(0)
+    again = ServerGroup(2, copies=0, virtual_nodes=2)
+    again.load_state_dict(json.loads(json.dumps(job.group.state_dict())))
+    assert again.view.lost == job.group.view.lost != ()
+    assert again.view.emptied == job.group.view.emptied != ()
+    assert not again.opened(SPACE, "reset").lost
 
 
 def test_a_manager_that_is_started_again_goes_on():
