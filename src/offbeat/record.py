@@ -1,18 +1,24 @@
 """Events and actions as plain data, on the wire and in the run log; and the replay of a log.
 
 A run log is JSON lines: a header with the log's version and the job's policies, then every event as the
-policies got it, each followed by the actions that they answered with. This module opens no connection,
-reads no clock, and decides nothing but whether data are what they should be.
+policies got it, each followed by the actions that they answered with. A log of bounded size is a series of
+such files, its parts: `log.000001.jsonl`, `log.000002.jsonl`, …, and `log.jsonl`, which is the newest. The
+header of each part but the first holds the state that the policies had at its beginning, so that every part
+can be replayed without those before it. This module opens no connection, reads no clock, and decides nothing
+but whether data are what they should be.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import inspect
 import os
 import re
 import stat
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import reduce
 from itertools import pairwise
@@ -30,7 +36,9 @@ from offbeat.policies import Policy, decide
 LOG_VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # as much as a link carries in one control message
 _BUFFER_BYTES_MAX: Final = 64 * 1024
+_HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # what is no log may be one line of any length
 _VERSION_KEY: Final = "offbeat_log"
+_STATES_KEY: Final = "states"
 _POLICY_PATH: Final = re.compile(r"(offbeat\.policies(?:\.[a-z][a-z0-9_]*)+):([A-Z][A-Za-z0-9]*)")
 
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
@@ -109,6 +117,7 @@ _event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_SHAPES)]
 _action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_SHAPES)])  # type: ignore[misc]
 _line_decoder: Final = msgspec.json.Decoder(_SHAPE)
 _json: Final = msgspec.json.Encoder()
+_LOG_BEGINS: Final = f'{{"{_VERSION_KEY}":'.encode()
 _msgpack: Final = msgspec.msgpack.Encoder()
 _MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -219,23 +228,29 @@ def _escaped(data: Any) -> Any:
 
 
 class LogWriter:
-    """Writes a run log; for one thread.
+    """Writes a run log, or one part of it; for one thread.
 
     A line reaches the file when more than 64 KiB wait, or at `flush`, which the caller calls on a timer: so
     the caller bounds what a killed run loses. The buffer goes out on its own only before an event, never
     between an event and its actions.
 
     Args:
-        path: the file; a log that is there already is replaced.
+        path: the file; one that is there already is replaced.
         header: plain data for the first line, among them "policies": a list of {"path": "module:Class",
             "arguments": {…}} in the order in which they are asked.
 
+    Attributes:
+        events: how many events have reached the file, each with its actions.
+
     Raises:
-        OSError: the file cannot be written; also from every method.
+        OSError: the file cannot be written; also from every method. Nothing can be added then, and the file
+            ends with a whole event wherever it can still be truncated.
     """
 
     def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
+        self.events = 0
         self._buffer = bytearray()
+        self._starts: list[int] = []  # of the events in the buffer
         self._write({_VERSION_KEY: LOG_VERSION, **header})
         self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 (open until close)
         self.flush()
@@ -246,17 +261,38 @@ class LogWriter:
         return len(self._buffer) > _BUFFER_BYTES_MAX
 
     @property
+    def is_regular_file(self) -> bool:
+        """Whether this is a file that can be cut and renamed, and no pipe or device."""
+        return stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+
+    @property
     def size_bytes(self) -> int:
         """How long the file is; what waits is not in it yet."""
         return os.fstat(self._file.fileno()).st_size
 
-    def cut(self, size_bytes: int) -> None:
+    @property
+    def waiting_bytes(self) -> int:
+        """How much waits for the next flush."""
+        return len(self._buffer)
+
+    def reopen(self, path: str | Path) -> None:
+        """Go on in a file that has a header already; what waits is dropped."""
+        file = Path(path).open("r+b", buffering=0)  # noqa: SIM115 (open until close)
+        self._file.close()
+        self._file = file
+
+    def cut(self, size_bytes: int, events: int) -> None:
         """Go on behind the first `size_bytes` bytes; what is behind them, and what waits, is dropped.
 
         What is no regular file (a pipe, a device) keeps what it has.
+
+        Args:
+            size_bytes: an earlier `size_bytes` of this file.
+            events: the value of `events` at that time.
         """
-        self._buffer.clear()
-        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+        self._drop()
+        self.events = events
+        if self.is_regular_file:
             self._file.truncate(size_bytes)
             self._file.seek(size_bytes)
 
@@ -264,7 +300,9 @@ class LogWriter:
         """Add an event that the policies are asked about."""
         if self.is_full:
             self.flush()
+        start = len(self._buffer)
         self._write(to_plain(event))
+        self._starts.append(start)
 
     def actions(self, actions: Sequence[Action]) -> None:
         """Add the answers to the last event, in their order."""
@@ -273,9 +311,17 @@ class LogWriter:
 
     def flush(self) -> None:
         """Hand every line to the operating system."""
-        while self._buffer:
-            written = self._file.write(self._buffer)
-            del self._buffer[:written]
+        done = 0
+        try:
+            while self._buffer:
+                written = self._file.write(self._buffer)
+                del self._buffer[:written]
+                done += written
+        except OSError:
+            self._end_with_a_whole_event(done)
+            raise
+        self.events += len(self._starts)
+        self._starts.clear()
 
     def close(self) -> None:
         """Write what waits and close the file; a second time does nothing."""
@@ -284,6 +330,26 @@ class LogWriter:
                 self.flush()
             finally:
                 self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file without what waits; for a file that cannot be written."""
+        self._drop()
+        with suppress(OSError):
+            self._file.close()
+
+    def _end_with_a_whole_event(self, done: int) -> None:
+        """Cut off what a flush that failed after `done` bytes has left of an event, and drop what waits."""
+        started = bisect_right(self._starts, done)
+        begin = self._starts[started - 1] if started else 0
+        self.events += max(0, started - 1)
+        self._drop()
+        with suppress(OSError):
+            if self.is_regular_file:
+                self._file.truncate(self._file.tell() - done + begin)
+
+    def _drop(self) -> None:
+        self._buffer.clear()
+        self._starts.clear()
 
     def _write(self, plain: dict[str, Any]) -> None:
         length = len(self._buffer)
@@ -295,15 +361,53 @@ class LogWriter:
         self._buffer += b"\n"
 
 
+def states_header(states: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return what the header of a part says about the state of the policies at its beginning.
+
+    Base64 of msgpack: a state may hold what JSON has no word for, such as a loss that is not a number.
+
+    Args:
+        states: the `state_dict` of each policy of the header's list.
+    """
+    return {_STATES_KEY: base64.b64encode(_msgpack.encode(states)).decode()}
+
+
+def part_path(path: Path, number: int) -> Path:
+    """Return the name of a log's finished part, numbered from 1."""
+    return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
+
+
+def finished_parts(path: Path) -> dict[int, Path]:
+    """Return the finished parts of a log that are still there, by number, oldest first.
+
+    A file that has such a name and is no run log is none of them.
+    """
+    pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{6,}}){re.escape(path.suffix)}")
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return {}
+    found = {int(match[1]): path.parent / match[0] for match in map(pattern.fullmatch, names) if match}
+    return {number: part for number, part in sorted(found.items()) if _is_log(part)}
+
+
+def _is_log(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LOG_BEGINS)) == _LOG_BEGINS
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A run log as it was read.
+    """A run log as it was read, or one part of it.
 
     Attributes:
         header: the first line, its version included.
         entries: events, each followed by its actions.
-        cut_off: the run was killed while it wrote: a last, partial line was left out, and the last event may
-            lack actions.
+        cut_off: the file ends in the middle of a line, which was left out, and the last event may lack
+            actions: the run was killed while it wrote, or could not write any more.
     """
 
     header: dict[str, Any]
@@ -311,8 +415,21 @@ class Log:
     cut_off: bool = False
 
 
+def read_logs(path: str | Path) -> dict[Path, Log]:
+    """Read all parts of a run log that are still there, oldest first; of most logs there is one.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_log`.
+    """
+    path = Path(path)
+    parts = list(finished_parts(path).values())
+    if path.exists() or not parts:
+        parts.append(path)
+    return {part: read_log(part) for part in parts}
+
+
 def read_log(path: str | Path) -> Log:
-    """Read a whole run log; only its last line may be incomplete.
+    """Read a run log, or one part of it; only its last line may be incomplete.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -323,7 +440,7 @@ def read_log(path: str | Path) -> Log:
     entries: list[Event | Action] = []
     line = b""
     with path.open("rb") as file:
-        header = _header(path, file.readline(MESSAGE_BYTES_MAX))
+        header = _header(path, file.readline(_HEADER_BYTES_MAX))
         for number, line in enumerate(file, start=2):
             try:
                 entry = _thing(_line_decoder.decode(line))
@@ -381,7 +498,9 @@ class Difference:
 
 
 def replay(log: Log) -> Difference | None:
-    """Ask fresh policies about every event of a log; return where they first answer otherwise, if they do.
+    """Ask policies about every event of a log; return where they first answer otherwise, if they do.
+
+    The policies are fresh, or have the state that the header of a part gives.
 
     Raises:
         ValueError: the header does not say which policies to build, or names something else than a policy.
@@ -420,7 +539,7 @@ def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
 
 
 def policies_of(header: dict[str, Any]) -> list[Policy]:
-    """Build the policies that a run log's header names.
+    """Build the policies that a run log's header names, with the state that it gives them, if any.
 
     Raises:
         ValueError: it does not say which, or names something else than a policy.
@@ -436,7 +555,21 @@ def policies_of(header: dict[str, Any]) -> list[Policy]:
         raise ValueError(
             f"expected the log's header to list its policies, with path and arguments: {error}"
         ) from None
-    return [build_policy(line.path, line.arguments) for line in lines]
+    policies = [build_policy(line.path, line.arguments) for line in lines]
+    if _STATES_KEY in header:
+        _load_states(policies, header[_STATES_KEY])
+    return policies
+
+
+def _load_states(policies: Sequence[Policy], text: Any) -> None:
+    try:
+        states = msgspec.msgpack.decode(base64.b64decode(text, validate=True), type=list[dict[str, Any]])
+        for policy, state in zip(policies, states, strict=True):
+            policy.load_state_dict(state)
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"expected the log's header to hold a state of each policy: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _answered(entries: list[Event | Action]) -> Iterator[tuple[int, Event, tuple[Action, ...]]]:

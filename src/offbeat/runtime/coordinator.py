@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -61,7 +60,6 @@ from offbeat.events import (
 )
 from offbeat.policies import decide
 from offbeat.record import (
-    LogWriter,
     build_policy,
     decode_actions,
     decode_events,
@@ -74,6 +72,7 @@ from offbeat.runtime import addresses as places
 from offbeat.runtime.control import Tally, decode_tally, encode_tally
 from offbeat.runtime.journal import Journal
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.run_log import LogPlace, RunLog
 from offbeat.runtime.starting import say
 from offbeat.runtime.supervisor import supervise
 
@@ -91,6 +90,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host: the address to listen on and to be reached at.
         log_path: where the run log goes, None for no log.
+        log_bytes_max: what it may take, all parts together; None for one file without a bound.
         about: further plain data for the log's header.
         tick_s: how often policies hear that time passed.
         silent_s: a worker from whom nothing came for so long is lost.
@@ -105,6 +105,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     policies: tuple[PolicySpec, ...]
     log_path: str | None = None
+    log_bytes_max: int | None = None
     about: dict[str, Any] = {}
     tick_s: float = 0.25
     silent_s: float = 10.0
@@ -115,6 +116,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 _BACK_S = 15.0  # reaching a worker may take 10 s, and what it has missed has to be heard
 _OBSERVED = Tick | Lost | NodeLost | NodeSilent | NodeHeard  # by the coordinator itself
 _TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
+_LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not try again
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Coordinator:
 
     Raises:
         ValueError: the configuration makes no sense.
-        OSError: it is impossible to listen there, or to write the log.
+        OSError: it is impossible to listen there, or to begin the log.
     """
 
     NAME = "coordinator"
@@ -180,9 +182,9 @@ class Coordinator:
         self._opened_s = self._ticked_s = self._turned_s = time.monotonic()
         self._held_up_s = float("-inf")
         self._endpoint: Endpoint | None = None
-        self._log = self._open_log()
-        self._log_begins = 0 if self._log is None else self._log.size_bytes
         self.journal = Journal()
+        self._log = self._open_log()
+        self._log_begins = self._log.place
         self._listeners = places.listen(configuration.host)
         self.addresses = tuple(address for _, address in self._listeners)
 
@@ -222,8 +224,7 @@ class Coordinator:
             raise
         finally:
             self._endpoint.close()
-            if self._log is not None:
-                self._log.close()
+            self._log.close()
 
     def _is_over(self) -> bool:
         everybody_came = 0 < self._expected <= len(self._members)
@@ -344,7 +345,7 @@ class Coordinator:
         self._write(event, actions)
         if self._tell(self._told(event, peer, actions)):
             self._flush()
-        if self.journal.records >= self._configuration.journal_events:
+        if self.journal.records >= self._configuration.journal_events or self._log.is_part_over:
             self._renew()
 
     def _decide(self, event: Event, peer: str) -> list[Action]:
@@ -478,10 +479,12 @@ class Coordinator:
     def _restore(self) -> None:
         """Goes on where an earlier coordinator of this job was killed, if there was one."""
         snapshot, records = self.journal.read()
-        log_begins = self._load(snapshot) if snapshot else self._log_begins
-        if self._log is not None and (snapshot or records):
-            self._log.cut(log_begins)
+        if snapshot or records:
+            log_place = self._load(snapshot) if snapshot else self._log_begins
+            self._log.go_on(None if _LOG_ENDED in records else log_place)
         for record in records:
+            if record == _LOG_ENDED:
+                continue
             peer, plain, answers = msgspec.msgpack.decode(record, type=tuple[str, dict[str, Any], bytes])
             event = cast(Event, from_plain(plain))
             actions = self._decide(event, peer)
@@ -495,8 +498,11 @@ class Coordinator:
         self._flush()
 
     def _renew(self) -> None:
-        """Lets the journal begin anew."""
+        """Lets the journal begin anew, and the log in a new part if it is time for one."""
         self._flush()
+        policies = [policy.state_dict() for policy in self._policies]
+        if self._log.is_part_over:
+            self._log.begin_part(policies)
         workers = [
             {
                 **vars(worker),
@@ -509,13 +515,13 @@ class Coordinator:
             "workers": workers,
             "expected": self._expected,
             "has_started": self._has_started,
-            "policies": [policy.state_dict() for policy in self._policies],
-            "log_begins": 0 if self._log is None else self._log.size_bytes,
+            "policies": policies,
+            "log": self._log.place,
         }
         self.journal.renew(msgspec.msgpack.encode(state))
 
-    def _load(self, snapshot: bytes) -> int:
-        """Takes over what `_renew` wrote; returns how long the run log was then."""
+    def _load(self, snapshot: bytes) -> LogPlace | None:
+        """Takes over what `_renew` wrote; returns where the run log was then."""
         state = msgspec.msgpack.decode(snapshot)
         for plain in state["workers"]:
             peer, addresses, unheard = plain.pop("peer"), plain.pop("addresses"), plain.pop("unheard")
@@ -525,34 +531,34 @@ class Coordinator:
         self._expected, self._has_started = state["expected"], state["has_started"]
         for policy, one in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(one)
-        begins: int = state["log_begins"]
-        return begins
+        return None if state["log"] is None else LogPlace(*state["log"])
 
     # The run log -----------------------------------------------------------------------------------------
 
-    def _open_log(self) -> LogWriter | None:
+    def _open_log(self) -> RunLog:
         configuration = self._configuration
-        if configuration.log_path is None:
-            return None
         header = {
             "job": configuration.job,
             "policies": [msgspec.to_builtins(spec) for spec in configuration.policies],
             **configuration.about,
         }
-        return LogWriter(Path(configuration.log_path), header)
+        return RunLog(
+            configuration.log_path, header, bytes_max=configuration.log_bytes_max, on_end=self._end_log
+        )
+
+    def _end_log(self) -> None:
+        self.journal.add(_LOG_ENDED)
+        self.journal.flush()
 
     def _write(self, event: Event, actions: Sequence[Action]) -> None:
         """Adds to the log, which shows nothing that a successor might not know."""
-        if self._log is not None:
-            if self._log.is_full:
-                self.journal.flush()
-            self._log.event(event)
-            self._log.actions(actions)
+        if self._log.is_full:
+            self.journal.flush()
+        self._log.write(event, actions)
 
     def _flush(self) -> None:
         self.journal.flush()
-        if self._log is not None:
-            self._log.flush()
+        self._log.flush()
 
 
 def _speaker(event: Event) -> int | str:

@@ -10,6 +10,7 @@ from offbeat.errors import OffbeatError
 
 SLOW = "OFFBEAT_SLOW"
 RUN_LOG = "OFFBEAT_RUN_LOG"
+RUN_LOG_BYTES_MAX = "OFFBEAT_RUN_LOG_BYTES_MAX"
 SEED = "OFFBEAT_SEED"
 NEWCOMER = "OFFBEAT_NEWCOMER"
 JOB = "OFFBEAT_JOB"
@@ -39,6 +40,7 @@ class Environment:
             nobody has given one.
         slow: slowness to inject, as `--slow` spells it.
         run_log: where the run log goes, None for no log.
+        run_log_bytes_max: what it may take, all its parts together; None for one file without a bound.
         seed: the seed of the data order.
         trace: into which folder to write what this worker does when, and in which step that begins; None for
             nothing.
@@ -58,6 +60,7 @@ class Environment:
     job_name: str | None = None
     slow: tuple[str, ...] = ()
     run_log: str | None = None
+    run_log_bytes_max: int | None = None
     seed: int = 0
     trace: tuple[str, int] | None = None
     start_s: float = 30.0
@@ -111,6 +114,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         job_name=_job_name(environ),
         slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
         run_log=environ.get(RUN_LOG) or None,
+        run_log_bytes_max=_whole(environ, RUN_LOG_BYTES_MAX, 0) if environ.get(RUN_LOG_BYTES_MAX) else None,
         seed=_whole(environ, SEED, 0),
         trace=_trace(environ),
         start_s=_seconds(environ, START_S, Environment.start_s),

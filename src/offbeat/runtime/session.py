@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -89,6 +90,7 @@ def join(
     strategy: Strategy,
     *,
     run_log: str | os.PathLike[str] | None = None,
+    run_log_bytes_max: int | None = None,
     thread: int = 0,
     threads: int = 1,
 ) -> Session:
@@ -107,6 +109,8 @@ def join(
         optimizer: steps the model's parameters.
         strategy: how the workers keep together, equal on every worker.
         run_log: where rank 0's coordinator writes the run log; by default where the launcher said, if it did.
+        run_log_bytes_max: what the log may take, at least 1 MiB: it is written in parts then, of which the
+            oldest are removed. By default what the launcher said; without that, one file without a bound.
         thread, threads: with a parameter server, a process may have several worker threads, each with a
             model, an optimizer and a loop of its own: which one this is, from 0, and how many each process
             has.
@@ -119,7 +123,12 @@ def join(
         WorkerError: the job did not come together within 30 s (or OFFBEAT_START_S); names who is missing or
             differs. Or it takes no newcomers, or not this one; says why.
     """
-    return Session(model, optimizer, strategy, of_thread(read_environment(), thread, threads), run_log)
+    environment = read_environment()
+    if run_log is not None:
+        environment = replace(environment, run_log=os.path.abspath(run_log))
+    if run_log_bytes_max is not None:
+        environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
+    return Session(model, optimizer, strategy, of_thread(environment, thread, threads))
 
 
 class Session:
@@ -144,7 +153,6 @@ class Session:
         optimizer: Optimizer,
         strategy: Strategy,
         environment: Environment,
-        run_log: str | os.PathLike[str] | None,
     ) -> None:
         check_trainable(model, optimizer)
         if optimizer in _joined:
@@ -181,9 +189,8 @@ class Session:
         self._synchronizer = strategy.synchronizer(self, model, optimizer)
         self._silent_s = _SILENT_AND_TAKEN_BACK_S if strategy.takes_back else _SILENT_S
         self._handles: list[RemovableHandle] = []
-        log = str(run_log) if run_log is not None else environment.run_log
         try:
-            self._enter(environment, log)
+            self._enter(environment)
         except BaseException as error:
             self.leave(error)
             if self._meeting is not None and isinstance(error, OffbeatError):
@@ -194,9 +201,10 @@ class Session:
 
     # Coming and going ----------------------------------------------------------------------------------
 
-    def _enter(self, environment: Environment, log: str | None) -> None:
-        if self.world > 1 or log is not None or self.is_newcomer or self._strategy.needs_coordinator:
-            meeting = self._meeting = meet(environment, lambda *where: self._configure(*where, log=log))
+    def _enter(self, environment: Environment) -> None:
+        has_log = environment.run_log is not None
+        if self.world > 1 or has_log or self.is_newcomer or self._strategy.needs_coordinator:
+            meeting = self._meeting = meet(environment, partial(self._configure, environment))
             self.worker, self.world = meeting.worker, meeting.world
             if self.is_newcomer:
                 self.threads = (self.worker,)
@@ -247,7 +255,8 @@ class Session:
         if self.tracer.is_on:
             self._member.endpoint.later(_COUNT_EVERY_S, self._count_bytes)
 
-    def _configure(self, job: str, token: str, host: str, *, log: str | None) -> Configuration:
+    def _configure(self, environment: Environment, job: str, token: str, host: str) -> Configuration:
+        log = environment.run_log
         about = {
             "world": self.world,
             "strategy": str(self._strategy),
@@ -262,6 +271,7 @@ class Session:
             host=host,
             policies=policies,
             log_path=None if log is None else os.path.abspath(log),
+            log_bytes_max=environment.run_log_bytes_max,
             about=about,
             silent_s=self._silent_s,
             stay_s=self._start_s,
