@@ -297,10 +297,10 @@ def test_what_only_a_policy_can_judge_stops_the_job_and_names_the_worker(what):
 def test_nonsense_of_one_who_has_not_joined_changes_nothing(what, tmp_path):
     nonsense = NONSENSE | {
         "an event before joining": lambda peer: encode([Failed(now_s=0.0, worker=1, step=0, error="no")]),
-        "joined again": lambda peer: encode([joined(peer, 2, 1)] * 2),
-        "joined as another": lambda peer: encode([joined(peer, 2, 0), Left(now_s=0.0, worker=0, step=0)]),
+        "joined again": lambda peer: encode([joined(peer, 3, 1)] * 2),
+        "joined as another": lambda peer: encode([joined(peer, 3, 0), Left(now_s=0.0, worker=0, step=0)]),
         "another's event": lambda peer: encode(
-            [joined(peer, 2, 1), Failed(now_s=0.0, worker=1, step=0, error="no")]
+            [joined(peer, 3, 1), Failed(now_s=0.0, worker=1, step=0, error="no")]
         ),
     }
     with running_job(2, tmp_path / "log") as (process, peers):
@@ -372,7 +372,7 @@ def test_a_grant_is_heard_by_nobody_but_the_worker_that_it_is_for(tmp_path):
 def test_a_late_joiner_is_refused_and_the_job_does_not_notice(tmp_path):
     with running_job(2, tmp_path / "log") as (process, peers):
         for claim in (0, 1, 2, 77):
-            late = Peer(f"late{claim}", process, worker=claim).join(2)
+            late = Peer(f"late{claim}", process, worker=claim).join(3)
             refusal = late.hear()
             assert refusal.peer == late.name
             assert "the job has started without it" in refusal.reason

@@ -4,12 +4,14 @@ Whatever happens, the others end naming who caused it, and nothing is left: no p
 hook; a gradient whose exchange did not finish is the local one.
 """
 
+import io
 import os
 import re
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from jobs import job
 from offbeat.errors import WorkerError
 from offbeat.runtime import link_exchange, member, session
 from offbeat.strategies import AllReduce
+from test_newcomers import train
 
 SILENT_S = 3.0  # 10 s, if nobody says otherwise
 
@@ -158,6 +161,7 @@ def test_a_worker_killed_while_it_computes_and_the_others_wait_for_it_is_named(v
         assert said["worker"] == victim
         assert said["step"] == 3
         assert f"worker {victim} was lost" in said["text"]
+        assert re.search(r"\(noticed by (the coordinator|worker \d)\)$", said["text"])
         assert said["waited"]
 
 
@@ -421,3 +425,44 @@ def exits_at_the_end(rank, say):
 def test_exiting_with_success_is_leaving_in_order():
     with job(exits_at_the_end, 3) as running:
         assert [one.value for one in running.ends()] == [0, 0, 0]
+
+
+# Who survives says so ---------------------------------------------------------------------------------------
+
+
+def writes(rank, say, victim, misdeed):
+    """Trains to the end; returns what that has written to standard error, where nobody sets logging up."""
+    at_step = None
+    if rank == victim:
+
+        def at_step(session):
+            if session.step == 12:
+                misdeed()
+
+    written = io.StringIO()
+    with redirect_stderr(written):
+        train(rank, say, misdeed=at_step)
+    return written.getvalue().splitlines()
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail():
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "cause"),
+    [
+        (kill_oneself, r"worker-2\.\w+ .* \(noticed by the coordinator\)"),
+        (fail, r"it failed after 12 steps: RuntimeError: out of luck"),
+    ],
+)
+def test_every_survivor_writes_once_who_was_lost_and_why_and_who_goes_on(misdeed, cause):
+    with job(writes, WORKERS, 2, misdeed, clean=misdeed is fail) as running:
+        ended = running.ends()
+    for one in ended[:2] + ended[3:]:
+        (line,) = one.value
+        assert re.fullmatch(f"worker 2 was lost: {cause}; training goes on with workers 0, 1 and 3", line)

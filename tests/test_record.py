@@ -87,6 +87,7 @@ from offbeat.events import (
     Worker,
     WorkerJoins,
     WorkerLeaves,
+    WorkerLost,
     WorkerRefused,
 )
 from offbeat.policies import decide
@@ -272,6 +273,7 @@ EXAMPLES = [
     Lend(worker=2, number=3, patron=0, block=Block(7, 1, ((0, 4), (8, 12))), reason="r"),
     Settle(worker=0, late=2, number=3, counts=True, reason="r"),
     Refuse(peer="late", reason="r"),
+    WorkerLost(worker=2, reason="r"),
     NodeJoined(now_s=1.0, node="server-3", addresses=("unix:/x",), functions=("mine:Clipped",)),
     NodeLeft(now_s=1.0, node="client-7"),
     NodeLost(now_s=1.0, node="server-3", cause="it was silent"),

@@ -993,6 +993,21 @@ class Refuse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerLost:
+    """A worker was lost or has failed, and the job goes on without it; every other worker says so.
+
+    No policy decides this: the coordinator tells it, next to what was decided of the Lost or the Failed.
+
+    Attributes:
+        worker: the one that is gone.
+        reason: who is gone, why, who has noticed it, and who goes on.
+    """
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Namespace:
     """Keys 0 to `keys` - 1 of the parameter server under a name (see `SpaceOpened`)."""
 
@@ -1199,6 +1214,7 @@ Action: TypeAlias = (
     | CloseServers
     | Stop
     | Refuse
+    | WorkerLost
     | Viewed
     | ClientGone
     | SpaceRefused

@@ -56,6 +56,7 @@ from offbeat.events import (
     Validated,
     Validating,
     Viewed,
+    WorkerLost,
     WorkerRefused,
 )
 from offbeat.policies import decide
@@ -115,6 +116,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 
 _BACK_S = 15.0  # reaching a worker may take 10 s, and what it has missed has to be heard
 _OBSERVED = Tick | Lost | NodeLost | NodeSilent | NodeHeard  # by the coordinator itself
+_NAMED_MAX = 16  # workers
 _TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
 _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not try again
 
@@ -322,7 +324,7 @@ class Coordinator:
         speaker = self._members[peer].speaker
         if isinstance(speaker, str):
             return NodeLost(now_s=time.monotonic(), node=speaker, cause=cause)
-        return Lost(now_s=time.monotonic(), worker=speaker, cause=cause)
+        return Lost(now_s=time.monotonic(), worker=speaker, cause=f"{cause} (noticed by the coordinator)")
 
     def _expel(self, peer: str, reason: str) -> None:
         """Turns a peer away that broke the protocol; if it takes part in the job, that has lost a worker."""
@@ -376,11 +378,26 @@ class Coordinator:
     # What is told ----------------------------------------------------------------------------------------
 
     def _told(self, event: Event, peer: str, actions: list[Action]) -> list[Action]:
-        """What is told after an event: besides what was decided, that one who was lost is out."""
+        """What is told after an event: besides what was decided, that one who was lost is out.
+
+        A worker that is lost is told so itself, and the others, unless the job ends with it.
+        """
+        told = list(actions)
         if isinstance(event, Lost | NodeLost) and not self._members[peer].is_refused:
             lost = _named(self._members[peer].speaker)
-            return [*actions, Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}")]
-        return actions
+            told.append(Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}"))
+        if isinstance(event, Lost | Failed) and not any(isinstance(one, Stop) for one in actions):
+            told.append(self._worker_lost(event))
+        return told
+
+    def _worker_lost(self, event: Lost | Failed) -> WorkerLost:
+        cause = (
+            event.cause if isinstance(event, Lost) else f"it failed after {event.step} steps: {event.error}"
+        )
+        speakers = (self._members[peer].speaker for peer in self._present)
+        others = sorted(speaker for speaker in speakers if isinstance(speaker, int))
+        reason = f"worker {event.worker} was lost: {cause}; training goes on with {_workers(others)}"
+        return WorkerLost(worker=event.worker, reason=reason)
 
     def _tell(self, actions: Sequence[Action]) -> bool:
         """Tells each worker what of these actions is for it; returns whether there was anything to tell."""
@@ -569,6 +586,14 @@ def _speaker(event: Event) -> int | str:
 
 def _named(speaker: int | str) -> str:
     return speaker if isinstance(speaker, str) else f"worker {speaker}"
+
+
+def _workers(ids: list[int]) -> str:
+    if len(ids) > _NAMED_MAX:
+        return f"{len(ids)} workers"
+    if len(ids) < 2:
+        return f"worker {ids[0]}" if ids else "nobody"
+    return f"workers {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
 
 
 def _texts(event: Event) -> Iterator[str]:

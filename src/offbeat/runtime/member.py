@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -30,6 +31,7 @@ from offbeat.events import (
     Used,
     Validated,
     Validating,
+    WorkerLost,
 )
 from offbeat.policies.follower import Follower
 from offbeat.policies.hand import Hand
@@ -38,6 +40,7 @@ from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.rendezvous import Meeting
 
+_log = logging.getLogger("offbeat")
 _COORDINATOR_SAYS_MORE_S = 1.0
 _ANSWER_MARGIN_S = 5.0
 _GOODBYE_S = 5.0
@@ -242,6 +245,9 @@ class Member:
                 case Stop():
                     self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
+                case WorkerLost():
+                    if self.failure is None and not (self.is_dismissed or self._is_closing):
+                        _log.warning(action.reason)
                 case Refuse():
                     self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=self.worker))
@@ -270,7 +276,8 @@ class Member:
             self._line.lost(error)
         elif error.peer in self._peers and not self._survives:
             worker = self._peers[error.peer]
-            self._fail_soon(WorkerError(f"worker {worker} was lost: {error}", worker=worker))
+            text = f"worker {worker} was lost: {error} (noticed by worker {self.worker})"
+            self._fail_soon(WorkerError(text, worker=worker))
 
     def _fail_soon(self, error: WorkerError) -> None:
         """Fails unless the coordinator, which knows more, says so first; waits while it is started again."""

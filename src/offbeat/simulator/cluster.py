@@ -45,6 +45,7 @@ from offbeat.events import (
     Validated,
     Validating,
     Viewed,
+    WorkerLost,
     WorkerRefused,
 )
 from offbeat.policies import Policy, decide
@@ -405,7 +406,7 @@ class Cluster:
                     self.is_dismissed = True
                 case Start() | EpochEnded() | Viewed() | SpaceRefused() | CloseServers():
                     pass
-                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
+                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused() | WorkerLost():
                     pass
                 case _:
                     assert_never(action)
