@@ -348,7 +348,8 @@ def test_patience_is_half_as_long_as_others_wait_until_a_straggler_is_classed():
 def test_who_has_the_only_state_is_waited_for_though_it_hangs():
     job = Job(1)
     job.join(1)
-    assert only(job.tick(1.1), Halt).abandon
+    assert job.tick(1.1) == []  # all members are silent: the coordinator may be the one that is cut off
+    assert only(job.tick(2.1), Halt).abandon
     assert job.tick(9.0) == []
     group, halt = job.answer(0, 2, step=3)
     assert group.members == (0,)

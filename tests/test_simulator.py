@@ -128,7 +128,15 @@ def test_a_bad_model_is_refused_in_one_line(text):
     "text",
     [
         *("die:1@2.5", "die:1,2@0.5", "hang:1@2.5+30.0", "late:0@1.0+0.2", "cut:1@2.0+3.0"),
-        *("cut:1-2@2.0+3.0", "join:9@2.5", "leave:1@2.5", "restart@2.5+0.5"),
+        *("cut:1-2@2.0+3.0", "cut:1>2@2.0+3.0", "cut:1>c@2.0+3.0", "cut:c>1@2.0+3.0"),
+        *(
+            "split:1,2@2.0+3.0",
+            "reset:1@2.0",
+            "reset:1-2@2.0",
+            "join:9@2.5",
+            "leave:1@2.5",
+            "restart@2.5+0.5",
+        ),
     ],
 )
 def test_a_fault_is_spelled_as_it_is_read(text):
@@ -136,7 +144,11 @@ def test_a_fault_is_spelled_as_it_is_read(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "die@1", "die:1-2@1", "hang:1@1", "cut:1-1@1+1", "restart:1@1+1", "x:1@1"]
+    "text",
+    [
+        *("", "die@1", "die:1-2@1", "hang:1@1", "cut:1-1@1+1", "cut:1>1@1+1", "cut:1,2@1+1", "cut:1-2,3@1+1"),
+        *("split@1+1", "split:1-2@1+1", "reset:1@1+1", "reset:1>2@1", "restart:1@1+1", "x:1@1"),
+    ],
 )
 def test_a_bad_fault_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="not understood"):

@@ -13,6 +13,7 @@ from offbeat.policies.assembly import Assembly
 from offbeat.policies.partial import PartialGroups
 from offbeat.simulator import campaign
 from offbeat.simulator.cluster import ViolationError
+from offbeat.simulator.faults import Cut
 
 SEEDS = 300
 
@@ -32,7 +33,15 @@ def test_a_seed_is_one_case_and_one_run():
 
 def test_every_kind_of_fault_is_drawn():
     kinds = {type(fault).__name__ for seed in range(SEEDS) for fault in campaign.case(seed).setting.faults}
-    assert kinds == {"Death", "Hang", "Late", "Cut", "Arrival", "Departure", "Restart"}
+    assert kinds == {*("Death", "Hang", "Late", "Cut", "Split", "Reset", "Arrival", "Departure", "Restart")}
+    cuts = [
+        fault
+        for seed in range(SEEDS)
+        for fault in campaign.case(seed).setting.faults
+        if isinstance(fault, Cut)
+    ]
+    assert {cut.lost for cut in cuts} == {"both", "worker", "peer"}
+    assert max(cut.length_s for cut in cuts if cut.peer is not None) > 20
 
 
 def test_samples_are_dealt_in_many_of_them():

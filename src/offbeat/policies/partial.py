@@ -40,6 +40,7 @@ from offbeat.events import (
     Wants,
 )
 from offbeat.policies.dealing import Dealing
+from offbeat.policies.reachability import Reachability
 from offbeat.policies.stragglers import StragglerClassifier
 
 Monitor: TypeAlias = Literal["continuous", "epoch_window"]
@@ -49,6 +50,8 @@ _EXCHANGES_IN_A_STEP_MAX = 2**16
 # After how many times the patience it is asked whether silent members live, first and at most.
 _PROBE_FIRST, _PROBE_MAX = 2, 32
 _UNKNOWN = -1  # step
+_GATHER_S = 0.25  # reports of one outage come within this time
+_MOST_SILENT_S = 2.0  # before then, that most members are silent may be an outage that is not reported yet
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +64,7 @@ class _Worker:
         is_late: it has kept the others waiting for too long, and has not been Ready since.
         has_finished: its loop is over.
         is_new: it came while the job ran and has had no state yet; nobody waits for its loop to end.
+        is_missed: it was left out because it could not reach the members, and has said nothing since.
         round: of its last Ready as a member.
         epoch: of its last Ready.
         iteration: Readys in that epoch, while it was outside.
@@ -71,6 +75,7 @@ class _Worker:
     is_late: bool = False
     has_finished: bool = False
     is_new: bool = False
+    is_missed: bool = False
     round: int = -1
     epoch: int = -1
     iteration: int = 0
@@ -95,6 +100,13 @@ class PartialGroups:
     group, and the Group names the first step that no one has begun. If somebody has gone, they are given up
     and repeated; who had finished one that others had not is ahead of them, so those leave the group and
     come back with the next change, with the state of one who had.
+
+    Members that cannot reach each other cannot exchange. When such an outage is reported, the member that
+    most others have lost is left out, the later one of two, until all the rest can reach each other; so are
+    members that the coordinator does not hear. One that is left out comes back when it can reach all members
+    again. While the coordinator does not hear more than half of the members, nothing is decided at all, for
+    then it is the coordinator that sits with the minority: until it hears at least half, or until they are
+    lost.
 
     Source: the first paper's dynamic worker classification, section 4, and DPAR (with `threshold_s` in
     `detector`). Deviations: those of `StragglerClassifier`; a return takes the state along; death and hangs,
@@ -176,6 +188,10 @@ class PartialGroups:
         self._exchange_id = self._step = 0  # the first ones of the last Group
         self._begun_step = -1  # the furthest that a member was Ready for
         self._working = -1  # somebody who has not finished, as long as that is so; else looked for
+        self._reachability = Reachability()
+        self._apart: set[int] = set()  # who is left out because it cannot reach the members
+        self._reported_s: float | None = None  # the first report since it was last seen who is left out
+        self._stands = False  # most members are not heard: nothing is decided
         self._is_settled = False  # nothing that `_review` looks at has changed since it last did
         self._epoch_began: dict[int, int] = {}  # epoch: its first round
         self._is_in_window = True
@@ -231,7 +247,7 @@ class PartialGroups:
             case Clocked() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
-                return []
+                return self._handle_report(event)
             case _:
                 assert_never(event)
 
@@ -269,6 +285,10 @@ class PartialGroups:
             "exchange_id": self._exchange_id,
             "step": self._step,
             "begun_step": self._begun_step,
+            "reachability": self._reachability.state_dict(),
+            "apart": sorted(self._apart),
+            "reported_s": self._reported_s,
+            "stands": self._stands,
             "is_settled": self._is_settled,
             "epoch_began": [list(one) for one in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
@@ -303,6 +323,9 @@ class PartialGroups:
         self._step = state["step"]
         self._begun_step = state["begun_step"]
         self._set_groups(self._members, self._before)
+        self._reachability.load_state_dict(state["reachability"])
+        self._apart, self._stands = set(state["apart"]), state["stands"]
+        self._reported_s = state["reported_s"]
         self._is_settled = state["is_settled"]
         self._epoch_began = dict(state["epoch_began"])
         self._is_in_window = state["is_in_window"]
@@ -335,6 +358,7 @@ class PartialGroups:
         """Take note of a Ready; with many workers this is called far more often than all else together."""
         worker = event.worker
         state = self._known(event)
+        state.is_missed = False
         if state.is_hung or state.is_late:
             state.is_hung = state.is_late = False
             self._it_lives()
@@ -456,7 +480,7 @@ class PartialGroups:
         state = self._known(event)
         if state.is_hung or state.is_late:
             self._it_lives()
-        state.has_finished, state.is_hung, state.is_late = True, False, False
+        state.has_finished, state.is_hung, state.is_late, state.is_missed = True, False, False, False
         self._dealing.finished(event.worker)
         state.can_join = event.worker not in self._asked
         self._is_settled = False
@@ -493,8 +517,8 @@ class PartialGroups:
         state.is_new &= not event.has_state
         # A newcomer that waits for a state has nothing to be Ready with.
         is_new = not event.has_state and state.round < 0 and state.epoch < 0
-        if state.is_hung or (state.is_late and is_new):  # it lives
-            state.is_hung = False
+        if state.is_hung or state.is_missed or (state.is_late and is_new):  # it lives
+            state.is_hung = state.is_missed = False
             state.is_late &= not is_new
             self._it_lives()
             state.can_join = event.worker not in self._asked and not state.has_finished
@@ -517,6 +541,7 @@ class PartialGroups:
             raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
         del self._workers[event.worker]
         self._gone.add(event.worker)
+        self._reachability.forget(event.worker)
         self._dealing.gone(event.worker, is_heard_out=not isinstance(event, Lost))
         self._is_settled = False
         for verdict in self._classifier.remove(event.worker):
@@ -540,10 +565,20 @@ class PartialGroups:
             if isinstance(event, Left):
                 return []
             return [Stop(worker=event.worker, step=None, reason=f"{why}; nobody is left")]
+        self._see_who_can_come_back(event.now_s)
         return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
 
     def _handle_tick(self, now_s: float) -> list[Action]:
+        if self._stands:
+            return []
+        if self._reported_s is not None and now_s - self._reported_s >= _GATHER_S:
+            actions = self._leave_out(now_s)
+            if actions:
+                return actions
         self._dealing.tick(now_s, self._answer_s)
+        return self._see_who_is_late(now_s)
+
+    def _see_who_is_late(self, now_s: float) -> list[Action]:
         fence = self._fence
         if fence is not None:
             if now_s - fence.since_s <= self._answer_s:
@@ -551,8 +586,10 @@ class PartialGroups:
             silent = [
                 worker
                 for worker in sorted(self._asked)
-                if self._answers(worker) and worker not in fence.answers
+                if self._answers(worker) and worker not in fence.answers and worker not in self._apart
             ]
+            if self._may_be_unheard(silent) and now_s - fence.since_s <= _MOST_SILENT_S:
+                return []
             for worker in silent:
                 self._workers[worker].is_hung = True
                 self._why[worker] = f"worker {worker} did not answer within {self._answer_s:g} s"
@@ -592,7 +629,7 @@ class PartialGroups:
             round_ = min(self._open)
             since_s, count, _ = self._open[round_]
             if count and now_s - since_s > self._patience():
-                late += [
+                behind = [
                     member
                     for member in self._members
                     if member in self._workers
@@ -600,7 +637,13 @@ class PartialGroups:
                     and not self._workers[member].has_finished
                     and self._workers[member].round < round_
                 ]
+                if not self._may_be_unheard(behind) or now_s - since_s > _MOST_SILENT_S:
+                    late += behind
         return late
+
+    def _may_be_unheard(self, silent: list[int]) -> bool:
+        """Whether these are most of the members: then it may be the coordinator that is cut off."""
+        return 2 * len(silent) > sum(member in self._workers for member in self._members)
 
     def _unfinished(self, now_s: float) -> list[int]:
         """Return the workers outside that do not come to an end although every member has."""
@@ -620,10 +663,85 @@ class PartialGroups:
         """How long others wait for one until it is classed a straggler; None while no threshold is known."""
         return self._classifier.wait_to_class_s(max(self._epoch_began, default=0))
 
+    # Who cannot reach whom -------------------------------------------------------------------------------
+
+    def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
+        if event.peer not in self._workers or (
+            event.worker not in self._workers and event.worker is not None
+        ):
+            return []  # the report crossed the news that one of the two is gone
+        self._reachability.on_report(event)
+        if isinstance(event, PeerUnreachable) and self._reported_s is None:
+            self._reported_s = event.now_s
+        self._see_who_can_come_back(event.now_s)
+        if self._is_settled or self._fence is None:
+            return [] if self._is_settled else self._review(event.now_s)
+        return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
+
+    def _see_who_can_come_back(self, now_s: float) -> None:
+        """Take note at once of who can reach all members again, and of who outside cannot any more."""
+        before, self._stands = self._stands, self._are_most_unheard()
+        if self._stands:
+            return
+        if before:
+            self._wait_anew(now_s)
+        if not (self._reachability or self._apart):
+            self._reported_s = None
+            return
+        out = self._cannot_reach_all()
+        self._set_apart({worker for worker in out if worker in self._apart or worker not in self._asked}, out)
+
+    def _leave_out(self, now_s: float) -> list[Action]:
+        """Begin a change without those who cannot reach the others, if there are any more than before."""
+        self._reported_s = None
+        out = self._cannot_reach_all()
+        for worker in out.keys() & self._asked:
+            self._workers[worker].is_missed = True
+        self._set_apart(set(out), out)
+        return [] if self._is_settled else self._review(now_s) or self._see_whether_all_answered(now_s)
+
+    def _cannot_reach_all(self) -> dict[int, str]:
+        """Return who cannot reach all members, and so is to be left out, each with the reason."""
+        up = {worker for worker, state in self._workers.items() if not (state.is_hung or state.is_late)}
+        members = (up & self._asked) - self._arriving
+        return self._reachability.left_out(members, self._workers.keys() - members)
+
+    def _set_apart(self, workers: set[int], reasons: dict[int, str]) -> None:
+        if workers == self._apart:
+            return
+        for worker in workers - self._apart:
+            self._why[worker] = reasons[worker]
+        for worker in self._apart - workers:
+            self._why[worker] = f"worker {worker} can reach the others again"
+        self._apart = workers
+        self._it_lives()
+
+    def _are_most_unheard(self) -> bool:
+        """Whether the coordinator does not hear most of those who were members when it last heard them."""
+        unheard = self._reachability.unheard
+        if not unheard:
+            return False
+        missed = {worker for worker in unheard if worker in self._workers and self._workers[worker].is_missed}
+        present = {member for member in self._members if member in self._workers} | missed
+        return 2 * len(present & unheard) > len(present)
+
+    def _wait_anew(self, now_s: float) -> None:
+        """Most members are heard again: while they were not, nobody was late."""
+        self._is_settled = False
+        if self._fence is not None:
+            self._fence.since_s = now_s
+        self._moved_s = self._heard_s = now_s
+        self._open = {round_: (now_s, count, step) for round_, (_, count, step) in self._open.items()}
+        if self._first_finished_s is not None:
+            self._first_finished_s = now_s
+
     # Changes ---------------------------------------------------------------------------------------------
 
     def _review(self, now_s: float) -> list[Action]:
         """Begin a change if the group should be another one, or if one under way cannot be finished."""
+        if self._stands:
+            self._is_settled = False
+            return []
         self._is_settled = True
         broken = [
             worker
@@ -657,7 +775,7 @@ class PartialGroups:
         return worker in self._workers and not self._workers[worker].is_hung
 
     def _keeps_up(self, worker: int) -> bool:
-        return self._answers(worker) and not self._workers[worker].is_late
+        return self._answers(worker) and not self._workers[worker].is_late and worker not in self._apart
 
     def _wanted(self) -> tuple[int, ...]:
         """Return who should be in the group; never nobody, while anybody is there."""
@@ -681,7 +799,11 @@ class PartialGroups:
 
     def _goes_on(self) -> bool:
         """Whether a member that has the state takes further steps."""
-        return any(self._is_working(member) for member in self._members if member not in self._arriving)
+        return any(
+            self._is_working(member) and self._keeps_up(member)
+            for member in self._members
+            if member not in self._arriving
+        )
 
     def _gives(self) -> bool:
         """Whether every member is in its loop, where it can give its state to one that is new."""
@@ -698,7 +820,9 @@ class PartialGroups:
 
     def _is_working(self, worker: int) -> bool:
         state = self._workers.get(worker)
-        return state is not None and self._keeps_up(worker) and not (state.has_finished or state.is_new)
+        return state is not None and not (
+            state.is_hung or state.is_late or state.has_finished or state.is_new
+        )
 
     def _dismiss(self) -> list[Action]:
         self._is_over = True
@@ -771,14 +895,21 @@ class PartialGroups:
         """Go on with those who have finished most; the others come back with the next change."""
         if not any(answer.has_state for answer in answers):
             return self._end()
-        furthest = max(answer.round for answer in answers if answer.has_state)
-        ahead = [answer for answer in answers if answer.has_state and answer.round == furthest]
+        if any(answer.has_state and answer.worker not in self._apart for answer in answers):
+            reach = [answer for answer in answers if answer.worker not in self._apart]
+        else:  # nobody else has the state
+            reach = answers
+            self._apart -= {answer.worker for answer in answers}
+            self._reported_s = now_s
+        furthest = max(answer.round for answer in reach if answer.has_state)
+        ahead = [answer for answer in reach if answer.has_state and answer.round == furthest]
         wanted = self._wanted()
         members = [answer for answer in ahead if answer.worker in wanted] or ahead
         for answer in answers:
             if answer not in members and self._may_come_back(answer.worker):
                 self._workers[answer.worker].can_join = True
-                self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
+                if answer.worker not in self._apart:
+                    self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
         reason = self._reason(set(self._asked) - {answer.worker for answer in members})
         self._move(answers, tuple(sorted(answer.worker for answer in members)), (), now_s)
         step = min(answer.step for answer in members)

@@ -32,7 +32,7 @@ from offbeat.events import (
 from offbeat.policies import Policy
 from offbeat.policies.caches import CacheDirectory, Terms
 from offbeat.simulator.cluster import Cluster, Setting
-from offbeat.simulator.faults import Cut, Death, Fault, Hang
+from offbeat.simulator.faults import Cut, Death, Fault, Hang, Reset, Split
 from offbeat.simulator.served import ServedProcess, ServedWorker
 from offbeat.simulator.times import Stopwatch
 from offbeat.simulator.versions import Row, Servers, Step
@@ -169,10 +169,10 @@ class BoundedCluster(Cluster):
 
     def _fail(self, fault: Fault) -> None:
         match fault:
-            case Death():
+            case Death() | Split():
                 everybody = {mate for worker in fault.workers for mate in self._mates(worker)}
                 super()._fail(replace(fault, workers=tuple(sorted(everybody))))
-            case Hang() | Cut() if fault.worker in self._workers:
+            case Hang() | Cut() | Reset() if fault.worker in self._workers:
                 for mate in self._mates(fault.worker):
                     super()._fail(replace(fault, worker=mate))
             case _:
@@ -181,7 +181,7 @@ class BoundedCluster(Cluster):
     def end_process(self, process: ServedProcess) -> None:
         """A thread was told to end; its process ends with it."""
         for thread in process.threads:
-            self._kill(thread.worker, self.setting.detect_s, "its process has ended")
+            self.kill(thread.worker, self.setting.detect_s, "its process has ended")
 
     def ended(self, process: ServedProcess) -> None:
         """A thread has ended; servers learn of it once all have."""

@@ -6,16 +6,29 @@ Nothing here mends anything; a seed that fails says so in one line, with the com
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.policies import Policy
 from offbeat.policies.assembly import Assembly
 from offbeat.policies.partial import PartialGroups
 from offbeat.policies.slowness import Burst, EpochPart, SlowRule
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
-from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, spell
+from offbeat.simulator.faults import (
+    Arrival,
+    Cut,
+    Death,
+    Departure,
+    Fault,
+    Hang,
+    Late,
+    Reset,
+    Restart,
+    Split,
+    spell,
+)
+from offbeat.simulator.lines import REDIALLED_S
 from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.replicas import History, LeastSquares, Problem
@@ -23,8 +36,11 @@ from offbeat.simulator.times import Bursty, ComputeTimes, Constant, Drifting, He
 
 _QUIET_S = 9.0  # more than any wait of the policies below
 _STUCK_S = 8.0
+_PAIRS_STUCK_S = 4.0  # where nothing happens but that two workers cannot reach each other
 _CHANGE_S = 2.0
 _BATCHES_S = 0.05
+_KINDS = ["die", "hang", "hang", "late", "cut", "split", "pair", "pair", "reset", "join", "leave", "restart"]
+_WHOSE: list[Literal["both", "worker", "peer"]] = ["both", "worker", "peer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +74,10 @@ def case(seed: int) -> Case:
     """Draw a cluster; the same for the same seed."""
     chance = random.Random(f"campaign {seed}")
     world = chance.randint(2, 12)
-    lost_after_s = chance.choice([1.5, 3.0])
-    faults = sorted(_faults(chance, world, lost_after_s), key=lambda fault: fault.at_s)
+    lost_after_s = chance.choice([3.0, 5.0])
+    has_pairs_only = chance.random() < 0.2
+    drawn = _pair_faults(chance, world) if has_pairs_only else _faults(chance, world, lost_after_s)
+    faults = sorted(drawn, key=lambda fault: fault.at_s)
     ends_s = max((fault.at_s + getattr(fault, "length_s", 0.0) for fault in faults), default=0.0)
     has_end = chance.random() < 0.4
     samples = _samples(random.Random(f"samples {seed}"), world, has_end=has_end)
@@ -81,7 +99,7 @@ def case(seed: int) -> Case:
         tick_s=chance.choice([0.1, 0.5]),
         detect_s=chance.choice([0.001, 0.01, 0.1]),
         lost_after_s=lost_after_s,
-        stuck_after_s=_STUCK_S,
+        stuck_after_s=_PAIRS_STUCK_S if has_pairs_only else _STUCK_S + _stands_s(faults, lost_after_s),
         seed=seed,
     )
     if samples is not None:
@@ -136,7 +154,7 @@ def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[
         now_s += chance.choice([0.0, 0.01, 0.1, chance.random(), chance.random()])
         worker = chance.choice(sorted(alive))
         length_s = chance.choice([0.05, 0.3, 1.0, 1.4, 4.0]) * (0.8 + 0.4 * chance.random())
-        kind = chance.choice(["die", "hang", "hang", "late", "cut", "split", "join", "leave", "restart"])
+        kind = chance.choice(_KINDS)
         if kind in ("die", "leave") and len(alive) == 1:
             kind = "join"
         match kind:
@@ -151,12 +169,18 @@ def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[
             case "late":
                 yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
             case "cut":
-                if length_s < lost_after_s or len(alive) > 1:
-                    alive -= {worker} if length_s >= lost_after_s else set()
-                    yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s)
+                if length_s < lost_after_s / 2 or len(alive) > 1:
+                    alive -= {worker} if length_s >= lost_after_s / 2 else set()
+                    lost = chance.choice(_WHOSE)
+                    yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+            case "pair" | "reset" if len(alive) > 1:
+                yield _pair_fault(chance, now_s, *chance.sample(sorted(alive), 2))
+            case "reset":
+                yield Reset(at_s=now_s, worker=worker, peer=None)
             case "split" if len(alive) > 1:
-                peer = chance.choice(sorted(alive - {worker}))
-                yield Cut(at_s=now_s, worker=worker, peer=peer, length_s=min(length_s, 1.5))
+                some = chance.sample(sorted(alive), chance.randint(1, len(alive) - 1))
+                alive -= set(some) if length_s >= lost_after_s / 2 else set()
+                yield Split(at_s=now_s, workers=tuple(sorted(some)), length_s=length_s)
             case "leave":
                 alive -= {worker}
                 yield Departure(at_s=now_s, worker=worker)
@@ -167,6 +191,31 @@ def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[
                 alive.add(newest)
                 yield Arrival(at_s=now_s, worker=newest)
                 newest += 1
+
+
+def _pair_faults(chance: random.Random, world: int) -> Iterator[Fault]:
+    """Draw faults between two workers each, and long enough apart that the first is no more felt."""
+    now_s = 0.5
+    for _ in range(chance.randint(1, 3)):
+        fault = _pair_fault(chance, now_s, *chance.sample(range(world), 2))
+        yield fault
+        now_s += getattr(fault, "length_s", 0.0) + REDIALLED_S + 4.0 + chance.random()
+
+
+def _pair_fault(chance: random.Random, now_s: float, worker: int, peer: int) -> Fault:
+    if chance.random() < 0.3:
+        return Reset(at_s=now_s, worker=worker, peer=peer)
+    length_s = chance.choice([0.05, 0.3, 1.0, 1.4, 4.0, 10.0, 20.0]) * (0.8 + 0.4 * chance.random())
+    return Cut(at_s=now_s, worker=worker, peer=peer, length_s=length_s, lost=chance.choice(_WHOSE[:2]))
+
+
+def _stands_s(faults: Iterable[Fault], lost_after_s: float) -> float:
+    """Return for how long nobody may decide, because most cannot be heard."""
+    return sum(
+        min(fault.length_s + REDIALLED_S, lost_after_s)
+        for fault in faults
+        if isinstance(fault, Split | Hang) or (isinstance(fault, Cut) and fault.peer is None)
+    )
 
 
 def run(seed: int, build: Callable[[Case], list[Policy]] = Case.build) -> Cluster:

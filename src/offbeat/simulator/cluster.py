@@ -15,6 +15,7 @@ from typing import Any, NoReturn, assert_never
 from offbeat.errors import OffbeatError
 from offbeat.events import (
     Action,
+    ClientGone,
     CloseServers,
     Deal,
     Dismiss,
@@ -32,6 +33,8 @@ from offbeat.events import (
     Lost,
     MergeStates,
     PassesEnded,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Recall,
     Refuse,
@@ -55,7 +58,20 @@ from offbeat.policies.work import WorkScheduler
 from offbeat.simulator.cohort import Cohort
 from offbeat.simulator.engine import Engine
 from offbeat.simulator.exchange import Exchange
-from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, check
+from offbeat.simulator.faults import (
+    Arrival,
+    Cut,
+    Death,
+    Departure,
+    Fault,
+    Hang,
+    Late,
+    Reset,
+    Restart,
+    Split,
+    check,
+)
+from offbeat.simulator.lines import COORDINATOR, Lines
 from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.replicas import History, Problem, Uses
@@ -183,7 +199,7 @@ class Cluster:
         self.log: list[tuple[Event, tuple[Action, ...]]] = []
         self.groups: list[tuple[float, Group]] = []
         self._hung_until_s: dict[int, float] = {}
-        self._cuts: dict[frozenset[int], float] = {}
+        self.lines = Lines(self)
         self._exchange_ids: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._keeps_log = keeps_log or any(isinstance(fault, Restart) for fault in setting.faults)
         self._durable = 0  # as much of the log as a killed coordinator has written
@@ -194,7 +210,7 @@ class Cluster:
         self.behind_s = 0.0  # the coordinator's clock goes on where its log ended
         self._present: set[int] = set()
         self._gone: set[int] = set()
-        self._away: set[int] = set()  # who hung when a coordinator came back
+        self._away: set[int] = set()  # workers that could not connect when a coordinator came back
         # Where what is said is numbered: of how many events of each worker the log knows, what each was told.
         self._recorded: Counter[int] = Counter()
         self._told: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
@@ -245,7 +261,7 @@ class Cluster:
     @property
     def is_calm(self) -> bool:
         """Whether nothing is the matter that keeps members from being a cohort."""
-        return self._is_quick and not (self._hung_until_s or self._cuts or self._is_down)
+        return self._is_quick and self.lines.are_calm and not (self._hung_until_s or self._is_down)
 
     def _add(self, worker: int, *, is_new: bool) -> None:
         is_slowed = any(rule.worker in (None, worker) for rule in self.setting.slow)
@@ -269,6 +285,8 @@ class Cluster:
     def end_if_empty(self) -> None:
         """Ends the run, a second later, if nobody is left."""
         self._alive -= 1
+        if not self.lines.are_calm:
+            self.lines.look()
         if not self._alive and not self._comes_later():
             self.engine.at(self.engine.now_s + 1.0, lambda _: self.engine.stop())
 
@@ -355,6 +373,8 @@ class Cluster:
                 return
             self._present.add(worker)
             self.ask(event)
+            if self._hung_until_s or not self.lines.are_calm:
+                self.lines.look()
         elif worker in self._present:
             self.ask(event)
         if type(event) is Left and self.is_numbered:
@@ -404,7 +424,7 @@ class Cluster:
                     continue  # no simulated worker validates
                 case Dismiss():
                     self.is_dismissed = True
-                case Start() | EpochEnded() | Viewed() | SpaceRefused() | CloseServers():
+                case Start() | EpochEnded() | Viewed() | SpaceRefused() | ClientGone() | CloseServers():
                     pass
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused() | WorkerLost():
                     pass
@@ -573,9 +593,9 @@ class Cluster:
             for worker in exchange.workers:
                 if worker.is_hung:
                     exchange.block(worker)
-        for cut in self._cuts:
-            if cut <= set(exchange.group.members):
-                exchange.block(cut)
+        for outage in self.lines.outages:
+            if outage.splits(exchange.group.members):
+                exchange.block(outage)
 
     def send_state(self, donor: SimulatedWorker, joiner: int, place: int, parcel: Parcel) -> None:
         """Sends a donor's state to the `place`-th of those who join."""
@@ -587,7 +607,7 @@ class Cluster:
         self.cohort.dissolve()
         if not (donor.is_alive or donor.has_left) or not self._workers[joiner].is_alive:
             return
-        free_s = self._cuts.get(frozenset((donor.worker, joiner)), 0.0)
+        free_s = self.lines.free_s(donor.worker, joiner)
         if donor.is_hung:
             free_s = max(free_s, self._hung_until_s[donor.worker])
         if free_s > self.engine.now_s:
@@ -600,12 +620,13 @@ class Cluster:
     def _fail(self, fault: Fault) -> None:
         self.cohort.dissolve()
         now_s = self.engine.now_s
-        if not isinstance(fault, Death | Arrival | Restart) and fault.worker not in self._workers:
+        named = fault.workers if isinstance(fault, Death | Split) else (getattr(fault, "worker", None),)
+        if not isinstance(fault, Arrival | Restart) and not self._workers.keys() & set(named):
             return  # a newcomer that found the job over
         match fault:
             case Death():
                 for worker in fault.workers:
-                    self._kill(worker, self.setting.detect_s, "the connection was closed")
+                    self.kill(worker, self.setting.detect_s, "the connection was closed")
             case Hang():
                 self._hang(fault)
             case Late():
@@ -615,7 +636,14 @@ class Cluster:
                 else:
                     one.down_s = max(one.down_s, now_s + fault.length_s)
             case Cut():
-                self._cut(fault)
+                nodes, peers = frozenset((fault.worker,)), frozenset((_node(fault.peer),))
+                if fault.lost == "peer":
+                    nodes, peers = peers, nodes
+                self.lines.cut(nodes, peers, fault.length_s, is_one_way=fault.lost != "both")
+            case Split():
+                self.lines.cut(frozenset(fault.workers), None, fault.length_s, is_one_way=False)
+            case Reset():
+                self.lines.reset(frozenset((fault.worker,)), frozenset((_node(fault.peer),)))
             case Arrival():
                 if self.stopped is None and any(
                     one.is_alive for one in self._workers.values()
@@ -628,7 +656,8 @@ class Cluster:
             case _:
                 assert_never(fault)
 
-    def _kill(self, worker: int, after_s: float, cause: str) -> None:
+    def kill(self, worker: int, after_s: float, cause: str) -> None:
+        """Ends a worker; the coordinator learns of it a little later."""
         one = self.workers.get(worker)
         if one is not None and one.is_alive:
             one.end()
@@ -651,9 +680,7 @@ class Cluster:
         self.hung_at_s[fault.worker] = now_s
         self._hung_until_s[fault.worker] = now_s + fault.length_s
         one.hang()
-        if fault.length_s >= self.setting.lost_after_s:
-            lost = (fault.worker, f"nothing was heard of it for {self.setting.lost_after_s:g} s")
-            self.engine.at(now_s + self.setting.lost_after_s, self._lose, lost)
+        self.lines.look()
         self.engine.at(now_s + fault.length_s, self._resume, one)
 
     def _resume(self, one: SimulatedWorker) -> None:
@@ -661,36 +688,66 @@ class Cluster:
         if not one.is_alive:
             return
         one.resume(tensors_first=self.chance.random() < 0.5)
-        if one.worker in self._gone:
-            one.end()
-        elif one.worker in self._away and not self._is_down:
-            self._reconnect(one)
+        self.lines.look()
+        self.welcome()
 
-    def _cut(self, fault: Cut) -> None:
-        one, now_s = self._workers[fault.worker], self.engine.now_s
-        until_s = now_s + fault.length_s
-        if fault.peer is not None:
-            cut = frozenset((fault.worker, fault.peer))
-            self._cuts[cut] = max(until_s, self._cuts.get(cut, 0.0))
-            for exchange in self.exchanges.values():
-                if cut <= {worker.worker for worker in exchange.workers if worker.exchange is exchange}:
-                    exchange.block(cut)
-            self.engine.at(until_s, self._mend, cut)
-        elif fault.length_s < self.setting.lost_after_s:
-            one.up_s, one.down_s = max(one.up_s, until_s), max(one.down_s, until_s)
-        else:
-            one.up_s = one.down_s = math.inf
-            lost = (fault.worker, f"nothing was heard of it for {self.setting.lost_after_s:g} s")
-            self.engine.at(now_s + self.setting.lost_after_s, self._lose, lost)
-            notices_s = now_s + self.setting.lost_after_s + self.chance.random()
-            self.engine.at(notices_s, lambda _: self._kill(fault.worker, 0.0, "it lost the coordinator"))
+    def welcome(self, _: Any = None) -> None:
+        """Workers that the coordinator hears again go on, or end where it has given them up."""
+        for one in self.living():
+            if not (one.is_hung or self._is_cut_off(one.worker)):
+                if one.worker in self._gone:
+                    one.end()
+                elif one.worker in self._away and not self._is_down:
+                    self._reconnect(one)
 
-    def _mend(self, cut: frozenset[int]) -> None:
-        if self._cuts.get(cut, math.inf) > self.engine.now_s:
-            return  # cut again, or mended already
-        del self._cuts[cut]
-        for exchange in list(self.exchanges.values()):
-            exchange.unblock(cut)
+    def _is_cut_off(self, worker: int) -> bool:
+        return any(outage.is_between(worker, COORDINATOR) for outage in self.lines.outages)
+
+    # What nodes observe of each other ------------------------------------------------------------------
+
+    def living(self) -> list[SimulatedWorker]:
+        """Return all workers that run, in order, hung ones included."""
+        return [one for _, one in sorted(self._workers.items()) if one.is_alive]
+
+    def is_running(self, worker: int) -> bool:
+        """Whether there is such a worker, if only hung."""
+        return worker in self._workers and self._workers[worker].is_alive
+
+    def is_hung(self, worker: int) -> bool:
+        """Whether it sends nothing."""
+        return worker in self._hung_until_s
+
+    def is_present(self, worker: int) -> bool:
+        """Whether the coordinator has a connection to it."""
+        return worker in self._present
+
+    def is_observing(self, node: int) -> bool:
+        """Whether a worker or the coordinator would notice something now."""
+        if node == COORDINATOR:
+            return not self._is_down
+        return self.is_running(node) and not self.is_hung(node)
+
+    def known_members(self, worker: int) -> set[tuple[int, ...]]:
+        """Return the members of all groups with which a worker has exchanged anything."""
+        return self._workers[worker].known
+
+    def met(self) -> None:
+        """Workers have sessions that they had not; what they do not hear of, they notice from now on."""
+        if self._hung_until_s or self.lines.outages:
+            self.lines.look()
+
+    def observe(self, node: int, event: PeerUnreachable | PeerReachable) -> None:
+        """A worker reports, or the coordinator observes itself, whom it cannot reach or can again."""
+        self.cohort.dissolve()
+        if node == COORDINATOR:
+            self.ask(replace(event, now_s=self.engine.now_s - self.behind_s))
+            return
+        one = self._workers[node]
+        self.tell(one, replace(event, now_s=self.arrival_s(one)))
+
+    def lose(self, worker: int, cause: str) -> None:
+        """The coordinator gives a worker up."""
+        self._lose((worker, cause))
 
     def _restart(self, fault: Restart) -> None:
         if self._is_down:
@@ -720,15 +777,21 @@ class Cluster:
             one = self._workers[worker]
             if not one.is_alive:
                 self._lose((worker, "it did not connect again"))
-            elif not one.is_hung:
-                self._reconnect(one)
-            else:
+            elif one.is_hung or self._is_cut_off(worker):
                 self._away.add(worker)
-                self.engine.at(self.engine.now_s + self.setting.lost_after_s, self._miss, one)
+            else:
+                self._reconnect(one)
+        self.lines.restart({peer for worker, peer in self._reports() if worker is None})
 
-    def _miss(self, one: SimulatedWorker) -> None:
-        if one.is_hung:
-            self._lose((one.worker, "it did not connect again"))
+    def _reports(self) -> set[tuple[int | None, int]]:
+        """Return who reports whom as unreachable, as the log has it."""
+        found: set[tuple[int | None, int]] = set()
+        for event, _ in self.log:
+            if isinstance(event, PeerUnreachable):
+                found.add((event.worker, event.peer))
+            elif isinstance(event, PeerReachable):
+                found.discard((event.worker, event.peer))
+        return found
 
     def _reconnect(self, one: SimulatedWorker) -> None:
         self._away.discard(one.worker)
@@ -745,6 +808,12 @@ class Cluster:
         for event in (one.last_ready, one.last_halted, one.last_finished):
             if event is not None:
                 self.tell(one, replace(event, now_s=self.arrival_s(one)))
+        reports = self.lines.reports_of(one.worker)
+        for peer in sorted({peer for worker, peer in self._reports() if worker == one.worker}):
+            if all(report.peer != peer for report in reports):
+                self.observe(one.worker, PeerReachable(now_s=0.0, worker=one.worker, peer=peer))
+        for report in reports:
+            self.observe(one.worker, report)
 
     def _say_what_was_missed(self, one: SimulatedWorker) -> None:
         """As the runtime does: each event is recorded once and each action heard once, in order."""
@@ -757,3 +826,7 @@ class Cluster:
         told = self._told[one.worker]
         for number in range(one.heard, len(told)):
             self._carry(one.worker, number, told[number])
+
+
+def _node(peer: int | None) -> int:
+    return COORDINATOR if peer is None else peer

@@ -8,17 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 FORMS = (
     "die:1@2.5 (worker 1 dies after 2.5 s; die:1,2@2.5 for two at once), hang:1@2.5+30 (for 30 s), "
     "late:1@2.5+0.2 (its messages take 0.2 s longer from then on), cut:1@2.5+3 (from the coordinator, for "
-    "3 s), cut:1-2@2.5+3 (from worker 2), join:9@2.5 (worker 9 is new), leave:1@2.5, "
-    "restart@2.5+0.5 (the coordinator, gone for 0.5 s)"
+    "3 s), cut:1-2@2.5+3 (from worker 2), cut:1>2@2.5+3 (what 1 sends to 2 is lost; c is the coordinator), "
+    "split:1,2@2.5+3 (these from everybody else), reset:1-2@2.5 (their connection breaks; reset:1@2.5 for "
+    "the coordinator's), join:9@2.5 (worker 9 is new), leave:1@2.5, restart@2.5+0.5 (the coordinator, gone "
+    "for 0.5 s)"
 )
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _FAULT = re.compile(
-    rf"(?P<kind>die|hang|late|cut|join|leave|restart)(?::(?P<who>[0-9]+(?:[,-][0-9]+)*))?"
+    rf"(?P<kind>die|hang|late|cut|split|reset|join|leave|restart)"
+    rf"(?::(?P<who>[0-9]+(?:,[0-9]+)*|[0-9]+-[0-9]+|[0-9]+>[0-9]+|[0-9]+>c|c>[0-9]+))?"
     rf"@(?P<at>{_NUMBER})(?:\+(?P<length>{_NUMBER}))?"
 )
 
@@ -51,12 +54,36 @@ class Late:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A worker and the coordinator, or another worker, cannot hear each other for a while."""
+    """A worker and another node do not get what the other sends for a while.
+
+    Attributes:
+        peer: another worker, None for the coordinator.
+        lost: whose messages are lost: those of both, or only of the worker or only of its peer.
+    """
 
     at_s: float
     worker: int
     peer: int | None
     length_s: float
+    lost: Literal["both", "worker", "peer"] = "both"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Some workers and all other nodes, the coordinator included, cannot hear each other for a while."""
+
+    at_s: float
+    workers: tuple[int, ...]
+    length_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reset:
+    """A worker's connection to another worker, or to the coordinator (None), breaks; both live on."""
+
+    at_s: float
+    worker: int
+    peer: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +110,7 @@ class Restart:
     length_s: float
 
 
-Fault: TypeAlias = Death | Hang | Late | Cut | Arrival | Departure | Restart
+Fault: TypeAlias = Death | Hang | Late | Cut | Split | Reset | Arrival | Departure | Restart
 
 
 def parse(text: str) -> Fault:
@@ -94,26 +121,37 @@ def parse(text: str) -> Fault:
     """
     found = _FAULT.fullmatch(text)
     if found is not None:
-        kind, at_s = found["kind"], float(found["at"])
-        who = [int(one) for one in re.findall("[0-9]+", found["who"] or "")]
+        kind, at_s, nodes = found["kind"], float(found["at"]), found["who"] or ""
+        who = [int(one) for one in re.findall("[0-9]+", nodes)]
         length_s = None if found["length"] is None else float(found["length"])
-        has_dash = "-" in (found["who"] or "")
-        match kind, who, length_s:
-            case "die", [_, *_], None if not has_dash:
+        between = "".join(re.findall("[->]", nodes)) or ","
+        match kind, between, who, length_s:
+            case "die", ",", [_, *_], None:
                 return Death(at_s=at_s, workers=tuple(sorted(set(who))))
-            case "hang", [worker], float():
+            case "hang", ",", [worker], float():
                 return Hang(at_s=at_s, worker=worker, length_s=length_s)
-            case "late", [worker], float():
+            case "late", ",", [worker], float():
                 return Late(at_s=at_s, worker=worker, length_s=length_s)
-            case "cut", [worker], float():
+            case "cut", ",", [worker], float():
                 return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s)
-            case "cut", [worker, peer], float() if has_dash and worker != peer:
+            case "cut", ">", [worker], float():
+                lost: Literal["peer", "worker"] = "peer" if nodes.startswith("c") else "worker"
+                return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+            case "cut", "-", [worker, peer], float() if worker != peer:
                 return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s)
-            case "join", [worker], None:
+            case "cut", ">", [worker, peer], float() if worker != peer:
+                return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s, lost="worker")
+            case "split", ",", [_, *_], float():
+                return Split(at_s=at_s, workers=tuple(sorted(set(who))), length_s=length_s)
+            case "reset", ",", [worker], None:
+                return Reset(at_s=at_s, worker=worker, peer=None)
+            case "reset", "-", [worker, peer], None if worker != peer:
+                return Reset(at_s=at_s, worker=worker, peer=peer)
+            case "join", ",", [worker], None:
                 return Arrival(at_s=at_s, worker=worker)
-            case "leave", [worker], None:
+            case "leave", ",", [worker], None:
                 return Departure(at_s=at_s, worker=worker)
-            case "restart", [], float():
+            case "restart", ",", [], float():
                 return Restart(at_s=at_s, length_s=length_s)
     raise ValueError(f"fault {text[:100]!r} is not understood: expected {FORMS}")
 
@@ -128,14 +166,24 @@ def spell(fault: Fault) -> str:
         case Late():
             return f"late:{fault.worker}@{fault.at_s!r}+{fault.length_s!r}"
         case Cut():
-            peer = "" if fault.peer is None else f"-{fault.peer}"
-            return f"cut:{fault.worker}{peer}@{fault.at_s!r}+{fault.length_s!r}"
+            return f"cut:{_nodes(fault)}@{fault.at_s!r}+{fault.length_s!r}"
+        case Split():
+            return f"split:{','.join(map(str, fault.workers))}@{fault.at_s!r}+{fault.length_s!r}"
+        case Reset():
+            return f"reset:{fault.worker}{'' if fault.peer is None else f'-{fault.peer}'}@{fault.at_s!r}"
         case Arrival():
             return f"join:{fault.worker}@{fault.at_s!r}"
         case Departure():
             return f"leave:{fault.worker}@{fault.at_s!r}"
         case Restart():
             return f"restart@{fault.at_s!r}+{fault.length_s!r}"
+
+
+def _nodes(cut: Cut) -> str:
+    if cut.lost == "both":
+        return f"{cut.worker}" if cut.peer is None else f"{cut.worker}-{cut.peer}"
+    peer = "c" if cut.peer is None else f"{cut.peer}"
+    return f"{cut.worker}>{peer}" if cut.lost == "worker" else f"{peer}>{cut.worker}"
 
 
 def check(faults: Iterable[Fault], world: int) -> None:
@@ -147,8 +195,8 @@ def check(faults: Iterable[Fault], world: int) -> None:
                 raise ValueError(f"fault {spell(fault)}: worker {fault.worker} is there already")
             known.add(fault.worker)
             continue
-        named = set(fault.workers) if isinstance(fault, Death) else {getattr(fault, "worker", 0)}
-        if isinstance(fault, Cut) and fault.peer is not None:
+        named = set(fault.workers) if isinstance(fault, Death | Split) else {getattr(fault, "worker", 0)}
+        if isinstance(fault, Cut | Reset) and fault.peer is not None:
             named.add(fault.peer)
         for worker in sorted(named - known):
             raise ValueError(f"fault {spell(fault)}: there is no worker {worker} at that time")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.policies.caches import clock_of, time_of
+from offbeat.simulator.lines import SERVERS
 
 if TYPE_CHECKING:
     from offbeat.simulator.bounded import BoundedCluster
@@ -159,10 +160,9 @@ class Servers:
             pieces[self._servers.index(server)] = self._piece(server, process)
             if len(pieces) == len(self._servers):
                 row = Row(self._version_of(pieces, version), [piece for _, piece in sorted(pieces.items())])
-                engine = self._cluster.engine
-                engine.at(
-                    engine.now_s + self._cluster.network.transfer_s(self._cluster.size_bytes), then, row
-                )
+                free_s = self._cluster.lines.free_s(process, SERVERS)
+                takes_s = self._cluster.network.transfer_s(self._cluster.size_bytes)
+                self._cluster.engine.at(free_s + takes_s, then, row)
 
         for server in self._servers:
             self._cluster.engine.at(self._arrival_s(server, process, 0), read, server)
@@ -181,7 +181,7 @@ class Servers:
         takes_s = cluster.network.transfer_s(size_bytes) * (
             1 + cluster.network.spread * cluster.chance.random()
         )
-        at_s = max(server.heard_s.get(process, 0.0), cluster.engine.now_s + takes_s)
+        at_s = max(server.heard_s.get(process, 0.0), cluster.lines.free_s(process, SERVERS) + takes_s)
         server.heard_s[process] = at_s
         return at_s
 
@@ -226,5 +226,5 @@ class Servers:
         server.times[push.process] = push.time
         push.acknowledged += 1
         if push.acknowledged == len(self._servers):
-            engine = self._cluster.engine
-            engine.at(engine.now_s + self._cluster.network.latency_s, push.then, push)
+            free_s = self._cluster.lines.free_s(push.process, SERVERS)
+            self._cluster.engine.at(free_s + self._cluster.network.latency_s, push.then, push)

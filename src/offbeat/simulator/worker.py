@@ -71,6 +71,7 @@ class SimulatedWorker:
         saved: states that it has taken down, where samples are dealt, by rounds that they have finished.
         told: what it has said to the coordinator, where samples are dealt.
         heard: how many messages of the coordinator have reached it.
+        known: the members of all groups with which it has exchanged anything.
     """
 
     def __init__(self, cluster: Cluster, worker: int, stopwatch: Stopwatch, *, is_new: bool) -> None:
@@ -108,6 +109,7 @@ class SimulatedWorker:
         self._busy = 0  # counts what it was busy with; who comes back with an older number comes too late
         self._given: Group | None = None  # the last group to whose newcomers it gave its state
         self._received: Parcel | None = None
+        self.known: set[tuple[int, ...]] = set()
         self._queue: deque[tuple[bool, Callable[[Any], None], Any]] = deque()
 
     @property
@@ -366,6 +368,8 @@ class SimulatedWorker:
         turn = follower.turn()
         if follower.group is not self._given:
             self._give()
+        if turn in (Turn.GO, Turn.TAKE):
+            self._meet_members()
         if turn is Turn.GO:
             self.outside = 0
             self.doing = EXCHANGING
@@ -381,6 +385,14 @@ class SimulatedWorker:
             self._means.clear()
             self.outside += 1
             self._count_step()
+
+    def _meet_members(self) -> None:
+        """Has sessions with all members from now on."""
+        group = self.follower.group
+        assert group is not None
+        if group.members not in self.known:
+            self.known.add(group.members)
+            self.cluster.met()
 
     def _take(self) -> None:
         received, follower = self._received, self.follower
