@@ -7,7 +7,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,9 +19,10 @@ import numpy as np
 import pytest
 
 import nodes
+import offbeat
 from jobs import MARK, coordinator, marked
 from nodes import DEADLINE_S
-from offbeat.errors import LinkError, OffbeatError
+from offbeat.errors import LinkError, LostKeysError, OffbeatError
 from offbeat.events import NodeLost
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.filters import FilterChain, Message
@@ -47,7 +47,6 @@ from offbeat.policies.parcels import (
     Stale,
     View,
 )
-from offbeat.runtime import node as node_module
 from offbeat.runtime.cluster import start_cluster
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Encoded
@@ -163,9 +162,37 @@ def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_ou
         assert w.pull().result().tolist() == [21.0] * KEYS
         assert ps.servers == [0, 2]
     said = capfd.readouterr().err
-    assert (
-        "offbeat: server 1 is out of the cluster: server-1 was lost: server-1 has been silent for 4 s" in said
-    )
+    assert "offbeat: server 1 is out of the cluster: server-1 was lost: nothing was heard of it for 4" in said
+
+
+def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they_are_to_be_zero(mark):
+    with PS.local(servers=2, copies=1) as ps:
+        w = ps.namespace("w", keys=KEYS)
+        ones = np.ones(KEYS, np.float32)
+        w.push(ones).result()
+        for process in ps.local_servers.processes.values():
+            process.kill()
+        ps.local_servers.start(7)
+        wait_until(lambda: ps.servers == [7], "a ring of the newcomer")
+        with pytest.raises(LostKeysError, match=r"keys 0 to 19 of w are lost: .*, server [01] last"):
+            w.pull().result()
+        with pytest.raises(LostKeysError):
+            w.push(ones).result()
+        with PS(ps.cluster) as other, pytest.raises(offbeat.LostKeysError, match="keys 0 to 19 of w"):
+            other.namespace("w", keys=KEYS).pull(keys=[3]).result()
+        again = ps.namespace("w", keys=KEYS, on_loss="reset")
+        assert again.pull().result().tolist() == [0.0] * KEYS
+        w.push(ones).result()
+        assert w.pull().result().tolist() == [1.0] * KEYS
+
+
+def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_and_no_other(mark):
+    with PS.local(servers=3, copies=0) as ps:
+        w = ps.namespace("w", keys=KEYS, block_keys=1)
+        w.push(np.ones(KEYS, np.float32)).result()
+        ps.local_servers.processes[1].send_signal(signal.SIGSTOP)
+        with pytest.raises(OffbeatError, match=r"not done after 0\.5 s: server 1 has not answered$"):
+            w.pull().result(timeout_s=0.5)
 
 
 @pytest.mark.parametrize("silent_s", [2.0, -1.0, float("nan")])
@@ -234,27 +261,27 @@ def test_what_a_killed_client_was_told_is_done_is_there_and_others_go_on(mark, t
         assert w.pull().result().tolist() == (found + 1).tolist()
 
 
-def test_a_client_that_comes_back_is_not_forgotten_for_an_earlier_loss(mark, by_hand, node):
-    """What it missed of the time for which a lost client is kept does not count when it is lost again."""
-    server = by_hand("server-0", start_cluster(1, host="127.0.0.1"))
+def test_a_server_keeps_what_it_has_for_a_client_until_the_manager_says_that_the_client_is_gone(
+    mark, by_hand
+):
+    """However long their connection is broken: a mended one has to go on where the other ended."""
+    cluster = start_cluster(1, host="127.0.0.1")
+    server, client = by_hand("server-0", cluster), by_hand(f"client-{EVIL}", cluster)
     server.node.join()
-    endpoint = server.node.endpoint
-    kept_s, node_module._GONE_CLIENT_S = node_module._GONE_CLIENT_S, 0.2
-    over = threading.Event()
+    client.node.join()
+    client.view()
+    client.say("server-0", pull())
+    assert isinstance(server.messages.get(timeout=DEADLINE_S), Pull)
+    kept: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def lose_twice():
-        server.node._lost(LinkError("client-1", "the first time"))
-        server.node._hear("client-1", msgspec.msgpack.encode([0, 0, 0, 0, 0, []]))
-        node_module._GONE_CLIENT_S = kept_s
-        server.node._lost(LinkError("client-1", "the second time"))
-        endpoint.later(0.3, over.set)
+    def lose() -> None:
+        server.node._lost(LinkError(client.node.name, "by hand"))
+        kept.put(client.node.name in server.node.post._known)
 
-    try:
-        endpoint.call(lose_twice)
-        assert over.wait(DEADLINE_S)
-        assert "client-1" in server.node.post._known
-    finally:
-        node_module._GONE_CLIENT_S = kept_s
+    server.node.endpoint.call(lose)
+    assert kept.get(timeout=DEADLINE_S)
+    client.node.close()
+    wait_until(lambda: client.node.name not in server.node.post._known, "that the client is forgotten")
 
 
 # A client that means harm
