@@ -229,7 +229,8 @@ class Node:
             self._gone.add(name)
             self._missed.discard(name)
             self._forget(name)
-            self.endpoint.introduce(name, self._addresses[name], lasting=True, silent_s=_GONE_S)
+            if name != self.name:
+                self.endpoint.introduce(name, self._addresses[name], lasting=True, silent_s=_GONE_S)
         for name in servers.keys() - self._addresses.keys():
             if name != self.name:
                 self.endpoint.introduce(name, servers[name], lasting=True, silent_s=inf)
