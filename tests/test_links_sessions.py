@@ -188,7 +188,7 @@ def test_who_is_silent_over_all_connections_is_lost(
     a.links.introduce("b", [lines[0].address])
     a.links.send("b", b"once more")
     assert b.message() == ("a", b"once more")
-    assert str(b.loss()).endswith("a has begun anew")
+    assert str(b.loss()).endswith("a has begun a new session")
 
 
 def test_a_limit_of_its_own_holds_for_one_peer(
@@ -241,12 +241,14 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
     a.links.introduce("b", first.links.addresses)
     a.links.send("b", b"hello")
     assert first.message() == ("a", b"hello")
+    first.links.send("a", b"hello to you")
+    assert a.message() == ("b", b"hello to you")
     line = Line(("127.0.0.1", port))
     a.links.introduce("b", [line.address])
     first.links.call(lambda: 1 / 0)  # it ends without a goodbye
     assert isinstance(first.errors.get(timeout=DEADLINE_S), ZeroDivisionError)
     second = node("b", unix=False, port=port)
-    assert str(a.loss()).endswith("b has begun anew")
+    assert str(a.loss()).endswith("b has begun a new session")
     second.links.introduce("a", a.links.addresses)
     second.links.send("a", b"I am new")
     assert a.message() == ("b", b"I am new")

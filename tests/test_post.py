@@ -471,10 +471,10 @@ QUICK = {"beat_s": 0.05, "silent_s": 0.2, "connect_s": 1.0}  # who does not see 
 
 
 def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance: random.Random) -> None:
-    """Both write until nothing is cut any more, and a little longer."""
+    """Both write until nothing is cut any more; now and then one gives the session up."""
     sent: dict[Writer, list[Any]] = {a: [], b: []}
     peer = {a: b, b: a}
-    while not any(proxy.is_spent for proxy in proxies):
+    while not (a.losses and b.losses and any(proxy.is_spent for proxy in proxies)):
         for one, other in peer.items():
             messages = [
                 {0: lambda n: large(n, 300 * KIB), 1: lambda n: long(n, 700 * KIB)}.get(
@@ -484,6 +484,8 @@ def exchange_in_spite_of_cuts(a: Writer, b: Writer, proxies: list[Proxy], chance
             ]
             sent[one] += messages
             one.write(other.name, *messages)
+            if not chance.randrange(6):
+                one.links.call(one.links.accuse, other.name, ProtocolError("expected something else"))
         for one, other in peer.items():
             some = len(sent[one]) - 40
             if some > 0:
@@ -505,14 +507,14 @@ def put_off(writers: list[Writer], stretch_s: float | None) -> None:
 def test_whatever_breaks_between_a_client_and_a_server_every_message_comes_once_and_in_order(
     seed, seen_by, stretch_s, proxy, node
 ):
-    """The client alone connects anew: the server does not know where it is."""
+    """The client alone connects anew: it listens nowhere."""
     chance = random.Random(seed)
-    client, server = Writer(node, "client-5", **QUICK), Writer(node, "server-0", redials=False, **QUICK)
+    client = Writer(node, "client-5", listeners=[], **QUICK)
+    server = Writer(node, "server-0", redials=False, **QUICK)
     put_off([client, server], stretch_s)
     between = proxy(server.links.addresses[0], some_cuts(chance, seen_by))
     client.knows("server-0", between.address)
     exchange_in_spite_of_cuts(client, server, [between], chance)
-    assert len(client.losses) > RESTARTS // 2
     assert all(one.peer == "client-5" for one in server.losses)
 
 
@@ -531,7 +533,6 @@ def test_whatever_breaks_between_two_servers_every_message_comes_once_and_in_ord
         proxies.append(proxy(other.links.addresses[0], some_cuts(chance, seen_by)[: RESTARTS // 2]))
         one.knows(other.name, proxies[-1].address)
     exchange_in_spite_of_cuts(a, b, proxies, chance)
-    assert a.losses
 
 
 # Who breaks the protocol

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-# A session that was open broke; or dialling failed: the peer's process has ended, nothing answers, or another
-# process does, or one that does not want this node.
-LinkFailure: TypeAlias = Literal["broken", "ended", "unreachable", "refused"]
+# A session that was open broke, or another one with the peer begins at this moment; or dialling failed: the
+# peer's process has ended, nothing answers, or another process does, or one that does not want this node.
+LinkFailure: TypeAlias = Literal["broken", "replaced", "ended", "unreachable", "refused"]
 
 
 class OffbeatError(Exception):
@@ -33,7 +33,7 @@ class LinkError(OffbeatError):
     @property
     def was_open(self) -> bool:
         """Whether there was a session, and another one may follow; else dialling the peer has failed."""
-        return self.failure == "broken"
+        return self.failure in ("broken", "replaced")
 
 
 class WorkerError(OffbeatError):

@@ -10,6 +10,7 @@ is killed can be started again (see `offbeat.runtime.supervisor`) and go on as i
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import time
@@ -44,6 +45,8 @@ from offbeat.events import (
     NodeLost,
     NodeSilent,
     PassesEnded,
+    PeerReachable,
+    PeerUnreachable,
     Recall,
     Refuse,
     Settle,
@@ -72,7 +75,7 @@ from offbeat.record import (
 from offbeat.runtime import addresses as places
 from offbeat.runtime.control import Tally, decode_tally, encode_tally
 from offbeat.runtime.journal import Journal
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.links import UNREACHABLE_S, Endpoint
 from offbeat.runtime.run_log import LogPlace, RunLog
 from offbeat.runtime.starting import say
 from offbeat.runtime.supervisor import supervise
@@ -115,7 +118,6 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BACK_S = 15.0  # reaching a worker may take 10 s, and what it has missed has to be heard
-_OBSERVED = Tick | Lost | NodeLost | NodeSilent | NodeHeard  # by the coordinator itself
 _NAMED_MAX = 16  # workers
 _TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
 _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not try again
@@ -125,6 +127,14 @@ _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor do
 class _Arrival:
     peer: str
     payload: bytes
+
+
+@dataclass(frozen=True)
+class _Silence:
+    """Nothing comes from a peer; or something comes again, where there is no cause."""
+
+    peer: str
+    cause: str
 
 
 @dataclass
@@ -139,12 +149,14 @@ class _Member:
         recorded: how many events were heard of it.
         told: how many actions it was told.
         unheard: the last of them, which it has not said it has heard.
+        is_silent: the policies have been told that nothing comes from it.
     """
 
     speaker: int | str
     addresses: tuple[str, ...]
     is_present: bool = True
     is_refused: bool = False
+    is_silent: bool = False
     recorded: int = 0
     told: int = 0
     unheard: deque[Action] = field(default_factory=deque)
@@ -173,7 +185,7 @@ class Coordinator:
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
-        self._inbox: queue.SimpleQueue[_Arrival | BaseException] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrival | _Silence | BaseException] = queue.SimpleQueue()
         self._members: dict[str, _Member] = {}  # by link name
         self._present: set[str] = set()
         self._strangers: set[str] = set()  # turned away before they joined
@@ -207,6 +219,8 @@ class Coordinator:
             on_message=lambda peer, payload: self._inbox.put(_Arrival(peer, payload)),
             on_lost=self._inbox.put,
             on_left=lambda peer: self._inbox.put(LinkError(peer, "it hung up before it left the job")),
+            on_unreachable=lambda peer, cause: self._inbox.put(_Silence(peer, cause)),
+            on_reachable=lambda peer: self._inbox.put(_Silence(peer, "")),
             on_error=self._inbox.put,
             listeners=self._listeners,
             silent_s=configuration.silent_s,
@@ -261,9 +275,14 @@ class Coordinator:
                             yield event, item.peer
                 except ProtocolError as error:
                     self._expel(item.peer, str(error))
+            case _Silence() if item.peer in self._present:
+                if self._members[item.peer].is_silent == (not item.cause):
+                    yield self._silence(item.peer, item.cause), item.peer
             case LinkError() if item.peer in self._present:
+                # Where this process was held up itself, it is called back; where it has given the session up
+                # and begins another one, it is there.
                 is_own_fault = time.monotonic() - self._held_up_s < self._configuration.silent_s
-                if is_own_fault and item.peer not in self._away:
+                if (is_own_fault or item.failure == "replaced") and item.peer not in self._away:
                     self._call_back(item.peer)
                 else:
                     yield self._lost(item.peer, str(item)), item.peer
@@ -304,7 +323,7 @@ class Coordinator:
 
     def _wrong(self, event: Event, peer: str) -> str | None:
         kind = type(event).__name__
-        if isinstance(event, _OBSERVED):
+        if _is_observed(event):
             return f"a worker or node must not send {kind}, which the coordinator observes itself"
         known = self._members.get(peer)
         speaker = _speaker(event)
@@ -325,6 +344,17 @@ class Coordinator:
         if isinstance(speaker, str):
             return NodeLost(now_s=time.monotonic(), node=speaker, cause=cause)
         return Lost(now_s=time.monotonic(), worker=speaker, cause=f"{cause} (noticed by the coordinator)")
+
+    def _silence(self, peer: str, cause: str) -> Event:
+        """What the policies are told of a peer from which nothing comes, or something comes again."""
+        now_s, speaker = time.monotonic(), self._members[peer].speaker
+        if isinstance(speaker, str):
+            if cause:
+                return NodeSilent(now_s=now_s, node=speaker, silent_s=UNREACHABLE_S)
+            return NodeHeard(now_s=now_s, node=speaker)
+        if cause:
+            return PeerUnreachable(now_s=now_s, worker=None, peer=speaker, cause=cause)
+        return PeerReachable(now_s=now_s, worker=None, peer=speaker)
 
     def _expel(self, peer: str, reason: str) -> None:
         """Turns a peer away that broke the protocol; if it takes part in the job, that has lost a worker."""
@@ -361,13 +391,19 @@ class Coordinator:
             case Joined():
                 self._members[peer] = _Member(event.worker, event.addresses)
                 self._present.add(peer)
+                self._introduce(peer)
                 self._expected = max(self._expected, event.world)
             case NodeJoined():
                 self._members[peer] = _Member(event.node, event.addresses)
                 self._present.add(peer)
+                self._introduce(peer)
             case Left() | Failed() | Lost() | NodeLeft() | NodeLost():
                 self._part(peer)
-        if not isinstance(event, _OBSERVED):
+            case PeerUnreachable(worker=None) | NodeSilent():
+                self._members[peer].is_silent = True
+            case PeerReachable(worker=None) | NodeHeard():
+                self._members[peer].is_silent = False
+        if not _is_observed(event):
             self._members[peer].recorded += 1
 
     def _part(self, peer: str) -> None:
@@ -462,10 +498,17 @@ class Coordinator:
         """Seeks a worker that may live and not be connected; if it cannot be reached, the links say so."""
         assert self._endpoint is not None
         self._away[peer] = time.monotonic() + _BACK_S
+        self._introduce(peer)
         worker = self._members[peer]
-        with suppress(ValueError):  # else it has as long to come by itself
-            self._endpoint.introduce(peer, worker.addresses, lasting=True)
         self._send(peer, encode_tally(Tally(0, worker.recorded, worker.told)))
+
+    def _introduce(self, peer: str) -> None:
+        """Lets the links dial a peer that has joined; what the silence of a node means, a policy decides."""
+        member = self._members[peer]
+        if self._endpoint is not None:
+            silent_s = math.inf if isinstance(member.speaker, str) else None
+            with suppress(ValueError):  # else it has to come by itself
+                self._endpoint.introduce(peer, member.addresses, lasting=True, silent_s=silent_s)
 
     def _answer(self, peer: str, tally: Tally) -> None:
         """Says what is recorded of a worker; on a new connection, also what it has missed.
@@ -492,6 +535,7 @@ class Coordinator:
                 self._send(peer, encode_actions([action]))
         elif self._away.pop(peer, None) is not None:
             self._ticked_s = time.monotonic()
+            self._inbox.put(_Silence(peer, ""))  # which an earlier coordinator may have reported
 
     def _restore(self) -> None:
         """Goes on where an earlier coordinator of this job was killed, if there was one."""
@@ -578,9 +622,20 @@ class Coordinator:
         self._log.flush()
 
 
+def _is_observed(event: Event) -> bool:
+    """Whether the coordinator has observed that itself, and nobody may send it."""
+    match event:
+        case Tick() | Lost() | NodeLost() | NodeSilent() | NodeHeard():
+            return True
+        case PeerUnreachable() | PeerReachable():
+            return event.worker is None
+    return False
+
+
 def _speaker(event: Event) -> int | str:
-    """The worker or the node that an event is about."""
-    speaker: int | str = event.worker if hasattr(event, "worker") else event.node  # type: ignore[union-attr]
+    """The worker or the node that has sent an event."""
+    speaker = event.worker if hasattr(event, "worker") else event.node  # type: ignore[union-attr]
+    assert speaker is not None  # what the coordinator observes itself, nobody sends
     return speaker
 
 

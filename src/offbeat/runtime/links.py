@@ -228,7 +228,10 @@ class Endpoint:
         self._hand_over(self._introduce, self._checked(peer), parsed, lasting, silent_s)
 
     def reach(self, peer: str) -> None:
-        """Connect to a peer that has been introduced, unless there is a connection."""
+        """Connect to a peer that was lost and has been introduced again.
+
+        `on_reachable` is called when something comes from it.
+        """
         self._hand_over(self._reach, self._checked(peer))
 
     def allocate(self, size_bytes: int) -> memoryview:
@@ -449,8 +452,10 @@ class Endpoint:
 
     def _reach(self, name: str) -> None:
         peer = self._peer(name)
-        if peer.link is None and not self._closing:
-            self._opening.dial(peer)
+        if not self._closing:
+            peer.is_unreachable = True
+            if peer.link is None:
+                self._opening.dial(peer)
 
     def _introduce(
         self, name: str, addresses: tuple[places.Address, ...], lasting: bool, silent_s: float | None
@@ -839,7 +844,7 @@ class Endpoint:
     def _replaced(self, peer: Peer) -> None:
         """Whoever answers under the peer's name does not know the session."""
         since = f"{peer.cause}, and " if peer.cause else ""
-        self._lose(peer, f"{since}{peer.name} has begun anew")
+        self._lose(peer, f"{since}{peer.name} has begun a new session", "replaced")
 
     def _failed(self, peer: Peer, text: str, failure: LinkFailure) -> None:
         """The peer cannot be reached, or its process has ended."""

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.events import (
@@ -23,6 +24,8 @@ from offbeat.events import (
     LendSnapshot,
     MergeStates,
     Peer,
+    PeerReachable,
+    PeerUnreachable,
     Recall,
     Refuse,
     Settle,
@@ -44,6 +47,10 @@ _log = logging.getLogger("offbeat")
 _COORDINATOR_SAYS_MORE_S = 1.0
 _ANSWER_MARGIN_S = 5.0
 _GOODBYE_S = 5.0
+# For how long workers that hear nothing of each other leave it to the coordinator, which hears both, to end
+# the job: times `silent_s`. After that they end it themselves.
+_PATIENCE = 3.0
+_REACH_AGAIN_S = 1.0
 _LAST_WORD_S = 20.0  # the coordinator may be silent for 10 s, and then has 10 s to be reached again
 
 
@@ -108,6 +115,9 @@ class Member:
         self._start: Start | None = None
         self._peers: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._reported: set[str] = set()  # whom this worker has reported as unreachable
+        self._silent_s = silent_s
         self._host, self._start_s = meeting.host, meeting.start_s
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
@@ -116,6 +126,8 @@ class Member:
             on_message=self._hear,
             on_lost=self._lose,
             on_left=self._miss,
+            on_unreachable=self._report,
+            on_reachable=self._withdraw_report,
             on_error=self._fail_with_the_links,
             host=meeting.host,
             silent_s=silent_s,
@@ -246,6 +258,7 @@ class Member:
                     self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
                 case WorkerLost():
+                    self._forget(self._names.get(action.worker, ""))
                     if self.failure is None and not (self.is_dismissed or self._is_closing):
                         _log.warning(action.reason)
                 case Refuse():
@@ -261,7 +274,31 @@ class Member:
             self._peers[peer.name] = peer.worker
             self._names[peer.worker] = peer.name
             if peer.name != self.endpoint.name:
-                self.endpoint.introduce(peer.name, peer.addresses, lasting=True)
+                self._addresses[peer.name] = peer.addresses
+                self._introduce(peer.name)
+
+    def _introduce(self, peer: str) -> None:
+        """Lets the links dial another worker; whether it is lost, the coordinator says first."""
+        silent_s = _PATIENCE * self._silent_s
+        self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=silent_s)
+
+    def _report(self, peer: str, cause: str) -> None:
+        """Tells the coordinator that nothing comes from another worker."""
+        if peer in self._addresses and peer not in self._reported:
+            self._reported.add(peer)
+            of = self._peers[peer]
+            self.tell(PeerUnreachable(now_s=0.0, worker=self.worker, peer=of, cause=cause))
+
+    def _withdraw_report(self, peer: str) -> None:
+        if peer in self._reported:
+            self._reported.remove(peer)
+            self.tell(PeerReachable(now_s=0.0, worker=self.worker, peer=self._peers[peer]))
+
+    def _reach_again(self, peer: str) -> None:
+        """Tries again to reach a worker that is said to take part."""
+        if peer in self._addresses and not self._is_closing:
+            self._introduce(peer)
+            self.endpoint.reach(peer)
 
     def _halt(self, halt: Halt) -> None:
         with self._changed:
@@ -274,6 +311,9 @@ class Member:
     def _lose(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
             self._line.lost(error)
+        elif error.peer in self._addresses and self._survives:
+            self._report(error.peer, str(error))
+            self.endpoint.later(_REACH_AGAIN_S, partial(self._reach_again, error.peer))
         elif error.peer in self._peers and not self._survives:
             worker = self._peers[error.peer]
             text = f"worker {worker} was lost: {error} (noticed by worker {self.worker})"
@@ -296,6 +336,13 @@ class Member:
         """A peer has left in order; the coordinator does so before its workers only if it fails."""
         if peer == Coordinator.NAME:
             self._line.left()
+        else:
+            self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
+        """This worker takes part no more: nobody tries to reach it again."""
+        self._addresses.pop(peer, None)
+        self._reported.discard(peer)
 
     def _lose_coordinator(self, cause: str) -> None:
         if self._is_closing:  # the coordinator ends when it has heard the last worker

@@ -308,7 +308,7 @@ class Opening:
             self._replaced(peer)
             self.stop_dialling(peer)  # what was said of the loss may have begun a dial
             peer.session = Session(own=session)
-        self._open(peer, link, theirs)
+        self._open(peer, link, theirs.session, theirs.received)
 
     def _attempt_failed(self, peer: Peer, dial: Dial, link: Link, why: str) -> None:
         """Go on to the next address, unless the peer's own dial waits to be let in."""
@@ -457,7 +457,7 @@ class Opening:
             self._replaced(peer)
         self.stop_dialling(peer)
         self._say(link, greeting.welcome(peer.session.position))
-        self._open(peer, link, theirs)
+        self._open(peer, link, theirs.session, theirs.received if is_same else 0)
 
     def _refuse(self, link: Link, line: str) -> None:
         self._say(link, refuse(line))
@@ -476,14 +476,14 @@ class Opening:
 
     # Both
 
-    def _open(self, peer: Peer, link: Link, theirs: Position) -> None:
+    def _open(self, peer: Peer, link: Link, theirs: str, received: int) -> None:
         assert link.sock is not None
         link.greeting = None
         session = peer.session
         if not session.is_open:
-            session.theirs = theirs.session
+            session.theirs = theirs
             session.is_resumable = link.sock.family != socket.AF_UNIX
-        self._opened(peer, link, theirs.received)
+        self._opened(peer, link, received)
 
     def _say(self, link: Link, frame: bytes) -> None:
         """Send a handshake frame. The socket's buffer holds them all; if it cannot, the connection is broken
