@@ -11,7 +11,7 @@ from offbeat.events import Left, StepTimed, Stop
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 SHOW = """
 import os, sys
-names = ("RANK", "WORLD_SIZE", "OFFBEAT_SLOW", "OFFBEAT_SEED", "OFFBEAT_RUN_LOG")
+names = ("RANK", "WORLD_SIZE", "OFFBEAT_SLOW", "OFFBEAT_SEED", "OFFBEAT_RUN_LOG", "OFFBEAT_RUN_LOG_BYTES_MAX")
 said = [*(os.environ.get(name, "-") for name in names), *sys.argv[1:]]
 open(f"said-{os.environ['RANK']}", "w").write("|".join(said))
 """
@@ -38,6 +38,7 @@ def run(folder, *arguments):
 def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     ours = ["--slow", "1:5", "--slow", "random:2@0.0-0.5", "--seed", "7", "--run-dir", "run"]
+    ours += ["--log-bytes-max", "2000000"]
     done = run(
         tmp_path, *ours, "--standalone", "--nproc-per-node", "2", "show.py", "--seed", "8", "--slow", "x"
     )
@@ -46,7 +47,7 @@ def test_options_reach_torchrun_and_the_environment_reaches_the_script(tmp_path)
     log = tmp_path / "run/log.jsonl"
     for rank in (0, 1):
         said = (tmp_path / f"said-{rank}").read_text()
-        assert said == f"{rank}|2|1:5;random:2@0.0-0.5|7|{log}|--seed|8|--slow|x"
+        assert said == f"{rank}|2|1:5;random:2@0.0-0.5|7|{log}|2000000|--seed|8|--slow|x"
 
 
 def test_without_options_of_ours_the_environment_stays_as_it_is(tmp_path):
@@ -54,7 +55,7 @@ def test_without_options_of_ours_the_environment_stays_as_it_is(tmp_path):
     done = run(tmp_path, "--nproc-per-node=1", "--standalone", "show.py")
 
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "said-0").read_text() == "0|1|-|-|-"
+    assert (tmp_path / "said-0").read_text() == "0|1|-|-|-|-"
 
 
 def test_a_script_that_trains_leaves_a_log_that_can_be_replayed(tmp_path):

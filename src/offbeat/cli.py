@@ -124,9 +124,13 @@ def train(
     splits = _load(settings, download)
     steps = training.steps_per_epoch(len(splits.train))
     folder = job.open_run_dir(run_dir or _new_folder(strategy))
+    notes: list[str] = []
     with _progress() as (progress, beside):
         shown = _EpochLines(beside, training.world)
-        sheet = _run(training, folder, progress, f"{model} on {data}, {strategy}", steps * epochs, shown)
+        label = f"{model} on {data}, {strategy}"
+        sheet = _run(training, folder, progress, label, steps * epochs, shown, notes.append)
+    for note in notes:
+        print(f"offbeat: {note}", file=sys.stderr)
     figures = timesheet.figures(sheet)
     console = Console()
     console.print(tables.parts(sheet))
@@ -258,6 +262,13 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder for the run log, log.jsonl; by default none is written.")
     ] = None,
+    log_bytes_max: Annotated[
+        int | None,
+        typer.Option(
+            help="What the run log may take, at least 1048576 bytes: it is then written in parts, and the "
+            "oldest are removed. By default it has no bound."
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of the data's order in session.batches and of random slowness.")
     ] = None,
@@ -283,6 +294,7 @@ def run(
     from offbeat import job
     from offbeat.policies.slowness import parse
     from offbeat.runtime import environment
+    from offbeat.runtime.run_log import check_bytes_max
     from offbeat.training import SEED_MAX
 
     if not context.args:
@@ -301,6 +313,11 @@ def run(
         os.environ[environment.SERVERS] = str(servers)
     if seed is not None:
         os.environ[environment.SEED] = str(seed)
+    if log_bytes_max is not None:
+        if run_dir is None:
+            raise ValueError("--log-bytes-max is about the run log: name its folder with --run-dir")
+        check_bytes_max(log_bytes_max)
+        os.environ[environment.RUN_LOG_BYTES_MAX] = str(log_bytes_max)
     if run_dir is not None:
         os.environ[environment.RUN_LOG] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
     raise typer.Exit(_start_here(context.args, replace) if replace else _torchrun(context.args))
@@ -394,29 +411,40 @@ def trace(
 @app.command()
 def replay(
     run: Annotated[
-        Path, typer.Argument(help="A run's folder, or its log.", metavar="RUN", show_default=False)
+        Path,
+        typer.Argument(
+            help="A run's folder, or its log, or a part of it.", metavar="RUN", show_default=False
+        ),
     ],
 ) -> None:
     """Feed a run log to fresh policies: they must give the actions that the log holds.
 
-    Exits with 0 if they do, with 1 and the first difference if they do not.
+    Exits with 0 if they do, with 1 and the first difference if they do not. Of a folder all parts of the log
+    that are there are replayed, each from the state of the policies that it begins with.
     """
     from offbeat import record
     from offbeat.events import Action
 
-    path = run / "log.jsonl" if run.is_dir() else run
     try:
-        log = record.read_log(path)
+        logs = record.read_logs(run / "log.jsonl") if run.is_dir() else {run: record.read_log(run)}
     except OSError as error:
-        raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
-    difference = record.replay(log)
-    if difference is not None:
-        print(difference)
-        raise typer.Exit(FAILED)
-    actions = sum(isinstance(entry, Action) for entry in log.entries)
-    print(f"identical: {len(log.entries) - actions} events, {actions} actions")
-    if log.cut_off:
-        print("the run was cut off while it wrote its log: its last, partial line was left out")
+        raise OffbeatError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    for path, log in logs.items():
+        difference = record.replay(log)
+        if difference is not None:
+            print(difference if len(logs) == 1 else f"{path}: {difference}")
+            raise typer.Exit(FAILED)
+    entries = [entry for log in logs.values() for entry in log.entries]
+    actions = sum(isinstance(entry, Action) for entry in entries)
+    print(f"identical: {len(entries) - actions} events, {actions} actions")
+    before = next(iter(logs.values())).events_before
+    if before:
+        print(f"this is what followed after {before} events, and was replayed from the state at that time")
+    if any(log.cut_off for log in logs.values()):
+        print(
+            "the log ends in the middle of a line, which was left out: the run was killed while it wrote, "
+            "or could not write any more"
+        )
 
 
 def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
@@ -530,6 +558,7 @@ def _run(
     label: str,
     steps: int,
     show: Callable[[TimeSheet], None] = lambda sheet: None,
+    on_note: Callable[[str], None] | None = None,
 ) -> TimeSheet:
     """Run a training behind a progress bar of the steps of whoever has finished most."""
     from offbeat import job
@@ -541,7 +570,7 @@ def _run(
         progress.update(task, completed=done, description=label if done else None)
         show(sheet)
 
-    return job.run(training, folder, update)
+    return job.run(training, folder, update, on_note)
 
 
 class _EpochLines:
@@ -583,7 +612,13 @@ def _start_here(arguments: list[str], replacements: int) -> int:
         command = [sys.executable, "-u", *(["-m"] if given["module"] else []), *command]
 
     def show(rank: int, line: str) -> None:
-        print(f"[{rank}] {line}", flush=True)
+        try:
+            print(f"[{rank}] {line}", flush=True)
+        except BrokenPipeError:  # whoever reads has seen enough
+            raise
+        except OSError as error:  # a full disk ends what is shown, and not the workers
+            _complain(f"what the workers say is not shown any more: {error.strerror or error}", FAILED)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
         outcomes = running.wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, Self
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from offbeat.data import Progress, Splits, load
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.models import build
 from offbeat.policies.slowness import Slowness, SlowRule, parse
-from offbeat.record import from_plain
+from offbeat.record import finished_parts, from_plain
 from offbeat.runtime import environment
 from offbeat.runtime.feed import EqualShards
 from offbeat.runtime.launch import launch, summary
@@ -143,7 +143,7 @@ def open_run_dir(path: Path) -> Path:
         OffbeatError: it cannot be written, or holds a run log already, which is never overwritten.
     """
     folder = path.expanduser().absolute()
-    if (folder / LOG_NAME).exists():
+    if (folder / LOG_NAME).exists() or finished_parts(folder / LOG_NAME):
         raise OffbeatError(f"{path} holds the log of another run: name another folder with --run-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,20 +153,27 @@ def open_run_dir(path: Path) -> Path:
     return folder
 
 
-def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lambda sheet: None) -> TimeSheet:
-    """Run a training to its end.
+def run(
+    job: Job,
+    run_dir: Path,
+    on_progress: Callable[[TimeSheet], None] = lambda sheet: None,
+    on_note: Callable[[str], None] | None = None,
+) -> TimeSheet:
+    """Run a training to its end, whether its log and what the workers say can be written down or not.
 
     Args:
         job: what to run.
         run_dir: from `open_run_dir`; gets the run log, and what the workers print.
         on_progress: called a few times a second with what is known so far.
+        on_note: called at the end with a sentence for each file that could not be written to its end. Without
+            it the whole log is needed.
 
     Returns:
-        Where the time went, all epochs of all workers.
+        Where the time went, all epochs of all workers; as far as the log goes, see `TimeSheet.left`.
 
     Raises:
         WorkerError: a worker failed; names it.
-        OffbeatError: the log does not hold the whole run.
+        OffbeatError: the log does not hold the whole run, and there is no `on_note`.
     """
     log = LogReader(run_dir / LOG_NAME)
     sheet = TimeSheet()
@@ -174,24 +181,63 @@ def run(job: Job, run_dir: Path, on_progress: Callable[[TimeSheet], None] = lamb
     env = {
         environment.SLOW: ";".join(job.slow),
         environment.RUN_LOG: str(run_dir / LOG_NAME),
+        environment.RUN_LOG_BYTES_MAX: "",  # all of it is read here
         environment.SEED: str(job.settings.seed),
         environment.SERVERS: str(job.servers),
         environment.TRACE: "" if job.trace is None else f"{run_dir / TRACE_FOLDER}:{job.trace}",
     }
-    with (run_dir / OUTPUT_NAME).open("w", buffering=1) as output:
-        with launch(command, job.workers, env=env, on_output=_line_writer(output)) as workers:
+    with Output(run_dir / OUTPUT_NAME) as output:
+        with launch(command, job.workers, env=env, on_output=output.add) as workers:
             while workers.running():
                 log.read_into(sheet)
                 on_progress(sheet)
                 time.sleep(_POLL_S)
             outcomes = workers.wait()
+    if output.error is not None and on_note is not None:
+        on_note(f"not all that the workers said is in {output.path}: {output.error.strerror}")
     if not all(outcome.is_good for outcome in outcomes):
         first = min(outcomes, key=lambda o: (o.is_good, o.ended_because is not None, o.ended_s))
         where = os.path.relpath(run_dir / OUTPUT_NAME)
         raise WorkerError(f"{summary(outcomes)} (all that the workers said: {where})", worker=first.rank)
-    log.read_to_the_end(sheet, job.world)
+    if missing := log.read_to_the_end(sheet, job.world):
+        note = (
+            f"{log.path} does not go to the end of the run: expected every worker to leave in it, worker "
+            f"{missing[0]} is missing; is the disk full, or was the coordinator ended?"
+        )
+        if on_note is None:
+            raise OffbeatError(note)
+        on_note(note)
     on_progress(sheet)
     return sheet
+
+
+class Output:
+    """Writes down what workers say; what comes after the first error is left out, for they go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error: OSError | None = None
+        self._file = path.open("wb", buffering=0)  # no buffer: what failed is not written again
+
+    def add(self, rank: int, line: str) -> None:
+        """Add a line of one worker."""
+        if self.error is not None:
+            return
+        waiting = memoryview(f"[worker {rank}] {line}\n".encode(errors="replace"))
+        try:
+            while waiting:
+                waiting = waiting[self._file.write(waiting) :]
+        except OSError as error:
+            self.error = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self.error = self.error or error
 
 
 class LogReader:
@@ -215,26 +261,19 @@ class LogReader:
             if line.startswith(_WANTED):
                 sheet.add(from_plain(msgspec.json.decode(line)))
 
-    def read_to_the_end(self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_ENDS_S) -> None:
+    def read_to_the_end(self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_ENDS_S) -> list[int]:
         """Read until every worker has left: the coordinator outlives them by a moment, and writes it then.
 
-        Raises:
-            OffbeatError: that is not in the log after `limit_s` seconds.
+        Returns:
+            The workers of which that is not in the log after `limit_s` seconds: the disk may be full, or the
+            coordinator was ended.
         """
         until_s = time.monotonic() + limit_s
         self.read_into(sheet)
-        while missing := sorted(set(range(workers)) - sheet.left):
-            if time.monotonic() >= until_s:
-                raise OffbeatError(
-                    f"{self.path}: expected every worker to leave at the end, "
-                    f"worker {missing[0]} is missing; was the coordinator ended?"
-                )
+        while (missing := sorted(set(range(workers)) - sheet.left)) and time.monotonic() < until_s:
             time.sleep(_POLL_S / 10)
             self.read_into(sheet)
-
-
-def _line_writer(output: TextIO) -> Callable[[int, str], None]:
-    return lambda rank, line: print(f"[worker {rank}] {line}", file=output)
+        return missing
 
 
 def _step_s(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int) -> float:

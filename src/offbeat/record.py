@@ -39,6 +39,7 @@ _BUFFER_BYTES_MAX: Final = 64 * 1024
 _HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # what is no log may be one line of any length
 _VERSION_KEY: Final = "offbeat_log"
 _STATES_KEY: Final = "states"
+EVENTS_BEFORE: Final = "events_before"
 _POLICY_PATH: Final = re.compile(r"(offbeat\.policies(?:\.[a-z][a-z0-9_]*)+):([A-Z][A-Za-z0-9]*)")
 
 _NotFinite: TypeAlias = Literal["nan", "inf", "-inf"]  # JSON has no such numbers; a diverged loss does
@@ -413,6 +414,12 @@ class Log:
     header: dict[str, Any]
     entries: list[Event | Action]
     cut_off: bool = False
+
+    @property
+    def events_before(self) -> int:
+        """How many events the parts before this one had; 0 for a whole log."""
+        before = self.header.get(EVENTS_BEFORE, 0)
+        return before if isinstance(before, int) else 0
 
 
 def read_logs(path: str | Path) -> dict[Path, Log]:

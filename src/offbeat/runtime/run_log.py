@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from offbeat.events import Action, Event
-from offbeat.record import LogWriter, finished_parts, part_path, states_header
+from offbeat.record import EVENTS_BEFORE, LogWriter, finished_parts, part_path, states_header
 
 LOG_BYTES_LEAST: Final = 1024 * 1024
 _PARTS: Final = 16  # the newest, the event under way and up to 14 finished ones
@@ -79,10 +79,8 @@ class RunLog:
         bytes_max: int | None = None,
         on_end: Callable[[], None],
     ) -> None:
-        if bytes_max is not None and bytes_max < LOG_BYTES_LEAST:
-            raise ValueError(
-                f"expected a bound of at least {LOG_BYTES_LEAST} bytes for the run log, got {bytes_max}"
-            )
+        if bytes_max is not None:
+            check_bytes_max(bytes_max)
         self._header, self._bytes_max, self._on_end = header, bytes_max, on_end
         self._part = 1
         self._events_before = 0  # in the parts before this one
@@ -151,7 +149,7 @@ class RunLog:
         assert self._bytes_max is not None
         writer.flush()
         events = self._events_before + writer.events
-        about = {"part": self._part + 1, "events_before": events, **states_header(states)}
+        about = {"part": self._part + 1, EVENTS_BEFORE: events, **states_header(states)}
         self._remove_oldest(self._bytes_max - self._bytes_max // _PARTS * 2 - writer.size_bytes)
         beside, finished = self._next_path(), part_path(self._path, self._part)
         try:
@@ -248,6 +246,14 @@ class RunLog:
 
     def _size_bytes(self, writer: LogWriter) -> int:
         return writer.size_bytes + writer.waiting_bytes
+
+
+def check_bytes_max(bytes_max: int) -> None:
+    """Raise a ValueError for a bound with which no log is written."""
+    if bytes_max < LOG_BYTES_LEAST:
+        raise ValueError(
+            f"expected a bound of at least {LOG_BYTES_LEAST} bytes for the run log, got {bytes_max}"
+        )
 
 
 def _say(line: str) -> None:

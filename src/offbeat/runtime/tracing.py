@@ -1,13 +1,16 @@
 """What a worker does when, in two of its steps: for `offbeat trace`, to be looked at in Perfetto.
 
-Written when the two steps are over, and never read here.
+Written when the two steps are over, and never read here. Training goes on without a trace that cannot be
+written.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -89,8 +92,19 @@ class Tracer:
         with self._lock:
             traced = Traced(self._worker, self._first_step, self._spans, self._bytes_sent)
             self._spans, self._bytes_sent = [], []
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"worker-{self._worker}.json"
         beside = path.with_suffix(".tmp")
-        beside.write_bytes(msgspec.json.encode(traced))
-        os.replace(beside, path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(msgspec.json.encode(traced))
+            os.replace(beside, path)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            with suppress(OSError):  # standard error may go to the same disk
+                print(
+                    f"offbeat: the trace {path} cannot be written ({error.strerror or error}); "
+                    "training goes on without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
