@@ -56,11 +56,10 @@ class Namespace:
         self._requests = requests
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
-        self._row_bytes = max(
-            self._dtype.itemsize * max(width, 1), np.dtype(np.int64).itemsize
-        )  # or its key's
+        self._values_bytes = self._dtype.itemsize * max(width, 1)  # of a row
+        self._row_bytes = max(self._values_bytes, np.dtype(np.int64).itemsize)  # or its key's
         self._a_push = f"a push to {self.name}"
-        requests.set_row_bytes(self.name, self._dtype.itemsize * max(width, 1))
+        requests.set_row_bytes(self.name, self._values_bytes)
 
     def push(
         self,
@@ -73,8 +72,14 @@ class Namespace:
         settings: Settings | None = None,
         time: int | None = None,
         after: Iterable[Future] = (),
+        may_wait: bool = True,
     ) -> Future:
         """Send rows for some keys.
+
+        It returns at once, unless more than 128 MiB that this client has pushed are not acknowledged then:
+        it waits until there is room for this push, 60 s at most. A push that is larger goes alone, and one to
+        a namespace that aggregates does not wait for those to others. It does not wait in what `when_done`
+        calls, nor for requests that have to be done before.
 
         Args:
             values: one row a key, (K,) or (K, width). They must not change until the push is done.
@@ -94,16 +99,18 @@ class Namespace:
                 they have of that clock. The future fails if others began without this client and are beyond
                 that time, or if an earlier request of a later time went first.
             after: requests that have to be done before this one is sent.
+            may_wait: as above; else what there is no room for waits in this client's memory.
 
         Raises:
             ValueError: rows or keys that the namespace has not got, or more than 2 GiB with `keys`; a weight
                 below 0, or one other than 1 where nothing is aggregated; settings that the update does not
                 take, and a function takes none; a time below 1.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is out of the parameter server; there was no room in 60 s, and nothing
+                was pushed; says which servers have not answered.
         """
         rows = self._rows(values)
         is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
-        if is_plain and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
+        if is_plain and may_wait and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
             is_within = 0 <= first < first + len(rows) <= self.keys
             if is_within and not self._requests.is_in_iteration:  # these are many
                 return self._requests.push_at_once(self._a_push, self.name, Entries(first, rows))
@@ -127,7 +134,7 @@ class Namespace:
             raise ValueError(problem)
         if weight != 1.0 or settings is not None:
             content.terms = self._terms(weight, settings)
-        return self._push(content, begin, end, time, after)
+        return self._push(content, begin, end, time, after, may_wait=may_wait)
 
     def put(
         self,
@@ -154,7 +161,7 @@ class Namespace:
 
         Raises:
             ValueError: rows, keys or states that the namespace has not got; a time below 1.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: as for `push`.
         """
         rows = self._rows(values)
         self._check_size(1)
@@ -181,6 +188,8 @@ class Namespace:
     ) -> Future:
         """Fetch the rows of some keys; those that nobody has pushed are zero.
 
+        It waits for room as `push` does, while more than 128 MiB have been asked for and have not come.
+
         Args:
             keys: (K,) whole numbers, ascending, each once; by default all from `first` to `last` - 1.
             first, last: see `keys`; by default all keys.
@@ -197,10 +206,11 @@ class Namespace:
 
         Raises:
             ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
-            OffbeatError: this client is out of the parameter server.
+            OffbeatError: this client is out of the parameter server; there was no room in 60 s.
         """
         count = 1 if keys is None else np.size(keys)
-        self._check_size(count * (1 + len(self._states)) if states else count)
+        arrays = 1 + len(self._states) if states else 1
+        self._check_size(count * arrays)
         listed = None if keys is None else self._listed(keys)
         if listed is not None and not len(listed):
             rows = np.zeros((0, *self._shape), self._dtype)
@@ -220,6 +230,7 @@ class Namespace:
             dtype=self._dtype,
             states=states,
             times=times,
+            size_bytes=(end - begin if listed is None else len(listed)) * arrays * self._values_bytes,
         )
 
     def report(self) -> dict[str, dict[str, Passed]]:
@@ -330,7 +341,14 @@ class Namespace:
         return self._requests.withdraw(self.name, requests)
 
     def _push(
-        self, content: Entries, first: int, last: int, time: int | None, after: Iterable[Future]
+        self,
+        content: Entries,
+        first: int,
+        last: int,
+        time: int | None,
+        after: Iterable[Future],
+        *,
+        may_wait: bool = True,
     ) -> Future:
         if time is not None and not 1 <= operator.index(time) < 2**63:
             raise ValueError(f"expected a time of 1 to 2**63 - 1, got {time}")
@@ -344,6 +362,7 @@ class Namespace:
             chosen,
             after,
             may_combine=self._combines and chosen is None and content.keys is None and content.terms is None,
+            may_wait=may_wait,
         )
 
     def _rows(self, values: ArrayLike) -> Rows:

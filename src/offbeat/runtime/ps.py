@@ -1,7 +1,7 @@
 """`PS`: a parameter server from a program's side, with or without any training.
 
 A namespace holds a row of numbers for every key. `push` sends rows, which the servers take as the namespace's
-update says; `pull` fetches rows. Both return a `Future` at once.
+update says; `pull` fetches rows. Both return a `Future`, at once unless too much is under way.
 
     with offbeat.PS.local(servers=2) as ps:
         w = ps.namespace("w", keys=1000)

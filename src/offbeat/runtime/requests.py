@@ -108,12 +108,14 @@ class _Sent(NamedTuple):
 
     Attributes:
         futures: of those who wait for it.
+        room: that all of them have.
         answer: what is put together of a pull, or of what a push brings.
         behind: pushes that are in what a pull brings, and have to be done before it is.
         pulls: of parts of what a push brings.
     """
 
     futures: Sequence[Future]
+    room: _Room
     answer: Answer | None = None
     behind: Sequence[Future] = ()
     pulls: Sequence[_Request] = ()
@@ -247,7 +249,6 @@ class Requests:
         if self.node.endpoint.inside or not self._pushed.admit(_PLAIN, size_bytes):
             return self.push(what, name, content, first, last, None, (), may_combine=True)
         future = Future(what, self._unanswered, self._run_until, (name, first, last))
-        future.followers.append(partial(self._release, self._pushed, _PLAIN, size_bytes))
         self._call(self._admit_part, content, future)
         return future
 
@@ -403,7 +404,7 @@ class Requests:
         if may_wait and not self.node.endpoint.inside:  # else, there might be some before it without room
             window, account, size_bytes = room
             if all(one.is_done for one in before) and window.admit(account, size_bytes):
-                self._admitted(request)
+                request.is_admitted = True
             elif not window.has_room(account, size_bytes):
                 self._wait_for_room(request)
                 return future
@@ -443,22 +444,16 @@ class Requests:
         if request.no_wait is not None and not request.is_held:
             request.no_wait.finish(None)
 
-    def _admitted(self, request: _Request) -> None:
-        """A request has its room, until it is done."""
-        assert request.room is not None
-        request.is_admitted = True
-        request.future.followers.append(partial(self._release, *request.room))
-
-    def _release(self, window: Window, account: str, size_bytes: int) -> None:
-        window.release(account, size_bytes)
-        if window.holds and self.views.failure is None:
-            self._call(self._admit_held, window)
+    def _release(self, room: _Room, count: int = 1) -> None:
+        """Give back the room of requests that have been answered, or will not be sent."""
+        room.window.release(room.account, room.size_bytes, count)
+        if room.window.holds:
+            self._call(self._admit_held, room.window)
 
     def _admit_held(self, window: Window) -> None:
         """Send what there is room for now."""
         for request in window.admit_held():
-            request.is_held = False
-            self._admitted(request)
+            request.is_held, request.is_admitted = False, True
             if request.no_wait is not None:
                 request.no_wait.finish(None)
             self._advance(request)
@@ -512,7 +507,7 @@ class Requests:
                 one.followers.append(lambda: self._advance(request))
                 return
             if one.error is not None:
-                future.finish(None, one.error)
+                self._fail(request, one.error)
                 return
         if request.make is None:
             try:
@@ -533,18 +528,25 @@ class Requests:
         try:
             number, said = request.make()
         except (ProtocolError, ValueError) as error:  # it has withdrawn, or the time has been
-            future.finish(None, error)
+            self._fail(request, error)
             return
         future.is_sent_push = request.answer is None
-        self._asked[number] = _Sent((future,), request.answer, behind)
+        assert request.room is not None
+        self._asked[number] = _Sent((future,), request.room, request.answer, behind)
         self._take_up(said)
+
+    def _fail(self, request: _Request, error: Exception) -> None:
+        """Fail a request that was not sent."""
+        if request.room is not None and request.is_admitted:
+            self._release(request.room)
+        request.future.finish(None, error)
 
     def _has_room(self, request: _Request) -> bool:
         """Admit a request that is to be sent now, if there is room for it; else keep it until there is."""
         assert request.room is not None
         window, account, size_bytes = request.room
         if window.admit(account, size_bytes):
-            self._admitted(request)
+            request.is_admitted = True
             return True
         window.hold(account, size_bytes, request)
         request.is_held = True
@@ -587,7 +589,8 @@ class Requests:
         self._waiting.difference_update(pull.future for pull in pulls)
         answer = _whole(pulls, content.first, last) if pulls else None
         number, said = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
-        self._asked[number] = _Sent(futures, answer, pulls=pulls)
+        room = _Room(self._pushed, _PLAIN, content.values.nbytes + len(futures) * REQUEST_BYTES)
+        self._asked[number] = _Sent(futures, room, answer, pulls=pulls)
         self._take_up(said)
         for request in others:
             self._advance(request)
@@ -612,6 +615,7 @@ class Requests:
                 self._finish(self._asked.pop(one.number), one)
             elif isinstance(one, Failed):
                 sent = self._asked.pop(one.number)
+                self._release(sent.room, len(sent.futures))
                 for future in sent.futures:
                     refused = OffbeatError(f"{future.what} was refused: {one.reason}")
                     future.finish(None, one.error or refused)
@@ -624,14 +628,17 @@ class Requests:
 
     def _finish(self, sent: _Sent, done: Done) -> None:
         """A request has been answered."""
-        futures, answer, behind, pulls = sent
+        futures, room, answer, behind, pulls = sent
+        self._release(room, len(futures))
         if answer is None or pulls:
             for future in futures:
                 future.finish(None)
         if pulls and answer is not None:
             rows = answer.rows(done.parts)
             for pull in pulls:
+                assert pull.room is not None
                 assert pull.future.span is not None
+                self._release(pull.room)
                 _, first, last = pull.future.span
                 self._finish_behind(pull.future, answer.part(rows, first, last), pull.before)
         elif answer is not None:

@@ -218,7 +218,7 @@ class ServedModel:
         else:
             weight = gradient.weight if self._is_versioned else 1.0
             pushed = [
-                namespace.push(values, weight=weight, settings=settings or None, time=at)
+                namespace.push(values, weight=weight, settings=settings or None, time=at, may_wait=False)
                 for namespace, values, settings in zip(
                     self._namespaces, gradient.arrays, gradient.settings, strict=True
                 )
@@ -233,7 +233,13 @@ class ServedModel:
         namespace = self._namespaces[group]
         none = np.empty(0, np.int64)
         return namespace.push(
-            none.astype(np.float64), keys=none, first=0, last=namespace.keys, weight=0.0, time=at
+            none.astype(np.float64),
+            keys=none,
+            first=0,
+            last=namespace.keys,
+            weight=0.0,
+            time=at,
+            may_wait=False,
         )
 
     # Reading ---------------------------------------------------------------------------------------------
