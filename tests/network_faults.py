@@ -34,9 +34,10 @@ from runlogs import wait_until
 from test_groups import compute
 
 DEADLINE_S = 60.0  # for whatever has to happen at all
-STEPS = 20  # so many show that training goes on
+START_S = 120.0  # for a job or a parameter server to begin
+STEPS = 10  # so many show that training goes on
 PUSHES = 20  # likewise
-STEP_S = 0.02  # of computing; leaves the machine to others
+STEP_S = 0.05  # of computing; leaves the machine to others
 KEYS = 64
 _WINDOW = 8  # pushes of a client that are not acknowledged
 _CLONE_NEWNET = 0x40000000
@@ -286,7 +287,7 @@ def training(
         variables = {
             "MASTER_ADDR": places[0].address,
             "OFFBEAT_RUN_LOG": str(log),
-            "OFFBEAT_START_S": str(DEADLINE_S),
+            "OFFBEAT_START_S": str(START_S),
             "OFFBEAT_SERVERS": str(workers),
             **(env or {}),
         }
@@ -294,7 +295,7 @@ def training(
         cluster = stack.enter_context(start(_train, workers, names, strategy, env=variables))
         watched = Training(places, cluster, log, workers)
         stack.callback(watched.close)
-        watched.trains_on(watched.everybody)
+        watched.trains_on(watched.everybody, deadline_s=START_S)
         try:
             yield watched
         finally:
@@ -308,7 +309,7 @@ def _push(rank: int, say: Callable[[Any], None], name: str, address: str, file: 
     """Push ones to all keys until the file `stop` is there; return how many were acknowledged: all."""
     enter(name)
     acked = 0
-    with offbeat.PS(file, host=address) as ps:
+    with offbeat.PS(file, host=address, start_s=START_S) as ps:
         ones = ps.namespace("ones", keys=KEYS, dtype="float64", block_keys=4)
         under_way: list[Any] = []
         while not os.path.exists(stop) or under_way:
@@ -380,7 +381,7 @@ class Serving(Watched):
             [*command, place.address, str(KEYS)],
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=START_S,
             check=False,
         )
         assert done.returncode == 0, f"{done.stderr}\n{self.state()}"
@@ -428,7 +429,7 @@ def serving(servers: int, folder: Path) -> Iterator[Serving]:
         cluster = stack.enter_context(start(_push, 1, *arguments))
         watched = Serving(places, cluster, processes, folder)
         stack.callback(watched.close)
-        watched.pushes_on()
+        watched.pushes_on(START_S)
         try:
             yield watched
         finally:

@@ -46,11 +46,11 @@ def each(values):
 
 
 def durations(*durations_s):
-    return pytest.mark.parametrize("duration_s", durations_s, ids=lambda s: f"{s:g} s")
+    return pytest.mark.parametrize("duration_s", durations_s, ids=lambda s: f"{s:g}s")
 
 
 def faults(*names):
-    return pytest.mark.parametrize("what", names)
+    return pytest.mark.parametrize("what", names, ids=lambda name: name.replace(" ", "-"))
 
 
 # Short faults ----------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_a_short_fault_loses_no_worker(tmp_path, name, what, duration_s):
 
 
 @each(STRATEGIES)
-@pytest.mark.parametrize("pair", [(1, 2), (0, 1)], ids=["1 and 2", "0 and 1"])
+@pytest.mark.parametrize("pair", [(1, 2), (0, 1)], ids=["1-2", "0-1"])
 def test_a_reset_loses_no_worker(tmp_path, name, pair):
     with training(STRATEGIES[name], WORKERS, tmp_path) as job:
         began_s = time.monotonic()
@@ -237,7 +237,11 @@ def test_a_client_and_a_server_that_were_apart_go_on_together(tmp_path, duration
         print(served.measures(broken_s, mended_s))
 
 
-@pytest.mark.parametrize("pair", [(1, 2), (0, 1), (2, -1), (0, -1)], ids=str)
+@pytest.mark.parametrize(
+    "pair",
+    [(1, 2), (0, 1), (2, -1), (0, -1)],
+    ids=["servers", "manager-server", "client-server", "client-manager"],
+)
 def test_a_reset_costs_no_acknowledged_push_and_no_server(tmp_path, pair):
     """The manager is on host 0, the client on the last one."""
     with serving(SERVERS, tmp_path) as served:
