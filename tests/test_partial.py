@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from offbeat.events import (
     Joined,
     Left,
     Lost,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Refuse,
     Start,
@@ -511,3 +514,155 @@ def test_who_is_in_a_step_that_others_have_not_got_goes_on_without_them():
     assert halt.abandon
     job.answer(0, 1, step=1)
     assert only(job.answer(1, 1, step=1, begun=True), Group).members == (1,)
+
+
+# Outages ------------------------------------------------------------------------------------------------
+
+
+def unreachable(job: Job, worker: int | None, peer: int) -> list[Action]:
+    return job.policy.handle(PeerUnreachable(now_s=job.now_s, worker=worker, peer=peer, cause="it is silent"))
+
+
+def reachable(job: Job, worker: int | None, peer: int) -> list[Action]:
+    return job.policy.handle(PeerReachable(now_s=job.now_s, worker=worker, peer=peer))
+
+
+def test_one_of_two_that_cannot_reach_each_other_is_left_out_with_the_first_tick_after_a_quarter_second():
+    job = Job(3)
+    job.now_s = 1.0
+    assert unreachable(job, 1, 2) == unreachable(job, 2, 1) == []
+    assert job.tick(1.2) == []
+    halt = only(job.tick(1.25), Halt)
+    assert halt.abandon
+    assert halt.reason == "worker 1 cannot reach worker 2: it is silent"
+    assert job.answer(0, 1, step=3, begun=True) == []
+    group = only(job.answer(1, 1, step=3, begun=True), Group)
+    assert (group.members, group.step, group.reason) == ((0, 1), 3, halt.reason)
+
+
+def left_out(world: int) -> Job:
+    """A job whose last two workers cannot reach each other, so that the last one is left out."""
+    job = Job(world)
+    job.now_s = 1.0
+    unreachable(job, world - 2, world - 1)
+    unreachable(job, world - 1, world - 2)
+    job.tick(1.25)
+    job.answer(world - 1, 1, step=3, begun=True)
+    settle(job, 1, tuple(range(world - 1)), step=3, begun=True)
+    return job
+
+
+def test_it_comes_back_when_nobody_reports_it_any_more():
+    job = left_out(3)
+    assert reachable(job, 1, 2) == []
+    halt = only(reachable(job, 2, 1), Halt)
+    assert (halt.abandon, halt.reason) == (False, "worker 2 can reach the others again")
+    group = settle(job, 2, (0, 1), step=5)
+    assert (group.members, group.joining) == ((0, 1, 2), (2,))
+
+
+def test_it_comes_back_as_well_when_the_other_one_is_gone():
+    job = left_out(3)
+    halt = only(job.lose(1), Halt)
+    assert halt.abandon
+    group, halt = job.answer(0, 2, step=5)
+    assert group.members == (0,)
+    assert isinstance(halt, Halt)
+    assert only(job.answer(0, 3, step=5), Group).joining == (2,)
+
+
+def test_it_comes_back_though_it_cannot_reach_another_one_outside():
+    job = left_out(4)
+    for worker, peer in ((0, 2), (2, 0)):
+        unreachable(job, worker, peer)
+    only(job.tick(1.6), Halt)
+    job.answer(2, 2, step=4, begun=True)
+    assert settle(job, 2, (0, 1), step=4, begun=True).members == (0, 1)
+    assert reachable(job, 0, 2) == []
+    assert only(reachable(job, 2, 0), Halt).reason == "worker 2 can reach the others again"
+    assert settle(job, 3, (0, 1), step=5).members == (0, 1, 2)  # 3 still cannot reach 2
+
+
+def test_a_mended_line_keeps_a_member_that_was_to_be_left_out():
+    job = Job(3)
+    job.now_s = 1.0
+    unreachable(job, 1, 2)
+    assert reachable(job, 1, 2) == []
+    assert job.tick(1.3) == []
+
+
+def test_members_that_the_coordinator_does_not_hear_are_left_out_and_are_not_waited_for():
+    job = Job(4)
+    job.now_s = 1.0
+    for worker in (2, 3):
+        assert unreachable(job, None, worker) == []
+    halt = only(job.tick(1.3), Halt)
+    assert "the coordinator cannot reach worker 2: it is silent" in halt.reason
+    assert settle(job, 1, (0, 1), step=3, begun=True).members == (0, 1)
+    assert reachable(job, None, 2) == []
+    assert isinstance(job.answer(2, 1, step=3, begun=True)[0], Halt)  # it has heard that it was left out
+
+
+def test_while_most_members_are_not_heard_nothing_is_decided():
+    job = Job(3)
+    for worker in range(3):
+        job.ready(worker, 0)
+    job.ready(0, 1)
+    job.now_s = 1.0
+    for worker in (1, 2):
+        assert unreachable(job, None, worker) == []
+    assert [job.tick(now_s) for now_s in (1.3, 5.0, 20.0, 100.0)] == [[], [], [], []]
+    assert [job.lose(0), job.tick(101.0)] == [[], []]
+    assert only(reachable(job, None, 1), Halt).abandon  # half of those who are left
+
+
+def test_nobody_was_late_while_most_members_were_not_heard():
+    job = Job(3)
+    for worker in range(3):
+        job.ready(worker, 0)
+    job.ready(0, 1)
+    job.now_s = 1.0
+    for worker in (1, 2):
+        unreachable(job, None, worker)
+    job.tick(9.0)
+    assert reachable(job, None, 1) == reachable(job, None, 2) == []
+    assert [job.tick(9.5), job.ready(1, 1), job.ready(2, 1), job.tick(10.5)] == [[]] * 4
+
+
+def test_a_minority_does_not_decide_because_reports_come_one_by_one():
+    """Two of five are left out, then a third one is not heard: that is most of the five."""
+    job = Job(5)
+    job.now_s = 1.0
+    for worker in (3, 4):
+        unreachable(job, None, worker)
+    only(job.tick(1.3), Halt)
+    assert settle(job, 1, (0, 1, 2), step=3, begun=True).members == (0, 1, 2)
+    assert unreachable(job, None, 2) == []
+    assert [job.tick(now_s) for now_s in (1.8, 5.0, 20.0)] == [[], [], []]
+
+
+def test_most_members_are_late_only_when_it_would_be_known_that_they_are_not_heard():
+    job = Job(3, detector={"n_profile": 1, "limit": 1})
+    for round_ in (0, 1):
+        for worker in range(3):
+            job.ready(worker, round_)
+    job.ready(0, 2)
+    assert [job.tick(1.1), job.tick(1.9)] == [[], []]
+    assert only(job.tick(2.1), Halt).abandon
+
+
+def test_what_it_knows_of_outages_is_in_its_state():
+    job = Job(5)
+    job.now_s = 1.0
+    for worker in (2, 3, 4):
+        unreachable(job, None, worker)
+    unreachable(job, 0, 1)
+    state = json.loads(json.dumps(job.policy.state_dict()))
+    job.policy = PartialGroups(5, answer_s=1.0, patience_s=1.0, join_s=5.0, deadline_s=9.0)
+    job.policy.load_state_dict(state)
+    assert job.policy.state_dict() == state
+    assert job.tick(5.0) == []
+    reachable(job, None, 4)
+    reasons = only(job.tick(5.1), Halt).reason
+    assert "worker 0 cannot reach worker 1" in reasons
+    assert "the coordinator cannot reach worker 2" in reasons

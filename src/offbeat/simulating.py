@@ -93,8 +93,8 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
         seeds: Annotated[
             int | None,
             typer.Option(
-                help="Instead, so many runs with random faults, one a seed: of clusters of partial or of a "
-                "strategy on parameter servers, or of these alone (for which there is nothing else)."
+                help="Instead, so many runs with random faults, one a seed: of clusters of partial, of bsp, "
+                "of a strategy on parameter servers, or of these alone (for which there is nothing else)."
             ),
         ] = None,
         json: Annotated[
@@ -117,7 +117,10 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
             if seeds < 1:
                 raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
             served = on_servers(strategy)
-            train = _train if served is None else partial(_train_on_servers, strategy, *served)
+            if served is not None:
+                train = partial(_train_on_servers, strategy, *served)
+            else:
+                train = partial(_train, is_lockstep=_is_lockstep(build(strategy, workers)()))
             figures = _campaign(_serve if what is What.PS else train, seed, seeds)
         elif what is What.PS:
             raise ValueError("expected --seeds N: how many trials of the parameter server to run")
@@ -295,10 +298,16 @@ def _run(cluster: Cluster) -> None:
         _fail(f"{error}; again: {shlex.join(['offbeat', *sys.argv[1:]])}")
 
 
-def _train(seed: int) -> dict[str, int]:
+def _is_lockstep(policies: Sequence[Policy]) -> bool:
+    from offbeat.policies.lockstep import Lockstep
+
+    return any(isinstance(policy, Lockstep) for policy in policies)
+
+
+def _train(seed: int, *, is_lockstep: bool) -> dict[str, int]:
     from offbeat.simulator import campaign
 
-    cluster = campaign.run(seed)
+    cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run(seed)
     steps = max(worker.follower.step for worker in cluster.workers.values())
     return {"faults_count": len(cluster.setting.faults), "steps": steps}
 

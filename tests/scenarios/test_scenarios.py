@@ -62,6 +62,8 @@ def event_of(words: list[str]) -> Event:
     now_s, kind, *pairs = words
     given = dict(pair.split("=", 1) for pair in pairs)
     fallback = defaults(given.get("worker", "0"))
+    if kind in ("PeerUnreachable", "PeerReachable"):
+        fallback["peer"] = 0  # a worker, not the name of a link
     (known,) = [cls for cls in Event.__args__ if cls.__name__ == kind]
     names = [field.name for field in fields(known)]
     plain = {name: fallback[name] for name in names if name in fallback}

@@ -35,14 +35,17 @@ from offbeat.events import (
     ValidationEvent,
     Wants,
 )
+from offbeat.policies.reachability import Reachability
 
 
 class Lockstep:
     """One group of all workers, each with weight 1/W, from the moment the last one joins.
 
     Stops the job, at most once, when a worker is lost or fails, when two workers are in different steps in
-    the same round, or when a worker wants a round that can never complete because another has left. After
-    a Stop it is silent. Who may join is not its affair (see `offbeat.policies.assembly`).
+    the same round, when a worker wants a round that can never complete because another has left, or when
+    two workers that both reach the coordinator cannot reach each other for too long. After a Stop it is
+    silent. An outage that passes changes nothing: a worker that the coordinator does not hear is not late.
+    Who may join is not its affair (see `offbeat.policies.assembly`).
 
     Source: L. G. Valiant, "A bridging model for parallel computation", Communications of the ACM 33(8),
     1990: supersteps that end when all have ended. Deviation: no message closes a superstep; a worker knows
@@ -56,19 +59,29 @@ class Lockstep:
             connections is free (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So
             this only bounds what is remembered, and finds a worker that runs without exchanging at all.
         deadline_s: how long a round may stay open after its first Ready, in seconds.
+        silent_s: how long two workers may report that they cannot reach each other, in seconds.
 
     Raises:
         ValueError: an argument out of range.
     """
 
-    def __init__(self, world: int, rounds_ahead_max: int = 1000, deadline_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        world: int,
+        rounds_ahead_max: int = 1000,
+        deadline_s: float = 600.0,
+        silent_s: float = 10.0,
+    ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if rounds_ahead_max < 1:
             raise ValueError(f"expected at least 1 round ahead, got {rounds_ahead_max}")
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
+        if not 0 < silent_s < math.inf:
+            raise ValueError(f"expected a finite silence of more than 0 s, got {silent_s}")
         self._world = world
+        self._silent_s = silent_s
         self._deadline_s = deadline_s
         self._rounds_ahead_max = rounds_ahead_max
         self._joined: set[int] = set()
@@ -79,6 +92,7 @@ class Lockstep:
         # round: first Ready's worker, step and time, Readys so far
         self._open: dict[int, tuple[int, int, float, int]] = {}
         self._rounds_complete = 0
+        self._reachability = Reachability()
         self._stopped = False
 
     def handle(self, event: Event) -> list[Action]:
@@ -100,13 +114,15 @@ class Lockstep:
                 return self._handle_gone(event)
             case Tick():
                 return self._handle_tick(event.now_s)
+            case PeerUnreachable() | PeerReachable():
+                return self._handle_report(event)
             case StepTimed():
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
             case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
                 return []
-            case Clocked() | NodeEvent() | ValidationEvent() | PeerUnreachable() | PeerReachable():
+            case Clocked() | NodeEvent() | ValidationEvent():
                 return []
             case _:
                 assert_never(event)
@@ -121,6 +137,7 @@ class Lockstep:
             "left": [list(one) for one in self._left.items()],
             "open": [[round_, *first] for round_, first in self._open.items()],
             "rounds_complete": self._rounds_complete,
+            "reachability": self._reachability.state_dict(),
             "stopped": self._stopped,
         }
 
@@ -135,6 +152,7 @@ class Lockstep:
             round_: (worker, step, since_s, count) for round_, worker, step, since_s, count in state["open"]
         }
         self._rounds_complete = state["rounds_complete"]
+        self._reachability.load_state_dict(state["reachability"])
         self._stopped = state["stopped"]
 
     def _runs(self) -> bool:
@@ -183,7 +201,37 @@ class Lockstep:
             self._rounds_complete += 1
         return []
 
+    def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
+        if event.peer in self._left or event.worker in self._left:
+            return []  # the report crossed the news
+        self._reachability.on_report(event)
+        if event.worker is None and isinstance(event, PeerReachable):
+            # Nobody was late while it was not heard, and its line to others may be mended a little later.
+            self._reachability.restart(event.peer, event.now_s)
+            self._open = {
+                round_: (worker, step, event.now_s, count)
+                for round_, (worker, step, _, count) in self._open.items()
+            }
+        return []
+
     def _handle_tick(self, now_s: float) -> list[Action]:
+        return self._stop_cut_off(now_s) or self._stop_late(now_s)
+
+    def _stop_cut_off(self, now_s: float) -> list[Action]:
+        """Stop where two workers live, and a line between them alone is what is wrong."""
+        oldest = self._reachability.oldest()
+        if oldest is None or now_s - oldest[0] <= self._silent_s:
+            return []
+        since_s, worker, peer, cause = oldest
+        return self._stop(
+            None,
+            None,
+            f"worker {worker} has not been able to reach worker {peer} for {now_s - since_s:.0f} s "
+            f"({cause}), and both reach the coordinator: look for a firewall or a missing route between "
+            "their hosts",
+        )
+
+    def _stop_late(self, now_s: float) -> list[Action]:
         if not self._open:
             return []
         round_ = min(self._open)
@@ -191,6 +239,8 @@ class Lockstep:
         if now_s - since_s <= self._deadline_s:
             return []
         late = [other for other, rounds in enumerate(self._rounds) if rounds <= round_]
+        if self._reachability.unheard.intersection(late):
+            return []
         return self._stop(
             late[0],
             step,
@@ -221,6 +271,7 @@ class Lockstep:
             return []
         self._check_known(event)
         self._left[event.worker] = event.step
+        self._reachability.forget(event.worker)
         for other, rounds in enumerate(self._rounds):
             if rounds > self._rounds[event.worker]:
                 steps = self._steps[other]

@@ -83,7 +83,7 @@ class BoundedStaleness:
 
     The job goes on with whoever is left, unless worker 0 goes before it could take steps: all begin with its
     parameters. Who leaves without having finished, is lost or fails hands back the samples that it had. Who
-    keeps others waiting for too long is refused.
+    keeps others waiting for too long is refused; a worker that the coordinator does not hear is not late.
 
     With a *warm start* the first worker, or who is the first once it is gone, takes some steps alone, while
     the others rest. It is over early where the others have been dealt all samples that are left.
@@ -141,6 +141,7 @@ class BoundedStaleness:
         self._has_started = False
         self._awaited: set[int] = set()  # of the start, and could not take a step yet
         self._since_s: dict[int, float] = {}  # who keeps others waiting, since when
+        self._unheard: set[int] = set()  # workers that the coordinator does not hear
         self._is_over = False  # everybody has been dismissed, or is gone
         self._alone_steps = warm_start  # that are left to be taken by one worker
         self._alone: int | None = None  # who takes them, None where that is nobody
@@ -175,6 +176,8 @@ class BoundedStaleness:
             case StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
+                if event.worker is None and event.peer in self._workers:
+                    self._hears(event.peer, isinstance(event, PeerReachable))
                 return []
             case _:
                 assert_never(event)
@@ -191,6 +194,7 @@ class BoundedStaleness:
             "has_started": self._has_started,
             "awaited": sorted(self._awaited),
             "since_s": [list(one) for one in self._since_s.items()],
+            "unheard": sorted(self._unheard),
             "is_over": self._is_over,
             "alone_steps": self._alone_steps,
             "alone": self._alone,
@@ -210,6 +214,7 @@ class BoundedStaleness:
         self._gone, self._awaited = set(state["gone"]), set(state["awaited"])
         self._has_started, self._is_over = state["has_started"], state["is_over"]
         self._since_s = dict(state["since_s"])
+        self._unheard = set(state["unheard"])
         self._alone_steps, self._alone = state["alone_steps"], state["alone"]
 
     # Coming and going ------------------------------------------------------------------------------------
@@ -256,6 +261,7 @@ class BoundedStaleness:
     def _part(self, worker: int) -> None:
         self._ends(worker, self._workers.pop(worker))
         self._gone.add(worker)
+        self._unheard.discard(worker)
         if self._dealing is not None:
             self._dealing.gone(worker)
 
@@ -467,8 +473,14 @@ class BoundedStaleness:
 
     # Who keeps others waiting ----------------------------------------------------------------------------
 
+    def _hears(self, worker: int, is_heard: bool) -> None:
+        if is_heard:
+            self._unheard.discard(worker)
+        else:
+            self._unheard.add(worker)
+
     def _tick(self, now_s: float) -> list[Action]:
-        holding = self._holding() if self._has_started else set()
+        holding = self._holding() - self._unheard if self._has_started else set()
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in sorted(holding)}
         late = [worker for worker, since_s in self._since_s.items() if now_s - since_s > self._deadline_s]
         if not late:

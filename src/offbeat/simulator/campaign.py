@@ -6,16 +6,18 @@ Nothing here mends anything; a seed that fails says so in one line, with the com
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from offbeat.policies import Policy
 from offbeat.policies.assembly import Assembly
+from offbeat.policies.lockstep import Lockstep
 from offbeat.policies.partial import PartialGroups
 from offbeat.policies.slowness import Burst, EpochPart, SlowRule
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.faults import (
+    WHOSE,
     Arrival,
     Cut,
     Death,
@@ -40,7 +42,6 @@ _PAIRS_STUCK_S = 4.0  # where nothing happens but that two workers cannot reach 
 _CHANGE_S = 2.0
 _BATCHES_S = 0.05
 _KINDS = ["die", "hang", "hang", "late", "cut", "split", "pair", "pair", "reset", "join", "leave", "restart"]
-_WHOSE: list[Literal["both", "worker", "peer"]] = ["both", "worker", "peer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +50,20 @@ class Case:
 
     Attributes:
         setting: the cluster and its faults.
-        arguments: of `PartialGroups`.
+        arguments: of `PartialGroups`, or of `Lockstep`.
         has_gradients: whether it trains a small problem.
+        is_lockstep: whether all workers keep together all the time.
     """
 
     setting: Setting
     arguments: dict[str, Any]
     has_gradients: bool
+    is_lockstep: bool = False
 
     def build(self) -> list[Policy]:
         """Return fresh policies."""
+        if self.is_lockstep:
+            return [Assembly(self.setting.world), Lockstep(self.setting.world, **self.arguments)]
         return [
             Assembly(self.setting.world, is_open=True),
             PartialGroups(self.setting.world, **self.arguments),
@@ -104,15 +109,47 @@ def case(seed: int) -> Case:
     )
     if samples is not None:
         setting = replace(setting, samples=samples, steps=None, rounds_per_step=1)
+    options = random.Random(f"options {seed}")
     arguments: dict[str, Any] = {
-        "detector": {"n_profile": chance.choice([2, 5]), "limit": chance.choice([3, 10])},
+        "detector": {
+            "n_profile": chance.choice([2, 5]),
+            "limit": chance.choice([3, 10]),
+            "threshold_s": options.choice([None, None, 2 * _BATCHES_S]),
+        },
         "monitor": chance.choice(["continuous", "continuous", "epoch_window"]),
         "answer_s": 0.5,
         "patience_s": 0.5,
         "join_s": 2.0,
         "deadline_s": 2.0,
+        "staleness_steps_max": options.choice([None, None, 1, 4]),
     }
     return Case(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25)
+
+
+def lockstep_case(seed: int) -> Case:
+    """Draw a cluster in lockstep; the same for the same seed."""
+    chance = random.Random(f"lockstep {seed}")
+    world = chance.randint(2, 8)
+    lost_after_s, silent_s = chance.choice([3.0, 5.0]), chance.choice([3.0, 10.0])
+    kinds = ["hang", "cut", "split", "pair", "reset", "late", "restart"]
+    kinds += ["die"] * (chance.random() < 0.2)
+    faults = list(_faults(chance, world, lost_after_s, kinds))
+    setting = Setting(
+        world=world,
+        steps=chance.randint(10, 100),
+        until_s=200.0,
+        times=_times(chance),
+        slow=tuple(_slow(chance, world)),
+        network=Network(latency_s=chance.choice([1e-4, 1e-3, 5e-3]), spread=0.5),
+        size_bytes=chance.choice([10_000, 1_000_000]),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        tick_s=chance.choice([0.1, 0.5]),
+        lost_after_s=lost_after_s,
+        stuck_after_s=_STUCK_S + sum(map(_outage_s, faults)),
+        seed=seed,
+    )
+    arguments = {"silent_s": silent_s}
+    return Case(setting=setting, arguments=arguments, has_gradients=chance.random() < 0.25, is_lockstep=True)
 
 
 def _times(chance: random.Random) -> ComputeTimes:
@@ -147,14 +184,16 @@ def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
         yield SlowRule(worker=who, factor=chance.choice([1.5, 3.0, 6.0]), when=when)
 
 
-def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[Fault]:
+def _faults(
+    chance: random.Random, world: int, lost_after_s: float, kinds: Sequence[str] = _KINDS
+) -> Iterator[Fault]:
     alive = set(range(world))
     now_s, newest = 0.05, world
     for _ in range(chance.randint(0, 6)):
         now_s += chance.choice([0.0, 0.01, 0.1, chance.random(), chance.random()])
         worker = chance.choice(sorted(alive))
         length_s = chance.choice([0.05, 0.3, 1.0, 1.4, 4.0]) * (0.8 + 0.4 * chance.random())
-        kind = chance.choice(_KINDS)
+        kind = chance.choice(kinds)
         if kind in ("die", "leave") and len(alive) == 1:
             kind = "join"
         match kind:
@@ -171,7 +210,7 @@ def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[
             case "cut":
                 if length_s < lost_after_s / 2 or len(alive) > 1:
                     alive -= {worker} if length_s >= lost_after_s / 2 else set()
-                    lost = chance.choice(_WHOSE)
+                    lost = chance.choice(WHOSE)
                     yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s, lost=lost)
             case "pair" | "reset" if len(alive) > 1:
                 yield _pair_fault(chance, now_s, *chance.sample(sorted(alive), 2))
@@ -187,7 +226,7 @@ def _faults(chance: random.Random, world: int, lost_after_s: float) -> Iterator[
             case "restart" if now_s > 0.2:
                 yield Restart(at_s=now_s, length_s=min(length_s, 1.0))
                 now_s += 1.1
-            case _:
+            case _ if "join" in kinds:
                 alive.add(newest)
                 yield Arrival(at_s=now_s, worker=newest)
                 newest += 1
@@ -206,7 +245,7 @@ def _pair_fault(chance: random.Random, now_s: float, worker: int, peer: int) -> 
     if chance.random() < 0.3:
         return Reset(at_s=now_s, worker=worker, peer=peer)
     length_s = chance.choice([0.05, 0.3, 1.0, 1.4, 4.0, 10.0, 20.0]) * (0.8 + 0.4 * chance.random())
-    return Cut(at_s=now_s, worker=worker, peer=peer, length_s=length_s, lost=chance.choice(_WHOSE[:2]))
+    return Cut(at_s=now_s, worker=worker, peer=peer, length_s=length_s, lost=chance.choice(WHOSE[:2]))
 
 
 def _stands_s(faults: Iterable[Fault], lost_after_s: float) -> float:
@@ -218,21 +257,61 @@ def _stands_s(faults: Iterable[Fault], lost_after_s: float) -> float:
     )
 
 
+def _outage_s(fault: Fault) -> float:
+    """Return for how long a fault may keep nodes from each other."""
+    if isinstance(fault, Hang | Cut | Split):
+        return fault.length_s + min(fault.length_s, REDIALLED_S)
+    return fault.length_s if isinstance(fault, Late | Restart) else 0.0
+
+
+def run_lockstep(seed: int) -> Cluster:
+    """Run one seed in lockstep: see `run`."""
+    return _run(
+        lockstep_case(seed), check_lockstep, f"offbeat simulate --strategy bsp --seeds 1 --seed {seed}"
+    )
+
+
 def run(seed: int, build: Callable[[Case], list[Policy]] = Case.build) -> Cluster:
     """Run one seed.
 
     Raises:
         ViolationError: something happened that must not; the text ends with the command that repeats it.
     """
-    this = case(seed)
-    problem: Problem = LeastSquares(seed) if this.has_gradients else History()
+    return _run(case(seed), check, f"offbeat simulate --seeds 1 --seed {seed}", build)
+
+
+def _run(
+    this: Case,
+    check_end: Callable[[Case, Cluster], None],
+    command: str,
+    build: Callable[[Case], list[Policy]] = Case.build,
+) -> Cluster:
+    problem: Problem = LeastSquares(this.setting.seed) if this.has_gradients else History()
     cluster = Cluster(this.setting, lambda: build(this), problem=problem)
     try:
         cluster.run()
-        check(this, cluster)
+        check_end(this, cluster)
     except ViolationError as error:
-        raise ViolationError(f"{error} ({this}); again: offbeat simulate --seeds 1 --seed {seed}") from None
+        raise ViolationError(f"{error} ({this}); again: {command}") from None
     return cluster
+
+
+def check_lockstep(this: Case, cluster: Cluster) -> None:
+    """See that all have taken all steps together, or that no passing outage stopped the job."""
+    setting, stopped = this.setting, cluster.stopped
+    if stopped is not None:
+        outages_s = sum(map(_outage_s, setting.faults))
+        dead = {worker for fault in setting.faults if isinstance(fault, Death) for worker in fault.workers}
+        if stopped.worker is None and outages_s < this.arguments["silent_s"]:
+            cluster.violated(f"a passing outage stops the job: {stopped.reason}")
+        if stopped.worker is not None and stopped.worker not in dead and outages_s < setting.lost_after_s:
+            cluster.violated(f"a pause is taken for a death: {stopped.reason}")
+        return
+    for one in cluster.workers.values():
+        if not one.has_left or one.follower.step != setting.steps:
+            cluster.violated(f"worker {one.worker} is {one.doing} after {one.follower.step} steps")
+        if not cluster.problem.same(one.state, cluster.workers[0].state):
+            cluster.violated(f"workers 0 and {one.worker} ended with different states")
 
 
 def check(this: Case, cluster: Cluster) -> None:

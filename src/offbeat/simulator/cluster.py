@@ -71,7 +71,7 @@ from offbeat.simulator.faults import (
     Split,
     check,
 )
-from offbeat.simulator.lines import COORDINATOR, Lines
+from offbeat.simulator.lines import COORDINATOR, UNREACHABLE_S, Lines
 from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.replicas import History, Problem, Uses
@@ -79,6 +79,7 @@ from offbeat.simulator.times import ComputeTimes, Constant, Stopwatch
 from offbeat.simulator.worker import Parcel, SimulatedWorker
 
 _NEVER = 10**18
+_KNOWN_S = UNREACHABLE_S + 0.1  # after so long a silence, the policies have been told of it
 
 
 class ViolationError(OffbeatError):
@@ -220,7 +221,9 @@ class Cluster:
         )
         self._alive = 0
         self.lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
-        self.is_numbered = samples is not None
+        has_restart = any(isinstance(fault, Restart) for fault in setting.faults)
+        self.is_numbered = samples is not None or (self.lockstep and has_restart)
+        self._is_quick &= not self.is_numbered
 
     # Running -------------------------------------------------------------------------------------------
 
@@ -349,6 +352,8 @@ class Cluster:
             },
         )
         worker.last_ready = ready
+        if self.is_numbered:
+            worker.told.append(ready)
         if worker.worker not in self.heard:
             self.bring(worker.worker, ready, at_s)
 
@@ -477,8 +482,16 @@ class Cluster:
             self.violated(f"of {members}, {group.joining} join, and nobody has the state")
         if len(group.weights) != len(members) or abs(sum(group.weights) - 1) > 1e-9 or min(group.weights) < 0:
             self.violated(f"generation {group.generation} has the weights {group.weights}")
+        if self.groups and self._is_of_a_minority(self.groups[-1][1], group):
+            self.violated(f"generation {group.generation} has {members} alone, and most others are not heard")
         if self.groups and group.generation <= self.groups[-1][1].generation:
             self.violated(f"generation {group.generation} follows {self.groups[-1][1].generation}")
+
+    def _is_of_a_minority(self, before: Group, group: Group) -> bool:
+        """Whether members are left out while the coordinator has not heard most of them for long."""
+        present = [member for member in before.members if member in self._present]
+        silent = [member for member in present if self.lines.silence_s(member, COORDINATOR) > _KNOWN_S]
+        return 2 * len(silent) > len(present) and not set(present) <= set(group.members)
 
     def _check_stop(self, stop: Stop) -> None:
         if not self.groups or self.lockstep:

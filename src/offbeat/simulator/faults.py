@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 FORMS = (
     "die:1@2.5 (worker 1 dies after 2.5 s; die:1,2@2.5 for two at once), hang:1@2.5+30 (for 30 s), "
@@ -18,6 +18,8 @@ FORMS = (
     "the coordinator's), join:9@2.5 (worker 9 is new), leave:1@2.5, restart@2.5+0.5 (the coordinator, gone "
     "for 0.5 s)"
 )
+Whose: TypeAlias = Literal["both", "worker", "peer"]
+WHOSE: tuple[Whose, ...] = get_args(Whose)
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _FAULT = re.compile(
     rf"(?P<kind>die|hang|late|cut|split|reset|join|leave|restart)"
@@ -65,7 +67,7 @@ class Cut:
     worker: int
     peer: int | None
     length_s: float
-    lost: Literal["both", "worker", "peer"] = "both"
+    lost: Whose = "both"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,7 @@ def parse(text: str) -> Fault:
             case "cut", ",", [worker], float():
                 return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s)
             case "cut", ">", [worker], float():
-                lost: Literal["peer", "worker"] = "peer" if nodes.startswith("c") else "worker"
+                lost: Whose = "peer" if nodes.startswith("c") else "worker"
                 return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s, lost=lost)
             case "cut", "-", [worker, peer], float() if worker != peer:
                 return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s)

@@ -18,7 +18,20 @@ from offbeat.policies.slowness import Burst, SlowRule
 from offbeat.policies.staleness import BoundedStaleness
 from offbeat.simulator.bounded import BoundedCluster, MakeDirectory, Served, make_directory, served_of
 from offbeat.simulator.cluster import Setting, ViolationError
-from offbeat.simulator.faults import Arrival, Cut, Death, Departure, Fault, Hang, Late, Restart, spell
+from offbeat.simulator.faults import (
+    WHOSE,
+    Arrival,
+    Cut,
+    Death,
+    Departure,
+    Fault,
+    Hang,
+    Late,
+    Reset,
+    Restart,
+    Split,
+    spell,
+)
 from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
@@ -62,7 +75,7 @@ def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
     chance = random.Random(f"staleness {seed}")
     threads = chance.choice([1, 1, 2, 3])
     world = threads * chance.randint(1, 4) if threads > 1 else chance.randint(1, 8)
-    lost_after_s = chance.choice([1.5, 3.0])
+    lost_after_s = chance.choice([3.0, 5.0])
     is_dealt = arguments["shards"] == "dynamic"
     faults = _faults(chance, world, threads, lost_after_s, is_open=is_dealt) if chance.random() < 0.7 else []
     batch_size = chance.randint(1, 4)
@@ -120,7 +133,8 @@ def _faults(
     chance: random.Random, world: int, threads: int, lost_after_s: float, *, is_open: bool
 ) -> Iterator[Fault]:
     alive, newest, now_s = set(range(world)), world, 0.05
-    kinds = ["die", "hang", "hang", "late", "cut", "restart"] + ["join", "leave"] * is_open
+    kinds = ["die", "hang", "hang", "late", "cut", "cut", "split", "reset", "restart"]
+    kinds += ["join", "leave"] * is_open
     for _ in range(chance.randint(1, 5)):
         now_s += chance.choice([0.0, 0.01, chance.random(), chance.random()])
         worker = chance.choice(sorted(alive))
@@ -128,7 +142,7 @@ def _faults(
         if worker < world:
             mates = set(range(worker - worker % threads, worker - worker % threads + threads))
         length_s = chance.choice([0.05, 0.3, 1.0, 4.0]) * (0.8 + 0.4 * chance.random())
-        is_long = length_s >= lost_after_s
+        is_long = length_s >= lost_after_s / 2  # until the line is used again
         match chance.choice(kinds):
             case "die" if alive - mates:
                 alive -= mates
@@ -140,7 +154,13 @@ def _faults(
                 yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
             case "cut" if alive - mates or not is_long:
                 alive -= mates if is_long else set()
-                yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s)
+                lost = chance.choice(WHOSE)
+                yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+            case "split" if alive - mates or not is_long:
+                alive -= mates if is_long else set()
+                yield Split(at_s=now_s, workers=(worker,), length_s=length_s)
+            case "reset":
+                yield Reset(at_s=now_s, worker=worker, peer=None)
             case "leave" if alive - mates:
                 alive -= {worker}
                 yield Departure(at_s=now_s, worker=worker)

@@ -467,7 +467,7 @@ class SimulatedWorker:
         cluster = self.cluster
         cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step))
         self.has_left = True
-        if self.loop is None:
+        if not cluster.is_numbered:
             self.end()
         else:
             self.doing = LEAVING  # until that is written down
