@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from offbeat.bench.children import Child, Lines, ask_all
 from offbeat.bench.result import Result
 from offbeat.errors import OffbeatError
-from offbeat.events import Action, Event, NodeLost, ServerMissed, Viewed
+from offbeat.events import Action, Event, NodeLost, Viewed
 from offbeat.record import read_log
 from offbeat.runtime.future import Future
 from offbeat.runtime.namespace import Namespace
@@ -312,8 +312,6 @@ def seen_in(entries: Sequence[Event | Action]) -> dict[int, Seen]:
         match event:
             case NodeLost(node=node) if node.startswith("server-"):
                 server = int(node.removeprefix("server-"))
-            case ServerMissed(server=server):
-                pass
             case _:
                 continue
         if server not in found:
