@@ -174,9 +174,9 @@ def _times(compute: str) -> ComputeTimes:
     if not compute.startswith("log="):
         return times.parse(compute)
     path = Path(compute.removeprefix("log="))
-    path = path / "log.jsonl" if path.is_dir() else path
     try:
-        return times.recorded(record.read_log(path).entries)
+        logs = record.read_logs(path / "log.jsonl") if path.is_dir() else {path: record.read_log(path)}
+        return times.recorded([entry for log in logs.values() for entry in log.entries])
     except OSError as error:
         raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
 
