@@ -119,6 +119,7 @@ def test_the_parts_never_take_more_than_the_bound_and_most_of_it_is_kept(tmp_pat
     for _ in range(40):
         written.add_until_a_part_begins()
         assert sum(sizes(tmp_path)) <= LOG_BYTES_LEAST
+        assert min(sizes(tmp_path)) > 0  # nothing is left of a removed one
     written.add(200)
     written.log.close()
     assert 0.75 * LOG_BYTES_LEAST <= sum(sizes(tmp_path)) <= LOG_BYTES_LEAST
