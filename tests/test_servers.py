@@ -393,7 +393,7 @@ def test_of_requests_that_are_under_way_when_keys_are_lost_those_for_such_keys_f
     job = Job(3, copies=0)
     gone = job.chain(0)[0]
     kept = next(key for key in range(100) if job.chain(key)[0] != gone)
-    lost, alive = job.push({0: 1}, 0, 1), job.push({kept: 1}, kept, kept + 1)
+    alive, lost = job.push({kept: 1}, kept, kept + 1), job.push({0: 1}, 0, 1)
     job.kill(gone)
     assert [failed.number for failed in job.failed] == [lost]
     job.settle()
@@ -417,12 +417,12 @@ def test_a_namespace_that_goes_on_from_zero_begins_empty_on_all_that_hold_it():
     job.push(dict.fromkeys(range(100), 1), 0, 100)
     job.settle()
     master, last = job.chain(5)
+    gainer = 3 - master - last
+    lacks = [key for key in range(100) if gainer not in job.chain(key)]
     job.kill(master)
-    gainer = job.chain(5)[1]
-    for _ in range(4):  # not all of what it is filled with comes
-        if any((sender, send.to) == (f"server-{last}", f"server-{gainer}") for sender, send in job.under_way):
-            job.deliver(f"server-{last}", f"server-{gainer}")
-    job.push(dict.fromkeys(range(100), 1), 0, 100)
+    job.deliver(f"server-{gainer}", f"server-{last}")  # what it wants to be filled with
+    while not any(job.values(gainer, key) for key in lacks):
+        job.deliver(f"server-{last}", f"server-{gainer}")  # but not all of that
     job.kill(last)
     lost = lost_keys(job)
     assert 5 in lost
