@@ -571,16 +571,17 @@ def test_it_comes_back_as_well_when_the_other_one_is_gone():
     assert only(job.answer(0, 3, step=5), Group).joining == (2,)
 
 
-def test_it_comes_back_though_it_cannot_reach_another_one_outside():
+def test_it_comes_back_when_the_one_that_it_cannot_reach_is_left_out():
     job = left_out(4)
-    for worker, peer in ((0, 2), (2, 0)):
-        unreachable(job, worker, peer)
+    assert unreachable(job, 0, 2) == unreachable(job, 2, 0) == []
     only(job.tick(1.6), Halt)
-    job.answer(2, 2, step=4, begun=True)
-    assert settle(job, 2, (0, 1), step=4, begun=True).members == (0, 1)
-    assert reachable(job, 0, 2) == []
-    assert only(reachable(job, 2, 0), Halt).reason == "worker 2 can reach the others again"
-    assert settle(job, 3, (0, 1), step=5).members == (0, 1, 2)  # 3 still cannot reach 2
+    for worker in (2, 0):
+        assert job.answer(worker, 2, step=4, begun=True) == []
+    group, halt = job.answer(1, 2, step=4, begun=True)
+    assert group.members == (0, 1)
+    assert halt.reason == "worker 3 can reach the others again"
+    assert settle(job, 3, (0, 1), step=5).members == (0, 1, 3)
+    assert reachable(job, 0, 2) == reachable(job, 2, 0) == []  # it still cannot reach 3
 
 
 def test_a_mended_line_keeps_a_member_that_was_to_be_left_out():

@@ -59,7 +59,7 @@ def test_a_seed_is_one_case_and_one_run():
 def test_every_kind_of_fault_is_drawn():
     settings = [case_of(seed, "ssp").setting for seed in range(100)]
     kinds = {type(fault).__name__ for setting in settings for fault in setting.faults}
-    assert kinds == {"Death", "Hang", "Late", "Cut", "Arrival", "Departure", "Restart"}
+    assert kinds == {*("Death", "Hang", "Late", "Cut", "Split", "Reset", "Arrival", "Departure", "Restart")}
 
 
 # Broken by hand -----------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from offbeat.events import (
     Joined,
     Left,
     Lost,
+    PeerReachable,
+    PeerUnreachable,
     Ready,
     Refuse,
     Saving,
@@ -298,6 +300,17 @@ def test_who_keeps_others_waiting_for_too_long_is_out_and_they_go_on():
         peer="peer-1", reason="worker 1 is out: others have waited for it for more than 5 s"
     )
     assert (grant.worker, grant.clock, grant.may_start) == (0, 7, True)
+
+
+def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
+    policy = apart(deadline_s=5.0)
+    answers(policy, Tick(now_s=10.0))
+    silent = PeerUnreachable(now_s=11.0, worker=None, peer=1, cause="it is silent")
+    assert answers(policy, silent, Tick(now_s=16.0)) == []
+    policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
+    assert answers(policy, Tick(now_s=100.0), PeerReachable(now_s=100.0, worker=None, peer=1)) == []
+    assert answers(policy, Tick(now_s=101.0), Tick(now_s=106.0)) == []
+    assert isinstance(policy.handle(Tick(now_s=106.1))[0], Refuse)
 
 
 def test_every_step_begins_the_deadline_anew():

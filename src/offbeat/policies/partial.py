@@ -688,23 +688,24 @@ class PartialGroups:
         if not (self._reachability or self._apart):
             self._reported_s = None
             return
-        out = self._cannot_reach_all()
+        members = self._settled_members() - self._apart
+        out = self._reachability.kept_out(members, self._workers.keys() - members)
         self._set_apart({worker for worker in out if worker in self._apart or worker not in self._asked}, out)
 
     def _leave_out(self, now_s: float) -> list[Action]:
         """Begin a change without those who cannot reach the others, if there are any more than before."""
         self._reported_s = None
-        out = self._cannot_reach_all()
+        members = self._settled_members()
+        out = self._reachability.left_out(members, self._workers.keys() - members)
         for worker in out.keys() & self._asked:
             self._workers[worker].is_missed = True
         self._set_apart(set(out), out)
         return [] if self._is_settled else self._review(now_s) or self._see_whether_all_answered(now_s)
 
-    def _cannot_reach_all(self) -> dict[int, str]:
-        """Return who cannot reach all members, and so is to be left out, each with the reason."""
+    def _settled_members(self) -> set[int]:
+        """Return the workers whose place nobody takes that cannot reach them."""
         up = {worker for worker, state in self._workers.items() if not (state.is_hung or state.is_late)}
-        members = (up & self._asked) - self._arriving
-        return self._reachability.left_out(members, self._workers.keys() - members)
+        return (up & self._asked) - self._arriving
 
     def _set_apart(self, workers: set[int], reasons: dict[int, str]) -> None:
         if workers == self._apart:

@@ -65,8 +65,8 @@ class Reachability:
         """Return the workers without which all the rest can reach each other, each with the reason.
 
         First every worker that the coordinator does not hear. Then, one after the other, the member from
-        which most of the members that are left receive nothing, the later one of two such. Of the others,
-        in the order of their ids, every one that cannot reach all that are left.
+        which most of the members that are left receive nothing, the later one of two such. Then those of
+        the others that `kept_out` names.
 
         Args:
             members: workers whose place the others take only if they can reach them.
@@ -83,7 +83,15 @@ class Reachability:
             out[worker] = self._said(min(silent_for[worker]), worker)
             kept.discard(worker)
             silent_for = self._silent_for(kept)
-        pairs = self._pairs()
+        return out | self.kept_out(kept, others)
+
+    def kept_out(self, members: Iterable[int], others: Iterable[int]) -> dict[int, str]:
+        """Return those of the others that cannot reach all members, each with the reason.
+
+        In the order of their ids; each that can counts as a member for the ones after it.
+        """
+        out: dict[int, str] = {}
+        kept, pairs = set(members), self._pairs()
         for worker in sorted(others):
             reason = self._why_not(worker, kept, pairs[worker])
             if reason is None:
