@@ -9,6 +9,7 @@ import pytest
 from offbeat.policies.aggregation import Aggregation
 from offbeat.policies.client import Client
 from offbeat.policies.clocks import Piece, RangeVectorClock
+from offbeat.policies.manager import Manager
 from offbeat.policies.parcels import Copy, Inspected, Push
 from offbeat.policies.server import ServerNode
 from offbeat.simulator.serving import Serving, ViolationError, trial_of
@@ -17,9 +18,9 @@ SEEDS = 150
 SEEDS_MAX = 400  # until what is broken is found
 
 
-def run_all(seeds, make_node=ServerNode, make_client=Client):
+def run_all(seeds, make_node=ServerNode, make_client=Client, make_manager=Manager):
     for seed in seeds:
-        Serving(trial_of(seed), make_node, make_client).run()
+        Serving(trial_of(seed), make_node, make_client, make_manager).run()
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 30))
@@ -55,10 +56,34 @@ def test_what_a_server_says_it_keeps_nothing_of_may_be_gone_when_it_is_heard():
     assert ForgetsWhatItKeepsNothingOf.count > 500
 
 
+class Counting(Manager):
+    """Counts whom it takes for lost, and how often it begins to wait for somebody."""
+
+    lost_for_silence = waited = 0
+
+    def handle(self, event):
+        actions = super().handle(event)
+        self.lost_for_silence += any("nothing was heard of it" in action.reason for action in actions)
+        self.waited += any("is waited for:" in action.reason for action in actions)
+        return actions
+
+
+class GivesUpTheLastCopy(Manager):
+    """Takes who has been silent for long enough for lost, whatever it has."""
+
+    def _may_lose(self, node):
+        return True
+
+
+def test_a_manager_that_gives_up_the_last_copy_is_found():
+    with pytest.raises(ViolationError, match="again: offbeat simulate ps"):
+        run_all(range(SEEDS_MAX), make_manager=GivesUpTheLastCopy)
+
+
 @pytest.fixture(scope="module")
 def some_trials():
     """What the trials prove, they prove of what happens in them."""
-    trials = [Serving(trial_of(seed)) for seed in range(40)]
+    trials = [Serving(trial_of(seed), make_manager=Counting) for seed in range(40)]
     for trial in trials:
         trial.run()
     return trials
@@ -66,8 +91,14 @@ def some_trials():
 
 def test_trials_see_deaths_joins_and_fills(some_trials):
     views = [view for trial in some_trials for view in trial.views]
-    assert sum(bool(view.filling) for view in views) > 10
+    assert sum(bool(view.filling) for view in views) > 5
     assert sum(view.target is not None for view in views) > 10
+
+
+def test_trials_see_silences_that_are_deaths_and_silences_that_are_not(some_trials):
+    managers = [trial._manager for trial in some_trials]
+    assert sum(manager.lost_for_silence for manager in managers) > 5
+    assert sum(manager.waited for manager in managers) > 5
 
 
 def test_trials_see_sums_newcomers_and_lost_participants(some_trials):

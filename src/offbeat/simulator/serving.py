@@ -78,6 +78,7 @@ _DIGIT_BITS = 16  # of one client's pushes in a value
 
 Place = tuple[str, int]  # a namespace, and a key or block in it
 Counted = tuple[str, int, int]  # a namespace, a key in it, and whose pushes are counted
+MakeManager = Callable[..., Manager]
 MakeNode = Callable[[int, Store], ServerNode]
 MakeClient = Callable[[int, Callable[[Content, int, int], Content]], Client]
 
@@ -214,7 +215,7 @@ class Serving:
 
     Args:
         trial: what is tried.
-        make_node, make_client: make a server, and a client.
+        make_node, make_client, make_manager: make a server, a client, and the manager.
 
     Attributes:
         views: all that the manager said, each once.
@@ -222,12 +223,16 @@ class Serving:
     """
 
     def __init__(
-        self, trial: Trial, make_node: MakeNode = ServerNode, make_client: MakeClient = Client
+        self,
+        trial: Trial,
+        make_node: MakeNode = ServerNode,
+        make_client: MakeClient = Client,
+        make_manager: MakeManager = Manager,
     ) -> None:
         self.trial = trial
         self.views: list[View] = []
         self.requests = 0
-        self._make_node, self._make_client = make_node, make_client
+        self._make_node, self._make_client, self._make_a_manager = make_node, make_client, make_manager
         self._engine = Engine()
         self._chance = random.Random(f"serving {trial.seed}")
         self._whims = random.Random(f"whims {trial.seed}")  # of clients: what to say besides keys and values
@@ -299,7 +304,7 @@ class Serving:
 
     def _make_manager(self) -> Manager:
         trial = self.trial
-        return Manager(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
+        return self._make_a_manager(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
 
     def _opening_of(self, space: Space) -> SpaceOpened:
         now_s = self._engine.now_s
@@ -668,7 +673,7 @@ class Serving:
             if isinstance(one, Done):
                 self._done(_number(name), one)
             elif isinstance(one, Failed):
-                raise AssertionError(f"{name} was refused a request: {one.reason}")
+                self._violated(f"{name} was refused a request: {one.reason}")
             else:
                 if isinstance(one.message, Push):
                     self._note_time(one.message)
@@ -860,6 +865,8 @@ class Serving:
         if view is None:
             self._violated("the servers never came together")
             return
+        if not view.ring.servers:
+            self._violated("no server is left")
         if self._manager._group.losses:
             self._violated(f"{len(view.lost)} arcs are lost")
         for waiting in (self._pushing, self._pulling):
