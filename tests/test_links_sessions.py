@@ -254,4 +254,6 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
     assert a.message() == ("b", b"I am new")
     a.links.send("b", b"welcome")
     assert second.message() == ("a", b"welcome")
+    assert a.lost.empty()
+    assert second.lost.empty()
     line.close()
