@@ -286,8 +286,10 @@ class Member:
         """Tells the coordinator that nothing comes from another worker."""
         if peer in self._addresses and peer not in self._reported:
             self._reported.add(peer)
-            of = self._peers[peer]
-            self.tell(PeerUnreachable(now_s=0.0, worker=self.worker, peer=of, cause=cause))
+            with self._changed:
+                step = self.follower.step
+            cause = f"{cause}, in step {step}"
+            self.tell(PeerUnreachable(now_s=0.0, worker=self.worker, peer=self._peers[peer], cause=cause))
 
     def _withdraw_report(self, peer: str) -> None:
         if peer in self._reported:

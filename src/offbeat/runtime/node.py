@@ -244,9 +244,7 @@ class Node:
         if peer == Coordinator.NAME:
             self._line.lost(error)
             return
-        self.post.lost(
-            peer
-        )  # what is to be said to a client waits for it, until the manager says that it is gone
+        self.post.lost(peer)  # what is to be sent to a client waits for it until the manager says it is gone
         if peer in self._addresses:
             self._unreachable(peer, str(error))
             if error.was_open:
