@@ -896,6 +896,8 @@ class PartialGroups:
         """Go on with those who have finished most; the others come back with the next change."""
         if not any(answer.has_state for answer in answers):
             return self._end()
+        begun = max(answer.step + answer.has_begun for answer in answers)
+        self._passed |= {worker for worker, steps in self._left_after.items() if steps < begun}
         if any(answer.has_state and answer.worker not in self._apart for answer in answers):
             reach = [answer for answer in answers if answer.worker not in self._apart]
         else:  # nobody else has the state

@@ -32,7 +32,7 @@ from offbeat.events import (
 from offbeat.policies import Policy
 from offbeat.policies.caches import CacheDirectory, Terms
 from offbeat.simulator.cluster import Cluster, Setting
-from offbeat.simulator.faults import Cut, Death, Fault, Hang, Reset, Split
+from offbeat.simulator.faults import Death, Fault, Hang, Split
 from offbeat.simulator.served import ServedProcess, ServedWorker
 from offbeat.simulator.times import Stopwatch
 from offbeat.simulator.versions import Row, Servers, Step
@@ -172,7 +172,7 @@ class BoundedCluster(Cluster):
             case Death() | Split():
                 everybody = {mate for worker in fault.workers for mate in self._mates(worker)}
                 super()._fail(replace(fault, workers=tuple(sorted(everybody))))
-            case Hang() | Cut() | Reset() if fault.worker in self._workers:
+            case Hang() if fault.worker in self._workers:
                 for mate in self._mates(fault.worker):
                     super()._fail(replace(fault, worker=mate))
             case _:

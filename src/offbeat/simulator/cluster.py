@@ -649,14 +649,14 @@ class Cluster:
                 else:
                     one.down_s = max(one.down_s, now_s + fault.length_s)
             case Cut():
-                nodes, peers = frozenset((fault.worker,)), frozenset((_node(fault.peer),))
+                nodes, peers = frozenset(self._mates(fault.worker)), frozenset((_node(fault.peer),))
                 if fault.lost == "peer":
                     nodes, peers = peers, nodes
                 self.lines.cut(nodes, peers, fault.length_s, is_one_way=fault.lost != "both")
             case Split():
                 self.lines.cut(frozenset(fault.workers), None, fault.length_s, is_one_way=False)
             case Reset():
-                self.lines.reset(frozenset((fault.worker,)), frozenset((_node(fault.peer),)))
+                self.lines.reset(frozenset(self._mates(fault.worker)), frozenset((_node(fault.peer),)))
             case Arrival():
                 if self.stopped is None and any(
                     one.is_alive for one in self._workers.values()
@@ -668,6 +668,10 @@ class Cluster:
                 self._restart(fault)
             case _:
                 assert_never(fault)
+
+    def _mates(self, worker: int) -> tuple[int, ...]:
+        """Return the workers that share a process, and so its connections, with one."""
+        return (worker,)
 
     def kill(self, worker: int, after_s: float, cause: str) -> None:
         """Ends a worker; the coordinator learns of it a little later."""
