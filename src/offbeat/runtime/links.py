@@ -71,7 +71,7 @@ REDIAL_S = 2.0
 UNREACHABLE_S = 1.25
 # What has come is acknowledged after so much of it, and at the end of every tensor message, for which a
 # sender may wait; the rest with the next tick.
-ACK_BYTES = 256 * 1024
+ACK_BYTES = 4 * 1024 * 1024
 ACK_FRAMES = 64
 HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
 
