@@ -257,3 +257,36 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
     assert a.lost.empty()
     assert second.lost.empty()
     line.close()
+
+
+def test_that_a_peer_can_be_reached_again_is_said_before_what_it_sends(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    said: list[str] = []
+    unheard, came = threading.Event(), threading.Event()
+
+    def note(event: threading.Event, what: str) -> None:
+        said.append(what)
+        event.set()
+
+    a = node(
+        "a",
+        unix=False,
+        silent_s=1000.0,
+        on_unreachable=lambda *_: unheard.set(),
+        on_reachable=lambda peer: said.append("reachable"),
+        on_message=lambda peer, message: note(came, message.decode()),
+    )
+    b = node("b", unix=False, silent_s=1000.0)
+    lines = [through(a, b), through(b, a)]
+    b.links.send("a", b"hello")
+    assert came.wait(DEADLINE_S)
+    came.clear()
+    for line in lines:
+        line.cut(new_ones_too=True)
+    b.links.send("a", b"meanwhile")
+    assert unheard.wait(DEADLINE_S)
+    for line in lines:
+        line.mend()
+    assert came.wait(DEADLINE_S)
+    assert said == ["hello", "reachable", "meanwhile"]

@@ -639,7 +639,14 @@ class Endpoint:
             return
         self._finish(finished)
         self._schedule(peer)
+        if peer.is_unreachable:
+            self._receive_again(peer)
         self._dispatch(peer, link)
+
+    def _receive_again(self, peer: Peer) -> None:
+        """Something comes from a peer that was reported as unreachable: that is reported first."""
+        peer.is_unreachable = False
+        self._on_reachable(peer.name)
 
     def _finish(self, items: list[Outgoing]) -> None:
         """These messages have come, or have been handed to the kernel where nothing can be lost any more."""
@@ -673,6 +680,8 @@ class Endpoint:
             return
         self.bytes_received += n
         link.heard = True
+        if peer.is_unreachable:
+            self._receive_again(peer)
         link.reader.received(n)
         self._dispatch(peer, link)
         wake_late(link)
@@ -787,9 +796,6 @@ class Endpoint:
             link.heard = False
             peer.silent_ticks = 0
             self._opening.stop_dialling(peer)  # which was begun in place of this connection
-            if peer.is_unreachable:
-                peer.is_unreachable = False
-                self._on_reachable(peer.name)
             return True
         if link is None and peer.dial is None:
             return False
