@@ -190,9 +190,9 @@ def block(source: Host, target: Host) -> None:
 
 def mend(*broken: Host) -> None:
     """Repair what `cut`, `split` and `block` did to hosts; connections are left as they are."""
+    _at_the_switch(*broken, what=f"master {_SWITCH} up")
     for host in broken:
         _command("ip", "-n", host.name, "neighbour", "flush", "nud", "permanent", "dev", INTERFACE)
-    _at_the_switch(*broken, what=f"master {_SWITCH} up")
 
 
 def reset(one: Host, other: Host) -> None:
