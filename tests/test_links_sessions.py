@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -135,6 +136,28 @@ def test_a_silent_connection_is_replaced_and_what_it_held_comes_on_the_next_one(
     assert b.message() == ("a", b"all the same")
     assert arrival.whole() == contents(MIB)
     assert a.lost.empty()
+
+
+def test_a_silent_connection_is_replaced_though_the_first_attempt_is_not_answered(
+    node: Callable[..., Node], through: Callable[..., Line]
+) -> None:
+    a = node("a", listeners=[], silent_s=1000.0)  # so b cannot dial it
+    b = node("b", unix=False, silent_s=1000.0)
+    line = through(a, b)
+    a.links.send("b", b"hello")
+    b.message()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, ExitStack() as stack:
+        where = deaf.getsockname()
+        for _ in range(3):  # no more are queued: who connects now is not answered
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(where)
+        a.links.introduce("b", [f"tcp://127.0.0.1:{where[1]}", line.address])
+        line.cut(new_ones_too=False)
+        a.links.send("b", b"all the same")
+        assert b.message() == ("a", b"all the same")
+    assert a.lost.empty()
+    assert b.lost.empty()
 
 
 def test_who_is_not_heard_is_said_to_be_unreachable_and_then_to_be_reachable(

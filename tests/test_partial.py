@@ -519,6 +519,14 @@ def test_who_is_in_a_step_that_others_have_not_got_goes_on_without_them():
 # Outages ------------------------------------------------------------------------------------------------
 
 
+def begun(world: int, **arguments: Any) -> Job:
+    """A job whose workers have all been Ready once."""
+    job = Job(world, **arguments)
+    for worker in range(world):
+        job.ready(worker, 0)
+    return job
+
+
 def unreachable(job: Job, worker: int | None, peer: int) -> list[Action]:
     return job.policy.handle(PeerUnreachable(now_s=job.now_s, worker=worker, peer=peer, cause="it is silent"))
 
@@ -528,7 +536,7 @@ def reachable(job: Job, worker: int | None, peer: int) -> list[Action]:
 
 
 def test_one_of_two_that_cannot_reach_each_other_is_left_out_with_the_first_tick_after_a_quarter_second():
-    job = Job(3)
+    job = begun(3)
     job.now_s = 1.0
     assert unreachable(job, 1, 2) == unreachable(job, 2, 1) == []
     assert job.tick(1.2) == []
@@ -540,9 +548,20 @@ def test_one_of_two_that_cannot_reach_each_other_is_left_out_with_the_first_tick
     assert (group.members, group.step, group.reason) == ((0, 1), 3, halt.reason)
 
 
+def test_nobody_is_left_out_before_all_have_begun():
+    """A worker that has not may lack the state with which all begin."""
+    job = Job(2)
+    job.ready(0, 0)
+    job.now_s = 1.0
+    unreachable(job, 0, 1)
+    assert job.tick(2.0) == []
+    job.ready(1, 0)
+    assert only(job.tick(2.3), Halt).abandon
+
+
 def left_out(world: int) -> Job:
     """A job whose last two workers cannot reach each other, so that the last one is left out."""
-    job = Job(world)
+    job = begun(world)
     job.now_s = 1.0
     unreachable(job, world - 2, world - 1)
     unreachable(job, world - 1, world - 2)
@@ -585,7 +604,7 @@ def test_it_comes_back_when_the_one_that_it_cannot_reach_is_left_out():
 
 
 def test_a_mended_line_keeps_a_member_that_was_to_be_left_out():
-    job = Job(3)
+    job = begun(3)
     job.now_s = 1.0
     unreachable(job, 1, 2)
     assert reachable(job, 1, 2) == []
@@ -593,7 +612,7 @@ def test_a_mended_line_keeps_a_member_that_was_to_be_left_out():
 
 
 def test_members_that_the_coordinator_does_not_hear_are_left_out_and_are_not_waited_for():
-    job = Job(4)
+    job = begun(4)
     job.now_s = 1.0
     for worker in (2, 3):
         assert unreachable(job, None, worker) == []
@@ -605,7 +624,7 @@ def test_members_that_the_coordinator_does_not_hear_are_left_out_and_are_not_wai
 
 
 def test_while_most_members_are_not_heard_nothing_is_decided():
-    job = Job(3)
+    job = begun(3)
     for worker in range(3):
         job.ready(worker, 0)
     job.ready(0, 1)
@@ -618,7 +637,7 @@ def test_while_most_members_are_not_heard_nothing_is_decided():
 
 
 def test_nobody_was_late_while_most_members_were_not_heard():
-    job = Job(3)
+    job = begun(3)
     for worker in range(3):
         job.ready(worker, 0)
     job.ready(0, 1)
@@ -632,7 +651,7 @@ def test_nobody_was_late_while_most_members_were_not_heard():
 
 def test_a_minority_does_not_decide_because_reports_come_one_by_one():
     """Two of five are left out, then a third one is not heard: that is most of the five."""
-    job = Job(5)
+    job = begun(5)
     job.now_s = 1.0
     for worker in (3, 4):
         unreachable(job, None, worker)
@@ -643,7 +662,7 @@ def test_a_minority_does_not_decide_because_reports_come_one_by_one():
 
 
 def test_most_members_are_late_only_when_it_would_be_known_that_they_are_not_heard():
-    job = Job(3, detector={"n_profile": 1, "limit": 1})
+    job = begun(3, detector={"n_profile": 1, "limit": 1})
     for round_ in (0, 1):
         for worker in range(3):
             job.ready(worker, round_)
@@ -653,7 +672,7 @@ def test_most_members_are_late_only_when_it_would_be_known_that_they_are_not_hea
 
 
 def test_what_it_knows_of_outages_is_in_its_state():
-    job = Job(5)
+    job = begun(5)
     job.now_s = 1.0
     for worker in (2, 3, 4):
         unreachable(job, None, worker)

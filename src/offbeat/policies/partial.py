@@ -571,12 +571,18 @@ class PartialGroups:
     def _handle_tick(self, now_s: float) -> list[Action]:
         if self._stands:
             return []
-        if self._reported_s is not None and now_s - self._reported_s >= _GATHER_S:
+        is_reported = self._reported_s is not None and now_s - self._reported_s >= _GATHER_S
+        if is_reported and (self._generation or self._have_all_begun()):
             actions = self._leave_out(now_s)
             if actions:
                 return actions
         self._dealing.tick(now_s, self._answer_s)
         return self._see_who_is_late(now_s)
+
+    def _have_all_begun(self) -> bool:
+        """Whether every member of the first group has been Ready once: before, it may lack the first state."""
+        known = [self._workers[member] for member in self._members if member in self._workers]
+        return all(state.round >= 0 or state.has_finished for state in known)
 
     def _see_who_is_late(self, now_s: float) -> list[Action]:
         fence = self._fence

@@ -318,7 +318,7 @@ class Opening:
         dial.link = None
         dial.spoken = False
         self.close(link)
-        if not self.freed(peer):
+        if peer.link is not None or not self.freed(peer):  # a connection that is silent is being replaced
             self._next(peer, dial)
 
     def _out_of_time(self, peer: Peer, dial: Dial) -> None:
@@ -343,7 +343,7 @@ class Opening:
     def _fail(self, peer: Peer, dial: Dial, text: str, failure: LinkFailure) -> None:
         if peer.dial is dial:
             self._end_dial(peer, dial)
-            if not self.freed(peer):
+            if peer.link is not None or not self.freed(peer):
                 self._failed(peer, text, failure)
 
     def _end_dial(self, peer: Peer, dial: Dial) -> None:
