@@ -13,8 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lines import Line
 from offbeat.errors import LinkError, WorkerError
-from offbeat.events import Clocked, Failed, Joined, Left, Lost, Ready, Refuse, Start, Stop, Tick
+from offbeat.events import (
+    Clocked,
+    Failed,
+    Joined,
+    Left,
+    Lost,
+    PeerReachable,
+    PeerUnreachable,
+    Ready,
+    Refuse,
+    Start,
+    Stop,
+    Tick,
+)
 from offbeat.record import decode_actions, encode, read_log, replay
 from offbeat.runtime.control import Tally, encode_tally
 from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
@@ -23,7 +37,7 @@ from offbeat.runtime.handshake import Dialler
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting
-from runlogs import wait_until
+from runlogs import entries_of, wait_for_entry, wait_until
 
 DEADLINE_S = 20.0
 MIB = 2**20
@@ -84,7 +98,7 @@ def coordinator(world, log=None, **options):
 class Peer:
     """Somebody who knows the job's token."""
 
-    def __init__(self, name, process, *, worker=None, token="secret", job="job"):
+    def __init__(self, name, process, *, worker=None, token="secret", job="job", line=None, listens=True):
         self.name = name
         self.heard = queue.SimpleQueue()
         self.worker = worker
@@ -96,8 +110,9 @@ class Peer:
             on_lost=self.heard.put,
             on_left=lambda peer: self.heard.put(f"{peer} left"),
             on_error=self.heard.put,
+            listeners=None if listens else [],
         )
-        self.links.introduce(Coordinator.NAME, process.addresses)
+        self.links.introduce(Coordinator.NAME, [line.address] if line else process.addresses)
 
     def say(self, *events):
         self.links.send(Coordinator.NAME, encode(events))
@@ -190,6 +205,69 @@ def goes_on(peers, process):
     for peer in peers:
         while not peer.heard.empty():
             assert not isinstance(peer.heard.get(), Stop | Refuse | LinkError)
+
+
+# Whom it does not hear ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def job_with_a_line(log, *, listens):
+    """A coordinator with two workers, of which the second dials it over a line."""
+    with coordinator(2, log) as process:
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        line = Line((host, int(port)))
+        peers = [Peer("w0", process, worker=0), Peer("w1", process, worker=1, line=line, listens=listens)]
+        try:
+            for peer in peers:
+                peer.join(2)
+            for peer in peers:
+                peer.hear_until(Start)
+            yield process, peers, line
+        finally:
+            for peer in peers:
+                peer.links.close()
+            line.close()
+
+
+def test_a_connection_that_breaks_loses_no_worker(tmp_path):
+    with job_with_a_line(tmp_path / "log", listens=True) as (process, peers, line):
+        for round_ in range(5):
+            line.reset()
+            for peer in peers:
+                peer.say(ready(peer.worker, round_))
+        for peer in peers:
+            peer.leave(5)
+        code, errors = process.ended()
+        assert (code, errors) == (0, "")
+    readys = [event.round for event in entries_of(tmp_path / "log", Ready) if event.worker == 1]
+    assert readys == [*range(5)]
+    assert not entries_of(tmp_path / "log", Lost)
+
+
+def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
+    log = tmp_path / "log"
+    with job_with_a_line(log, listens=False) as (process, peers, line):
+        line.cut(new_ones_too=True)
+        peers[1].say(ready(1))
+        wait_for_entry(log, "report", lambda entry: isinstance(entry, PeerUnreachable))
+        line.mend()
+        wait_for_entry(log, "end of the outage", lambda entry: isinstance(entry, PeerReachable))
+        peers[0].say(ready(0))
+        for peer in peers:
+            peer.leave(1)
+        assert process.ended() == (0, "")
+    found = [
+        (type(event), event.worker)
+        for event in entries_of(log, PeerUnreachable, PeerReachable, Ready)
+        if event.worker != 0
+    ]
+    assert found == [(PeerUnreachable, None), (PeerReachable, None), (Ready, 1)]
+
+
+def test_a_worker_may_not_say_what_only_the_coordinator_observes():
+    with running_job(2) as (_, peers):
+        peers[0].say(PeerUnreachable(now_s=0.0, worker=None, peer=1, cause="it is silent"))
+        assert "must not send PeerUnreachable" in peers[1].hear_until(Stop).reason
 
 
 # Who may speak --------------------------------------------------------------------------------------------
