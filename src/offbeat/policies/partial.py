@@ -580,7 +580,7 @@ class PartialGroups:
         return self._see_who_is_late(now_s)
 
     def _have_all_begun(self) -> bool:
-        """Whether every member of the first group has been Ready once: before, it may lack the first state."""
+        """Whether every member of the first group has been Ready: before, it may lack the first state."""
         known = [self._workers[member] for member in self._members if member in self._workers]
         return all(state.round >= 0 or state.has_finished for state in known)
 
