@@ -140,8 +140,7 @@ class Opening:
 
     def abandon(self, peer: Peer) -> None:
         """Give up the dial and the waiting connections of a peer, without a word."""
-        if peer.dial is not None:
-            self._end_dial(peer, peer.dial)
+        self.stop_dialling(peer)
         for link in peer.parked:
             self.close(link)
         peer.parked.clear()
