@@ -192,18 +192,29 @@ def test_a_master_whose_name_is_a_loopback_address_on_itself_is_found(tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_worker_killed_on_one_host_is_named_on_the_other(tmp_path, victim):
-    """torchrun ends the victim's siblings on its own host; those on the other host end by themselves."""
+    """Those on the other host end by themselves; torchrun then ends the victim's sibling.
+
+    Its agent is stopped meanwhile: else the sibling may be as dead as the victim before anybody has noticed
+    either.
+    """
+    others = [2, 3] if victim < 2 else [0, 1]
     computes = tmp_path / "computes"
     os.mkfifo(computes)
     pipe = os.open(computes, os.O_RDONLY | os.O_NONBLOCK)
     with launch(tmp_path, steps=1000, victim=victim) as launched:
         assert select.select([pipe], [], [], LIMIT_S)[0], launched.output()
         os.close(pipe)
+        agent = launched.agents[victim // 2]
+        agent.send_signal(signal.SIGSTOP)
+        ends = [os.pidfd_open(launched.worker(rank)) for rank in others]
         killed_s = time.monotonic()
         os.kill(launched.worker(victim), signal.SIGKILL)
+        for end in ends:
+            assert select.select([end], [], [], LIMIT_S)[0], launched.output()
+            os.close(end)
+        agent.send_signal(signal.SIGCONT)
         assert all(code != 0 for code in launched.codes())
     reports = launched.reports()
-    others = [2, 3] if victim < 2 else [0, 1]
     assert set(others) <= set(reports), launched.output()
     for rank in others:
         said = reports[rank]

@@ -76,7 +76,7 @@ from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.replicas import History, Problem, Uses
 from offbeat.simulator.times import ComputeTimes, Constant, Stopwatch
-from offbeat.simulator.worker import Parcel, SimulatedWorker
+from offbeat.simulator.worker import TAKING, Parcel, SimulatedWorker
 
 _NEVER = 10**18
 _KNOWN_S = UNREACHABLE_S + 0.1  # after so long a silence, the policies have been told of it
@@ -309,9 +309,14 @@ class Cluster:
     def _check_progress(self) -> None:
         alive = [one for one in self.workers.values() if one.is_alive]
         is_stuck = self.engine.now_s - self.progress_s > self.setting.stuck_after_s
-        if is_stuck and not all(one.is_hung for one in alive):
+        if is_stuck and not all(one.is_hung or self._waits_for_the_last_donor(one) for one in alive):
             doing = ", ".join(f"{one.worker} {one.doing}" for one in alive)
             self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
+
+    def _waits_for_the_last_donor(self, one: SimulatedWorker) -> bool:
+        """Whether it cannot reach who gives it the final state; nobody trains any more who could."""
+        is_last = self.is_dismissed and one.doing == TAKING
+        return is_last and self.lines.free_s(one.follower.donor, one.worker) > self.engine.now_s
 
     # Control messages ----------------------------------------------------------------------------------
 
