@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import logging
 import multiprocessing.connection
 import os
 import subprocess
@@ -187,6 +188,7 @@ def _is_telling(line: str) -> bool:
 
 def _train(rank: int, say: Callable[[Any], None], names: list[str], strategy: Any) -> None:
     enter(names[rank])
+    logging.getLogger("offbeat").addHandler(logging.FileHandler(_output(os.environ["OFFBEAT_RUN_LOG"], rank)))
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 1))  # 106 KB
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -199,6 +201,10 @@ def _train(rank: int, say: Callable[[Any], None], names: list[str], strategy: An
                 model(x).square().mean().backward()
                 optimizer.step()
                 say(Step(time.monotonic(), session.step, session.members))
+
+
+def _output(log: str, rank: int) -> str:
+    return f"{log}.worker{rank}.txt"
 
 
 class Training(Watched):
@@ -215,6 +221,10 @@ class Training(Watched):
 
     def steps(self, rank: int) -> list[Step]:
         return self.reports.get(rank, [])
+
+    def written(self, rank: int) -> str:
+        """What the library has written into a worker's output."""
+        return Path(_output(str(self.log), rank)).read_text()
 
     def newcomer(self, strategy: Any) -> int:
         """Start a worker on the first spare host, which joins the job; return the number of its process."""

@@ -41,6 +41,7 @@ from offbeat.policies.hand import Hand
 from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.outages import OutageNotes
 from offbeat.runtime.rendezvous import Meeting
 
 _log = logging.getLogger("offbeat")
@@ -132,6 +133,7 @@ class Member:
             host=meeting.host,
             silent_s=silent_s,
         )
+        self._notes = OutageNotes(f"worker {worker}", self.endpoint.later)
         self._line = ControlLine(
             self.endpoint, Coordinator.NAME, meeting.coordinator, on_gone=self._lose_coordinator
         )
@@ -283,15 +285,17 @@ class Member:
         self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=silent_s)
 
     def _report(self, peer: str, cause: str) -> None:
-        """Tells the coordinator that nothing comes from another worker."""
+        """Writes that nothing comes from a peer; tells the coordinator, where that is another worker."""
+        with self._changed:
+            cause = f"{cause}, in step {self.follower.step}"
+        if not self._is_closing and (peer == Coordinator.NAME or peer in self._addresses):
+            self._notes.begin(self._spoken_name(peer), cause)
         if peer in self._addresses and peer not in self._reported:
             self._reported.add(peer)
-            with self._changed:
-                step = self.follower.step
-            cause = f"{cause}, in step {step}"
             self.tell(PeerUnreachable(now_s=0.0, worker=self.worker, peer=self._peers[peer], cause=cause))
 
     def _withdraw_report(self, peer: str) -> None:
+        self._notes.end(self._spoken_name(peer))
         if peer in self._reported:
             self._reported.remove(peer)
             self.tell(PeerReachable(now_s=0.0, worker=self.worker, peer=self._peers[peer]))
@@ -345,6 +349,10 @@ class Member:
         """This worker takes part no more: nobody tries to reach it again."""
         self._addresses.pop(peer, None)
         self._reported.discard(peer)
+        self._notes.forget(self._spoken_name(peer))
+
+    def _spoken_name(self, peer: str) -> str:
+        return f"worker {self._peers[peer]}" if peer in self._peers else "the coordinator"
 
     def _lose_coordinator(self, cause: str) -> None:
         if self._is_closing:  # the coordinator ends when it has heard the last worker

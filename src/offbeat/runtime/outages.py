@@ -1,0 +1,66 @@
+"""What a worker writes into its output while it cannot reach others, so that standing still is explained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+_log = logging.getLogger("offbeat")
+_GATHER_S: Final = 0.25  # those that one outage keeps apart fall silent within this time
+_NAMED_MAX: Final = 8
+
+
+class OutageNotes:
+    """Writes one line for all peers that become unreachable together, and one when they can be reached again.
+
+    Args:
+        speaker: who writes, such as "worker 2".
+        later: calls a function after so many seconds, in the thread in which the other methods are called.
+    """
+
+    def __init__(self, speaker: str, later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._speaker, self._later = speaker, later
+        self._unreachable: dict[str, str] = {}  # the cause, by peer
+        self._written: set[str] = set()  # the peers that the output names as unreachable
+        self._is_due = False
+
+    def begin(self, peer: str, cause: str) -> None:
+        """Note that a peer, such as "the coordinator", cannot be reached."""
+        self._unreachable.setdefault(peer, cause)
+        self._schedule()
+
+    def end(self, peer: str) -> None:
+        """Note that a peer can be reached again."""
+        if self._unreachable.pop(peer, None) is not None:
+            self._schedule()
+
+    def forget(self, peer: str) -> None:
+        """Write nothing more about a peer, which is gone."""
+        self._unreachable.pop(peer, None)
+        self._written.discard(peer)
+
+    def _schedule(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._later(_GATHER_S, self._write)
+
+    def _write(self) -> None:
+        self._is_due = False
+        new = [peer for peer in self._unreachable if peer not in self._written]
+        back = self._written - self._unreachable.keys()
+        if new:
+            cause = self._unreachable[new[0]]
+            _log.warning(f"{self._speaker} cannot reach {_listed(new)}: {cause}; it keeps trying")
+        if back:
+            _log.warning(f"{self._speaker} can reach {_listed(sorted(back))} again")
+        self._written = set(self._unreachable)
+
+
+def _listed(peers: Iterable[str]) -> str:
+    names = list(peers)
+    if len(names) > _NAMED_MAX:
+        return f"{', '.join(names[:_NAMED_MAX])} and {len(names) - _NAMED_MAX} more"
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,104 @@
+"""What a worker writes about peers that it cannot reach."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from offbeat.runtime.outages import OutageNotes
+
+
+class Later:
+    """Functions that are called when the test says that their time has come."""
+
+    def __init__(self):
+        self.due = []
+
+    def __call__(self, delay_s, function):
+        assert delay_s > 0
+        self.due.append(function)
+
+    def come(self):
+        due, self.due = self.due, []
+        for function in due:
+            function()
+
+
+@pytest.fixture
+def later():
+    return Later()
+
+
+@pytest.fixture
+def notes(later):
+    return OutageNotes("worker 2", later)
+
+
+def written(caplog):
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    caplog.clear()
+    return lines
+
+
+def test_one_line_names_all_that_become_unreachable_together(notes, later, caplog):
+    notes.begin("worker 0", "nothing has been received from it for 1.25 s, in step 7")
+    notes.begin("the coordinator", "something else")
+    notes.begin("worker 1", "something else")
+    assert written(caplog) == []
+    later.come()
+    assert written(caplog) == [
+        "worker 2 cannot reach worker 0, the coordinator and worker 1: nothing has been received from it for "
+        "1.25 s, in step 7; it keeps trying"
+    ]
+
+
+def test_an_outage_is_named_once_and_its_end_once(notes, later, caplog):
+    notes.begin("worker 0", "nothing comes")
+    later.come()
+    notes.begin("worker 0", "nothing comes")  # as another connection says
+    later.come()
+    assert len(written(caplog)) == 1
+    notes.end("worker 0")
+    notes.end("worker 0")
+    later.come()
+    assert written(caplog) == ["worker 2 can reach worker 0 again"]
+    later.come()
+    assert written(caplog) == []
+
+
+def test_the_next_outage_is_named_again(notes, later, caplog):
+    for _ in range(2):
+        notes.begin("worker 0", "nothing comes")
+        later.come()
+        notes.end("worker 0")
+        later.come()
+    assert [line.split(" worker 0")[0] for line in written(caplog)] == [
+        "worker 2 cannot reach",
+        "worker 2 can reach",
+    ] * 2
+
+
+def test_what_is_over_before_it_is_written_is_not_written(notes, later, caplog):
+    notes.begin("worker 0", "nothing comes")
+    notes.end("worker 0")
+    later.come()
+    assert written(caplog) == []
+
+
+def test_of_a_peer_that_is_gone_nothing_more_is_written(notes, later, caplog):
+    notes.begin("worker 0", "nothing comes")
+    later.come()
+    written(caplog)
+    notes.forget("worker 0")
+    notes.begin("worker 1", "nothing comes")
+    later.come()
+    assert written(caplog) == ["worker 2 cannot reach worker 1: nothing comes; it keeps trying"]
+
+
+def test_many_are_not_all_named(notes, later, caplog):
+    for worker in range(20):
+        notes.begin(f"worker {worker}", "nothing comes")
+    later.come()
+    (line,) = written(caplog)
+    assert "worker 7 and 12 more: nothing comes" in line
