@@ -178,10 +178,14 @@ class BoundedCluster(Cluster):
             case _:
                 super()._fail(fault)
 
+    def kill(self, worker: int, after_s: float, cause: str) -> None:
+        """See `Cluster.kill`; the other threads of its process end with it."""
+        for mate in self._mates(worker):
+            super().kill(mate, after_s, cause)
+
     def end_process(self, process: ServedProcess) -> None:
         """A thread was told to end; its process ends with it."""
-        for thread in process.threads:
-            self.kill(thread.worker, self.setting.detect_s, "its process has ended")
+        self.kill(process.number, self.setting.detect_s, "its process has ended")
 
     def ended(self, process: ServedProcess) -> None:
         """A thread has ended; servers learn of it once all have."""

@@ -67,7 +67,7 @@ class Jittered:
 class Bursty:
     """Jittered, and `factor` times as long in bursts, which come on average every `period` steps.
 
-    Bursts have `length` steps.
+    Bursts have `length` steps; those that overlap are one longer burst.
     """
 
     mean_s: float = 0.1
@@ -84,10 +84,10 @@ class Bursty:
     def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
         """See `ComputeTimes.draw`."""
         times_s = Jittered(mean_s=self.mean_s, deviation=self.deviation).draw(worker, chance, count, first)
-        begins = np.flatnonzero(chance.random(count) < 1 / self.period)
-        for begin in begins:
-            times_s[begin : begin + self.length] *= self.factor
-        return times_s
+        is_slow = np.zeros(count, bool)
+        for begin in np.flatnonzero(chance.random(count) < 1 / self.period):
+            is_slow[begin : begin + self.length] = True
+        return np.where(is_slow, times_s * self.factor, times_s)
 
 
 @dataclass(frozen=True, kw_only=True)
