@@ -517,14 +517,18 @@ def test_an_on_loss_that_there_is_not_is_refused(manager: Manager) -> None:
 def test_a_client_may_not_speak_for_servers(manager: Manager) -> None:
     """A client's number may be a server's; what a server has is for itself to say."""
     view = viewed(manager.handle(joined("server-9")))
-    for said in (
-        *(ServerFilled(now_s=0.0, node=f"client-{server}", view=view.number) for server in (0, 1, 2, 9)),
-        missed("client-0", 1),
-    ):
+    for server in (0, 1, 2, 9):
+        said = ServerFilled(now_s=0.0, node=f"client-{server}", view=view.number)
         (refused,) = manager.handle(said)
         assert isinstance(refused, Refuse)
         assert refused.peer == said.node
     assert all_filled(manager, view).ring == (0, 1, 2, 9)
+
+
+def test_no_server_is_out_because_a_client_misses_it(manager: Manager) -> None:
+    assert manager.handle(missed("client-0", 1)) == []
+    assert manager.handle(missed("client-2", 1)) == []
+    assert manager.handle(Tick(now_s=1000.0)) == []
 
 
 # Namespaces

@@ -147,14 +147,36 @@ def test_on_servers_workers_without_the_coordinator_for_long_end_and_say_so(tmp_
 
 @each(ON_SERVERS)
 @faults(*PAIRS)
-@durations(*LONG_S)
-def test_on_servers_two_hosts_that_cannot_reach_each_other_stop_nobody_for_good(
+@durations(15.0)
+def test_on_servers_two_hosts_that_cannot_reach_each_other_for_15_s_stop_nobody_for_good(
     tmp_path, name, what, duration_s
 ):
     with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
         broken_s, mended_s = fault(job, lambda: FAULTS[what](job.places), duration_s)
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
+
+
+@each(ON_SERVERS)
+@faults(*PAIRS)
+@durations(60.0, 120.0)
+def test_on_servers_of_two_hosts_that_cannot_reach_each_other_for_long_one_is_out(
+    tmp_path, name, what, duration_s
+):
+    """Its server first, and then its worker, which does not reach the other's server: the others train on."""
+    with training(ON_SERVERS[name], WORKERS, tmp_path) as job:
+        broken_s = time.monotonic()
+        FAULTS[what](job.places)
+        ended = job.ends([2])
+        job.trains_on([0, 1, 3, 4])
+        job.let_pass(broken_s + duration_s - time.monotonic())
+        job.trains_on([0, 1, 3, 4])
+        mend(*job.places)
+        mended_s = time.monotonic()
+        job.trains_on([0, 1, 3, 4])
+        assert set(job.ended) == {2}, job.state()
+        print(job.measures(broken_s, mended_s))
+        assert "worker 2 is out: it has not reached server-1 for more than 15 s" in ended[2].error, ended[2]
 
 
 @faults("one host", "half", *PAIRS)

@@ -26,6 +26,8 @@ from offbeat.events import (
     Ready,
     Refuse,
     Saving,
+    ServerMissed,
+    ServerReached,
     Stop,
     Tick,
     Used,
@@ -311,6 +313,68 @@ def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
     assert answers(policy, Tick(now_s=100.0), PeerReachable(now_s=100.0, worker=None, peer=1)) == []
     assert answers(policy, Tick(now_s=101.0), Tick(now_s=106.0)) == []
     assert isinstance(policy.handle(Tick(now_s=106.1))[0], Refuse)
+
+
+def missed(worker: int, server: int, now_s: float) -> ServerMissed:
+    return ServerMissed(now_s=now_s, node=f"client-{worker}", server=server, cause="nothing comes")
+
+
+def reached(worker: int, server: int, now_s: float) -> ServerReached:
+    return ServerReached(now_s=now_s, node=f"client-{worker}", server=server)
+
+
+def held_up(workers: int) -> BoundedStaleness:
+    """Worker 0 waits at the gate for all others."""
+    policy = started(workers, s=0)
+    walk(policy, 0, range(1))
+    assert answers(policy, Tick(now_s=0.0)) == []
+    return policy
+
+
+def test_a_worker_that_keeps_others_waiting_and_does_not_reach_a_server_is_out():
+    policy = held_up(3)
+    answers(policy, clocked(1, 0))
+    assert answers(policy, missed(2, 4, 1.0), Tick(now_s=16.0)) == []
+    policy = remembered(policy, 3, shards="equal", s=0)
+    refused, *grants = policy.handle(Tick(now_s=16.1))
+    assert refused == Refuse(
+        peer="peer-2",
+        reason="worker 2 is out: it has not reached server-4 for more than 15 s, and others need what it "
+        "pushes",
+    )
+    assert [(grant.worker, grant.may_start) for grant in grants] == [(0, True), (1, True)]
+
+
+def test_a_server_that_is_reached_again_or_is_out_is_not_missed():
+    policy = held_up(3)
+    assert answers(policy, missed(2, 4, 1.0), missed(2, 4, 9.0), reached(2, 4, 14.0)) == []
+    assert answers(policy, missed(2, 4, 15.0), *(Tick(now_s=float(now_s)) for now_s in range(16, 31))) == []
+    assert isinstance(policy.handle(Tick(now_s=30.1))[0], Refuse)
+
+
+def test_where_there_is_a_bound_others_need_what_is_not_pushed_also_before_they_wait_at_the_gate():
+    policy = started(3, s=3)
+    assert isinstance(answers(policy, missed(2, 4, 1.0), Tick(now_s=16.1))[0], Refuse)
+
+
+def test_who_keeps_nobody_waiting_may_miss_a_server_for_ever():
+    policy = started(3, s=None)
+    assert answers(policy, missed(2, 4, 1.0), *(Tick(now_s=10.0 * time) for time in range(10))) == []
+
+
+def test_a_server_that_most_workers_miss_is_not_held_against_them():
+    policy = held_up(3)
+    assert answers(policy, missed(1, 4, 1.0), missed(2, 4, 1.0), Tick(now_s=100.0)) == []  # two of three
+
+
+def test_of_several_workers_the_one_that_misses_most_servers_is_out_first_and_then_the_rest_have_time():
+    policy = held_up(8)
+    assert answers(policy, missed(1, 4, 1.0), missed(1, 5, 1.0), missed(2, 4, 1.0), missed(3, 5, 1.0)) == []
+    (refused,) = answers(policy, Tick(now_s=20.0))
+    assert refused.peer == "peer-1"
+    assert answers(policy, Tick(now_s=35.0)) == []
+    (refused,) = answers(policy, Tick(now_s=35.1))
+    assert refused.peer == "peer-3"
 
 
 def test_every_step_begins_the_deadline_anew():

@@ -522,10 +522,10 @@ class ServerFilled(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMissed(NodeEvent):
-    """A server receives nothing from another one; the report is open until `ServerReached`.
+    """A server or a client receives nothing from a server; the report is open until `ServerReached`.
 
     Attributes:
-        server: the other one.
+        server: the one from which nothing comes.
         cause: what was observed, as one clause.
     """
 
@@ -535,7 +535,7 @@ class ServerMissed(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReached(NodeEvent):
-    """A server receives something again from another one that it had reported with `ServerMissed`."""
+    """Something comes again from a server that was reported with `ServerMissed`, or the server is out."""
 
     server: int
 

@@ -100,7 +100,9 @@ class Manager:
                 return self._hear_client(event)
             case ServerLeaves():
                 return self._leave(event)
-            case ServerFilled() | ServerMissed() | ServerReached():
+            case ServerMissed() | ServerReached():
+                return self._hear_report(event)
+            case ServerFilled():
                 return self._hear_server(event)
             case WorkerJoins() | WorkerLeaves() | TaskWanted() | TaskDone() | TauSet() | ProgressWanted():
                 return self._hear_worker(event)
@@ -133,7 +135,7 @@ class Manager:
         self._standing = dict(state["standing"])
 
     def _join(self, event: NodeJoined) -> list[Action]:
-        if _client_of(event.node) is not None:
+        if client_of(event.node) is not None:
             return self._say(self._group.view, f"{event.node} has come", node=event.node)
         server = server_of(event.node)
         if server is None:
@@ -155,7 +157,7 @@ class Manager:
         self._standing.pop(event.node, None)
         server = server_of(event.node)
         if server is None:
-            client = _client_of(event.node)
+            client = client_of(event.node)
             if client is None:
                 return self._workers.part(event)
             gone = ClientGone(node=event.node, reason=f"{event.node} {how}")
@@ -203,16 +205,19 @@ class Manager:
         refuse = Refuse(peer=node, reason=f"{node} was lost: {cause}")
         return [refuse, *self._part(NodeLost(now_s=now_s, node=node, cause=cause))]
 
-    def _hear_server(self, event: ServerFilled | ServerMissed | ServerReached) -> list[Action]:
+    def _hear_server(self, event: ServerFilled) -> list[Action]:
         server = server_of(event.node)
         if server is None:
-            kind = type(event).__name__
-            return [
-                Refuse(peer=event.node, reason=f"expected {kind} from a server, got it from {event.node}")
-            ]
-        if isinstance(event, ServerFilled):
-            view = self._group.filled(Filled(server=server, view=event.view))
-            return self._say(view, "who was being filled has everything")
+            reason = f"expected ServerFilled from a server, got it from {event.node}"
+            return [Refuse(peer=event.node, reason=reason)]
+        view = self._group.filled(Filled(server=server, view=event.view))
+        return self._say(view, "who was being filled has everything")
+
+    def _hear_report(self, event: ServerMissed | ServerReached) -> list[Action]:
+        """Take note of which servers do not reach each other; what a client misses stops nobody else."""
+        server = server_of(event.node)
+        if server is None:
+            return []
         other = f"{_SERVER}{event.server}"
         if isinstance(event, ServerReached):
             self._detector.on_reached(event.node, other)
@@ -236,10 +241,10 @@ class Manager:
         return self._say(view, f"the namespace {event.name} was opened{how}")
 
     def _hear_worker(self, event: Said) -> list[Action]:
-        return [_no_client(event)] if _client_of(event.node) is None else self._workers.hear(event)
+        return [_no_client(event)] if client_of(event.node) is None else self._workers.hear(event)
 
     def _hear_client(self, event: ClientEnlists | ClientPaused | ClientWithdraws) -> list[Action]:
-        client, name = _client_of(event.node), event.namespace
+        client, name = client_of(event.node), event.namespace
         if client is None:
             return [_no_client(event)]
         match event:
@@ -337,7 +342,8 @@ def _no_client(event: NodeEvent) -> Refuse:
     return Refuse(peer=event.node, reason=reason)
 
 
-def _client_of(node: str) -> int | None:
+def client_of(node: str) -> int | None:
+    """Return the number of a client by its name; None where that is no client's."""
     return _number(node, _CLIENT)
 
 

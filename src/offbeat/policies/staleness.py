@@ -6,6 +6,7 @@ Nothing here knows where parameters are, nor how they are pushed and pulled.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias, assert_never
 
@@ -33,6 +34,8 @@ from offbeat.events import (
     Recalled,
     Refuse,
     Saving,
+    ServerMissed,
+    ServerReached,
     StepTimed,
     Stop,
     Tick,
@@ -41,11 +44,13 @@ from offbeat.events import (
 )
 from offbeat.policies.consistency import ConsistencyGate, Counts, Opened
 from offbeat.policies.learning import LprController
+from offbeat.policies.manager import client_of
 from offbeat.policies.solo import SoloDealing
 from offbeat.policies.stragglers import StragglerClassifier
 
 _FIRST: Final = 0  # the worker whose parameters all begin with
 _NEVER: Final = 2**62  # a clock
+_MISSED_S: Final = 15.0  # longer than the manager needs until one of two servers that are apart is out
 
 Shards: TypeAlias = Literal["dynamic", "equal"]
 
@@ -84,6 +89,9 @@ class BoundedStaleness:
     The job goes on with whoever is left, unless worker 0 goes before it could take steps: all begin with its
     parameters. Who leaves without having finished, is lost or fails hands back the samples that it had. Who
     keeps others waiting for too long is refused; a worker that the coordinator does not hear is not late.
+    So is one that has not reached a server for `_MISSED_S`, unless most workers miss that server: of several,
+    the one that misses most servers, else the last. Where there is a bound, others wait for what it cannot
+    push; where there is none, it is out only if others wait for it.
 
     With a *warm start* the first worker, or who is the first once it is gone, takes some steps alone, while
     the others rest. It is over early where the others have been dealt all samples that are left.
@@ -142,6 +150,7 @@ class BoundedStaleness:
         self._awaited: set[int] = set()  # of the start, and could not take a step yet
         self._since_s: dict[int, float] = {}  # who keeps others waiting, since when
         self._unheard: set[int] = set()  # workers that the coordinator does not hear
+        self._missed: dict[tuple[int, int], float] = {}  # by worker and server that it misses: since when
         self._is_over = False  # everybody has been dismissed, or is gone
         self._alone_steps = warm_start  # that are left to be taken by one worker
         self._alone: int | None = None  # who takes them, None where that is nobody
@@ -173,6 +182,9 @@ class BoundedStaleness:
                 raise ProtocolError(
                     f"expected nothing about groups, of which there are none, got {_said(event)}"
                 )
+            case ServerMissed() | ServerReached():
+                self._note_whom_it_misses(event)
+                return []
             case StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
@@ -195,6 +207,7 @@ class BoundedStaleness:
             "awaited": sorted(self._awaited),
             "since_s": [list(one) for one in self._since_s.items()],
             "unheard": sorted(self._unheard),
+            "missed": [[*pair, since_s] for pair, since_s in self._missed.items()],
             "is_over": self._is_over,
             "alone_steps": self._alone_steps,
             "alone": self._alone,
@@ -215,6 +228,7 @@ class BoundedStaleness:
         self._has_started, self._is_over = state["has_started"], state["is_over"]
         self._since_s = dict(state["since_s"])
         self._unheard = set(state["unheard"])
+        self._missed = {(worker, server): since_s for worker, server, since_s in state["missed"]}
         self._alone_steps, self._alone = state["alone_steps"], state["alone"]
 
     # Coming and going ------------------------------------------------------------------------------------
@@ -262,6 +276,7 @@ class BoundedStaleness:
         self._ends(worker, self._workers.pop(worker))
         self._gone.add(worker)
         self._unheard.discard(worker)
+        self._missed = {pair: since_s for pair, since_s in self._missed.items() if pair[0] != worker}
         if self._dealing is not None:
             self._dealing.gone(worker)
 
@@ -483,18 +498,58 @@ class BoundedStaleness:
         holding = self._holding() - self._unheard if self._has_started else set()
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in sorted(holding)}
         late = [worker for worker, since_s in self._since_s.items() if now_s - since_s > self._deadline_s]
-        if not late:
+        if late:
+            return self._refuse(late, f"others have waited for it for more than {self._deadline_s:g} s")
+        cut_off = self._most_cut_off(
+            now_s, holding | self._stepping() if self._gate.s is not None else holding
+        )
+        if cut_off is None:
             return []
-        if self._has_not_given(late):
+        worker, servers = cut_off
+        self._missed = dict.fromkeys(self._missed, now_s)  # without this one, the others may reach all
+        missed = ", ".join(f"server-{server}" for server in servers)
+        reason = f"it has not reached {missed} for more than {_MISSED_S:g} s, and others need what it pushes"
+        return self._refuse([worker], reason)
+
+    def _refuse(self, workers: list[int], reason: str) -> list[Action]:
+        if self._has_not_given(workers):
             return self._stop()
-        reason = f"others have waited for it for more than {self._deadline_s:g} s"
         refused = [
             Refuse(peer=self._workers[worker].peer, reason=f"worker {worker} is out: {reason}")
-            for worker in late
+            for worker in workers
         ]
-        for worker in late:
+        for worker in workers:
             self._part(worker)
         return [*refused, *self._go_on(), *self._dismiss()]
+
+    def _note_whom_it_misses(self, event: ServerMissed | ServerReached) -> None:
+        worker = client_of(event.node)
+        if worker is None or worker not in self._workers:
+            return
+        if isinstance(event, ServerMissed):
+            self._missed.setdefault((worker, event.server), event.now_s)
+        else:
+            self._missed.pop((worker, event.server), None)
+
+    def _stepping(self) -> set[int]:
+        """Who takes a step now, or waits to start one."""
+        return {worker for worker in self._workers if worker in self._gate and self._gate.runs(worker)}
+
+    def _most_cut_off(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
+        """Return, of these, the one that misses most servers, else the last, with the servers.
+
+        A server that most workers miss is not held against them.
+        """
+        missing = Counter(server for _, server in self._missed)
+        found: dict[int, list[int]] = {}
+        for (worker, server), since_s in sorted(self._missed.items()):
+            is_held_against = 2 * missing[server] <= len(self._workers)
+            if worker in workers and is_held_against and now_s - since_s > _MISSED_S:
+                found.setdefault(worker, []).append(server)
+        if not found:
+            return None
+        worker = max(found, key=lambda one: (len(found[one]), one))
+        return worker, found[worker]
 
     def _holding(self) -> set[int]:
         """Who could take a step for which others wait: to begin, at the gate, for samples, to end."""

@@ -43,6 +43,7 @@ from offbeat.runtime.control import ControlLine
 from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.filtering import Filtering
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.outages import OutageNotes
 from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER, Array
 from offbeat.runtime.post import Place, Post, Show, never, nowhere
 from offbeat.runtime.shared import MAX_UNREAD_BYTES, UNREAD_BYTES
@@ -141,7 +142,7 @@ class Node:
         self._gone: set[str] = set()  # servers and clients that were there
         self._missed: set[str] = set()  # servers from which nothing comes, as the manager was told
         self._is_over = False
-        self._is_server = is_server = name.startswith("server-")
+        is_server = name.startswith("server-")
         self.endpoint = Endpoint(
             name,
             job=cluster.job,
@@ -158,6 +159,7 @@ class Node:
             spins=is_server,
             unread_bytes=MAX_UNREAD_BYTES if is_server else UNREAD_BYTES,
         )
+        self._notes = OutageNotes(name, self.endpoint.later)
         kinds = TO_SERVER if is_server else TO_CLIENT
         self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
         self.filtering = Filtering(crc32(name.encode()))
@@ -227,7 +229,8 @@ class Node:
         servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
         for name in self._addresses.keys() - servers.keys():
             self._gone.add(name)
-            self._missed.discard(name)
+            self._reachable(name)
+            self._notes.forget(name)
             self._forget(name)
             if name != self.name:
                 self.endpoint.introduce(name, self._addresses[name], lasting=True, silent_s=_GONE_S)
@@ -265,12 +268,16 @@ class Node:
             self.post.again(peer)
 
     def _unreachable(self, peer: str, cause: str) -> None:
-        """Nothing comes from a server that is said to be there; a server reports that to the manager."""
-        if self._is_server and peer in self._addresses and peer not in self._missed:
+        """Nothing comes from a server that is said to be there, or from the manager."""
+        if not self._is_over and (peer in self._addresses or peer == Coordinator.NAME):
+            self._notes.begin(_spoken_name(peer), cause)
+        if peer in self._addresses and peer not in self._missed:
             self._missed.add(peer)
             self.tell(ServerMissed(now_s=0.0, node=self.name, server=_number(peer), cause=cause))
 
     def _reachable(self, peer: str) -> None:
+        """Something comes again, or the server is out."""
+        self._notes.end(_spoken_name(peer))
         if peer in self._missed:
             self._missed.discard(peer)
             self.tell(ServerReached(now_s=0.0, node=self.name, server=_number(peer)))
@@ -283,6 +290,10 @@ class Node:
         if not self._is_over:
             self._is_over = True
             self._on_gone(cause)
+
+
+def _spoken_name(peer: str) -> str:
+    return "the manager" if peer == Coordinator.NAME else peer
 
 
 def _number(server: str) -> int:

@@ -255,6 +255,8 @@ class Serving:
         self._reset_s: dict[frozenset[str], float] = {}  # when all that was under way between two was lost
         self._unheard: set[tuple[str, str]] = set()  # of which sender and receiver that has been said
         self._ends_s = 0.0  # when the last fault is over
+        # Where packets are lost, some of what is sent again is lost, too.
+        self._back_s = 2 * _BACK_S if trial.lost else _BACK_S
         self._joined = {f"client-{client}" for client in self._clients}
         self._dead: set[str] = set()
         self._vanished: set[int] = set()  # servers whose hosts are dead
@@ -322,7 +324,7 @@ class Serving:
         now_s = self._engine.now_s
         self._decide(Tick(now_s=now_s))
         self._engine.at(now_s + _TICK_S, self._pass_time)
-        settled_s = self._ends_s + _BACK_S
+        settled_s = self._ends_s + self._back_s
         if self._vanished:
             settled_s += _UNREACHABLE_S + SILENT_S + _DIALS_S + _TICK_S
         if now_s - _TICK_S < settled_s <= now_s:
@@ -637,6 +639,8 @@ class Serving:
         self._decide(replace(cast(Any, message), now_s=now_s))
 
     def _decide(self, event: Event) -> None:
+        if isinstance(event, ServerLeaves) and f"server-{event.server}" in self._manager._standing:
+            return  # who wants to lose nothing does not give up a server that is waited for
         for action in self._manager.handle(event):
             self._act(action)
 
@@ -849,7 +853,7 @@ class Serving:
 
     def _check_progress(self) -> None:
         """See that all goes on that does not wait for what others push, and was asked for before."""
-        view, limit_s = self._manager._group.view, self._engine.now_s - _BACK_S
+        view, limit_s = self._manager._group.view, self._engine.now_s - self._back_s
         for waiting in (self._pushing, self._pulling):
             for client, number in waiting:
                 name = self._asked_of[client, number]
@@ -857,7 +861,7 @@ class Serving:
                 is_there = f"client-{client}" not in self._forgotten | self._dead
                 if is_alone and is_there and self._asked_s[client, number] < limit_s:
                     self._violated(
-                        f"request {number} of client {client} is not done {_BACK_S} s after the faults"
+                        f"request {number} of client {client} is not done {self._back_s} s after the faults"
                     )
 
     def _check_the_end(self) -> None:
