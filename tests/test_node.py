@@ -195,6 +195,20 @@ def test_a_request_that_takes_too_long_names_the_server_that_has_not_answered_an
             w.pull().result(timeout_s=0.5)
 
 
+def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark, caplog):
+    with PS.local(servers=3, copies=0) as ps:
+        w = ps.namespace("w", keys=KEYS, block_keys=1)
+        w.push(np.ones(KEYS, np.float32)).result()
+        server = ps.local_servers.processes[1]
+        server.send_signal(signal.SIGSTOP)
+        cannot = "cannot reach server-1: nothing has come from it for 1.25 s; it keeps trying"
+        wait_until(lambda: any(cannot in line for line in caplog.messages), "the line about the outage")
+        server.send_signal(signal.SIGCONT)
+        again = "can reach server-1 again"
+        wait_until(lambda: any(again in line for line in caplog.messages), "the line about its end")
+        assert sum("reach" in line for line in caplog.messages) == 2
+
+
 @pytest.mark.parametrize("silent_s", [2.0, -1.0, float("nan")])
 def test_who_lives_is_never_to_be_lost_between_two_beats(silent_s):
     with pytest.raises(ValueError, match="expected silent_s to be more than 2 s, got"):
