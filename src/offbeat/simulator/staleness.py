@@ -37,7 +37,7 @@ from offbeat.simulator.network import Network
 from offbeat.simulator.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
 
 _STUCK_S = 20.0
-_UNTIL_S = 300.0
+_UNTIL_S = 1500.0
 
 
 @dataclass(frozen=True, kw_only=True)
