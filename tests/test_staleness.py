@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def joined(worker: int) -> Joined:
         worker=worker,
         world=2,
         peer=f"peer-{worker}",
-        place="host process 1",
+        place=f"host, process {worker}",
         addresses=(),
         model=(),
         strategy="ssp",
@@ -365,6 +366,13 @@ def test_who_keeps_nobody_waiting_may_miss_a_server_for_ever():
 def test_a_server_that_most_workers_miss_is_not_held_against_them():
     policy = held_up(3)
     assert answers(policy, missed(1, 4, 1.0), missed(2, 4, 1.0), Tick(now_s=100.0)) == []  # two of three
+
+
+def test_the_only_process_may_miss_a_server_for_ever_however_many_workers_it_has():
+    policy = BoundedStaleness(3, s=0, shards="equal")
+    answers(policy, *(replace(joined(worker), place="one process") for worker in range(3)))
+    answers(policy, *(clocked(worker, None) for worker in range(3)))
+    assert answers(policy, missed(0, 4, 1.0), Tick(now_s=100.0)) == []
 
 
 def test_of_several_workers_the_one_that_misses_most_servers_is_out_first_and_then_the_rest_have_time():

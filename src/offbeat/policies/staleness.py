@@ -61,6 +61,7 @@ class _Worker:
 
     Attributes:
         peer: its link name.
+        place: where its process is.
         has_begun: it could take steps.
         has_finished: its loop is over.
         epoch: of its last step.
@@ -68,6 +69,7 @@ class _Worker:
     """
 
     peer: str
+    place: str
     has_begun: bool = False
     has_finished: bool = False
     epoch: int = -1
@@ -89,9 +91,9 @@ class BoundedStaleness:
     The job goes on with whoever is left, unless worker 0 goes before it could take steps: all begin with its
     parameters. Who leaves without having finished, is lost or fails hands back the samples that it had. Who
     keeps others waiting for too long is refused; a worker that the coordinator does not hear is not late.
-    So is one that has not reached a server for `_MISSED_S`, unless most workers miss that server: of several,
-    the one that misses most servers, else the last. Where there is a bound, others wait for what it cannot
-    push; where there is none, it is out only if others wait for it.
+    So is one that has not reached a server for `_MISSED_S`, unless most processes miss that server: of
+    several, the one that misses most servers, else the last. Where there is a bound, others wait for what it
+    cannot push; where there is none, it is out only if others wait for it.
 
     With a *warm start* the first worker, or who is the first once it is gone, takes some steps alone, while
     the others rest. It is over early where the others have been dealt all samples that are left.
@@ -236,7 +238,7 @@ class BoundedStaleness:
     def _joined(self, event: Joined) -> list[Action]:
         if event.worker in self._workers or event.worker in self._gone:
             return []  # the assembly answers
-        self._workers[event.worker] = _Worker(peer=event.peer)
+        self._workers[event.worker] = _Worker(peer=event.peer, place=event.place)
         if self._dealing is not None:
             self._dealing.joined(event.worker)
         if not self._has_started and len(self._workers) == self._world:
@@ -538,12 +540,13 @@ class BoundedStaleness:
     def _most_cut_off(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
         """Return, of these, the one that misses most servers, else the last, with the servers.
 
-        A server that most workers miss is not held against them.
+        A server that most processes miss is not held against them.
         """
-        missing = Counter(server for _, server in self._missed)
+        missing = Counter(server for _, server in self._missed)  # a process reports for all its workers
+        processes = len({one.place for one in self._workers.values()})
         found: dict[int, list[int]] = {}
         for (worker, server), since_s in sorted(self._missed.items()):
-            is_held_against = 2 * missing[server] <= len(self._workers)
+            is_held_against = 2 * missing[server] <= processes
             if worker in workers and is_held_against and now_s - since_s > _MISSED_S:
                 found.setdefault(worker, []).append(server)
         if not found:
