@@ -129,7 +129,7 @@ def test_a_bad_model_is_refused_in_one_line(text):
     "text",
     [
         *("die:1@2.5", "die:1,2@0.5", "hang:1@2.5+30.0", "late:0@1.0+0.2", "cut:1@2.0+3.0"),
-        *("cut:1-2@2.0+3.0", "cut:1>2@2.0+3.0", "cut:1>c@2.0+3.0", "cut:c>1@2.0+3.0"),
+        *("cut:1-2@2.0+3.0", "cut:1-s@2.0+3.0", "cut:1>2@2.0+3.0", "cut:1>c@2.0+3.0", "cut:c>1@2.0+3.0"),
         *(
             "split:1,2@2.0+3.0",
             "reset:1@2.0",
@@ -147,7 +147,17 @@ def test_a_fault_is_spelled_as_it_is_read(text):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "die@1", "die:1-2@1", "hang:1@1", "cut:1-1@1+1", "cut:1>1@1+1", "cut:1,2@1+1", "cut:1-2,3@1+1"),
+        *(
+            "",
+            "die@1",
+            "die:1-2@1",
+            "hang:1@1",
+            "cut:1-1@1+1",
+            "cut:1>1@1+1",
+            "cut:1,2@1+1",
+            "cut:1-2,3@1+1",
+            "cut:s-1@1+1",
+        ),
         *("split@1+1", "split:1-2@1+1", "reset:1@1+1", "reset:1>2@1", "restart:1@1+1", "x:1@1"),
     ],
 )
@@ -161,6 +171,12 @@ def test_faults_of_nobody_are_refused():
         Setting(world=4, steps=1, faults=(faults.parse("die:4@1"),))
     with pytest.raises(ValueError, match="there already"):
         Setting(world=4, steps=1, faults=(faults.parse("join:3@1"),))
+
+
+def test_a_cut_from_servers_is_refused_where_there_are_none():
+    setting = Setting(world=4, steps=1, faults=(faults.parse("cut:1-s@1+1"),))
+    with pytest.raises(ValueError, match="cut:1-s@1.0.*there are no servers under this strategy"):
+        Cluster(setting, list)
 
 
 def test_a_ring_costs_what_the_formula_says():

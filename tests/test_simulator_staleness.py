@@ -213,6 +213,24 @@ def test_a_directory_that_breaks_the_rules_is_found(broken, what, first_seed):
         find("ssp:s=2", directory=directory, first_seed=first_seed)
 
 
+class WaitsForWhoMissesServers(BoundedStaleness):
+    """Does not look at who misses servers."""
+
+    def _note_whom_it_misses(self, event):
+        pass
+
+
+@pytest.mark.parametrize("strategy", ["ssp:s=2", "dtssp", "ps-bsp"])
+def test_who_waits_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
+    def build(this: staleness.Case) -> list[Policy]:
+        policies = this.build()
+        policies[1].__class__ = WaitsForWhoMissesServers
+        return policies
+
+    with pytest.raises(ViolationError, match=r"nobody has finished a step since.*cut:\d+-s@"):
+        find(strategy, build=build)
+
+
 def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
     """Then what it reads lacks its own last step; only a bound that is always 0 makes that harmless."""
     strategy: Any = parse_strategy("dtssp:s=0,s_min=0,limit=1")

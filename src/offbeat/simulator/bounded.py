@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from offbeat.events import (
     Action,
@@ -26,13 +26,16 @@ from offbeat.events import (
     Left,
     Lost,
     Refuse,
+    ServerMissed,
+    ServerReached,
     Start,
     Stop,
 )
 from offbeat.policies import Policy
 from offbeat.policies.caches import CacheDirectory, Terms
 from offbeat.simulator.cluster import Cluster, Setting
-from offbeat.simulator.faults import Death, Fault, Hang, Split
+from offbeat.simulator.faults import SERVERS, Cut, Death, Fault, Hang, Split
+from offbeat.simulator.lines import UNREACHABLE_S
 from offbeat.simulator.served import ServedProcess, ServedWorker
 from offbeat.simulator.times import Stopwatch
 from offbeat.simulator.versions import Row, Servers, Step
@@ -108,6 +111,8 @@ class BoundedCluster(Cluster):
         bound_seen: the last bound that a Grant named.
     """
 
+    HAS_SERVERS: ClassVar = True
+
     def __init__(
         self,
         setting: Setting,
@@ -130,6 +135,7 @@ class BoundedCluster(Cluster):
         self._version_seen = 0
         self._ended: set[int] = set()  # workers whose steps may be missing
         self._has_lost = False
+        self._misses: dict[int, bool] = {}  # of processes that were cut from the servers: whether they are
         self._blocks: dict[int, Block] = {}
         self._used: dict[tuple[int, int], tuple[int, ...]] = {}  # by worker and step
 
@@ -175,8 +181,42 @@ class BoundedCluster(Cluster):
             case Hang() if fault.worker in self._workers:
                 for mate in self._mates(fault.worker):
                     super()._fail(replace(fault, worker=mate))
+            case Cut(peer=peer) if peer == SERVERS and fault.worker in self._workers:
+                super()._fail(fault)
+                process = self.threads[fault.worker].process
+                self.engine.at(self.engine.now_s + UNREACHABLE_S, self._see_whether_it_misses, process)
             case _:
                 super()._fail(fault)
+
+    def _see_whether_it_misses(self, process: ServedProcess) -> None:
+        """A process reports that nothing comes from the servers, and later that something does."""
+        now_s, number = self.engine.now_s, process.number
+        if not self.is_running(number):
+            return
+        until_s = max(self.lines.free_s(number, SERVERS), self._hung_until_s.get(number, now_s))
+        if until_s > now_s:
+            self.engine.at(until_s, self._see_whether_it_misses, process)
+        if not self.is_hung(number) and self._misses.get(number, False) != (until_s > now_s):
+            self._misses[number] = until_s > now_s
+            self._report_servers(number)
+
+    def _report_servers(self, number: int) -> None:
+        """What a process says of the servers; its client's line repeats it until it is heard."""
+        if self._is_down or not self.is_present(number) or self._is_cut_off(number):
+            if self.is_running(number):
+                self.engine.at(self.engine.now_s + self.setting.tick_s, self._report_servers, number)
+            return
+        now_s, node = self.engine.now_s - self.behind_s, f"client-{number}"
+        for server in range(self.served.servers):
+            if self._misses[number]:
+                self.ask(ServerMissed(now_s=now_s, node=node, server=server, cause="nothing comes from it"))
+            else:
+                self.ask(ServerReached(now_s=now_s, node=node, server=server))
+
+    def _come_back(self, _: Any) -> None:
+        super()._come_back(_)
+        for number in self._misses:
+            self._report_servers(number)
 
     def kill(self, worker: int, after_s: float, cause: str) -> None:
         """See `Cluster.kill`; the other threads of its process end with it."""

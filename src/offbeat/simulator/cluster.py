@@ -10,7 +10,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, assert_never
+from typing import Any, ClassVar, NoReturn, assert_never
 
 from offbeat.errors import OffbeatError
 from offbeat.events import (
@@ -59,6 +59,7 @@ from offbeat.simulator.cohort import Cohort
 from offbeat.simulator.engine import Engine
 from offbeat.simulator.exchange import Exchange
 from offbeat.simulator.faults import (
+    SERVERS,
     Arrival,
     Cut,
     Death,
@@ -70,6 +71,7 @@ from offbeat.simulator.faults import (
     Restart,
     Split,
     check,
+    spell,
 )
 from offbeat.simulator.lines import COORDINATOR, UNREACHABLE_S, Lines
 from offbeat.simulator.loop import Samples
@@ -165,6 +167,8 @@ class Cluster:
         is_numbered: what is said is recorded once and heard once, in order, whenever the coordinator dies.
     """
 
+    HAS_SERVERS: ClassVar = False
+
     def __init__(
         self,
         setting: Setting,
@@ -174,6 +178,9 @@ class Cluster:
         keeps_log: bool = False,
         one_by_one: bool = False,
     ) -> None:
+        for fault in setting.faults:
+            if isinstance(fault, Cut) and fault.peer == SERVERS and not self.HAS_SERVERS:
+                raise ValueError(f"fault {spell(fault)}: there are no servers under this strategy")
         self.setting = setting
         self.engine = Engine()
         self.chance = random.Random(f"cluster {setting.seed}")

@@ -8,22 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 FORMS = (
     "die:1@2.5 (worker 1 dies after 2.5 s; die:1,2@2.5 for two at once), hang:1@2.5+30 (for 30 s), "
     "late:1@2.5+0.2 (its messages take 0.2 s longer from then on), cut:1@2.5+3 (from the coordinator, for "
-    "3 s), cut:1-2@2.5+3 (from worker 2), cut:1>2@2.5+3 (what 1 sends to 2 is lost; c is the coordinator), "
-    "split:1,2@2.5+3 (these from everybody else), reset:1-2@2.5 (their connection breaks; reset:1@2.5 for "
-    "the coordinator's), join:9@2.5 (worker 9 is new), leave:1@2.5, restart@2.5+0.5 (the coordinator, gone "
-    "for 0.5 s)"
+    "3 s), cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), cut:1>2@2.5+3 (what 1 sends to 2 "
+    "is lost; c is the coordinator), split:1,2@2.5+3 (these from everybody else), reset:1-2@2.5 (their "
+    "connection breaks; reset:1@2.5 for the coordinator's), join:9@2.5 (worker 9 is new), leave:1@2.5, "
+    "restart@2.5+0.5 (the coordinator, gone for 0.5 s)"
 )
+SERVERS: Final = -2  # all servers together, as a peer
 Whose: TypeAlias = Literal["both", "worker", "peer"]
 WHOSE: tuple[Whose, ...] = get_args(Whose)
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _FAULT = re.compile(
     rf"(?P<kind>die|hang|late|cut|split|reset|join|leave|restart)"
-    rf"(?::(?P<who>[0-9]+(?:,[0-9]+)*|[0-9]+-[0-9]+|[0-9]+>[0-9]+|[0-9]+>c|c>[0-9]+))?"
+    rf"(?::(?P<who>[0-9]+(?:,[0-9]+)*|[0-9]+-(?:[0-9]+|s)|[0-9]+>[0-9]+|[0-9]+>c|c>[0-9]+))?"
     rf"@(?P<at>{_NUMBER})(?:\+(?P<length>{_NUMBER}))?"
 )
 
@@ -59,7 +60,7 @@ class Cut:
     """A worker and another node do not get what the other sends for a while.
 
     Attributes:
-        peer: another worker, None for the coordinator.
+        peer: another worker, `SERVERS`, or None for the coordinator.
         lost: whose messages are lost: those of both, or only of the worker or only of its peer.
     """
 
@@ -139,6 +140,8 @@ def parse(text: str) -> Fault:
             case "cut", ">", [worker], float():
                 lost: Whose = "peer" if nodes.startswith("c") else "worker"
                 return Cut(at_s=at_s, worker=worker, peer=None, length_s=length_s, lost=lost)
+            case "cut", "-", [worker], float():
+                return Cut(at_s=at_s, worker=worker, peer=SERVERS, length_s=length_s)
             case "cut", "-", [worker, peer], float() if worker != peer:
                 return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s)
             case "cut", ">", [worker, peer], float() if worker != peer:
@@ -182,6 +185,8 @@ def spell(fault: Fault) -> str:
 
 
 def _nodes(cut: Cut) -> str:
+    if cut.peer == SERVERS:
+        return f"{cut.worker}-s"
     if cut.lost == "both":
         return f"{cut.worker}" if cut.peer is None else f"{cut.worker}-{cut.peer}"
     peer = "c" if cut.peer is None else f"{cut.peer}"
@@ -198,7 +203,7 @@ def check(faults: Iterable[Fault], world: int) -> None:
             known.add(fault.worker)
             continue
         named = set(fault.workers) if isinstance(fault, Death | Split) else {getattr(fault, "worker", 0)}
-        if isinstance(fault, Cut | Reset) and fault.peer is not None:
+        if isinstance(fault, Cut | Reset) and fault.peer not in (None, SERVERS):
             named.add(fault.peer)
         for worker in sorted(named - known):
             raise ValueError(f"fault {spell(fault)}: there is no worker {worker} at that time")

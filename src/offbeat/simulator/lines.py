@@ -31,7 +31,7 @@ from offbeat.events import PeerReachable, PeerUnreachable
 if TYPE_CHECKING:
     from offbeat.simulator.cluster import Cluster
 
-COORDINATOR, SERVERS = -1, -2
+COORDINATOR = -1
 UNREACHABLE_S = 1.25
 REDIALLED_S = 3.0
 _REPLACED_S = 2.0  # after which silence a connection gives way to a fresh dial

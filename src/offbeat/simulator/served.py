@@ -214,6 +214,7 @@ class ServedWorker(SimulatedWorker):
         self.spent_s: defaultdict[str, float] = defaultdict(float)
         super().__init__(cluster, worker, stopwatch, is_new=is_new)
         self.process, self._is_newcomer = process, is_new
+        self.place = f"simulated, process {process.number}"
         process.threads.append(self)
         samples = cluster.setting.samples
         self.loop = None if samples is None else Loop(samples, self, self._tell_wants)

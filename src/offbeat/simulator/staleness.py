@@ -19,6 +19,7 @@ from offbeat.policies.staleness import BoundedStaleness
 from offbeat.simulator.bounded import BoundedCluster, MakeDirectory, Served, make_directory, served_of
 from offbeat.simulator.cluster import Setting, ViolationError
 from offbeat.simulator.faults import (
+    SERVERS,
     WHOSE,
     Arrival,
     Cut,
@@ -32,6 +33,7 @@ from offbeat.simulator.faults import (
     Split,
     spell,
 )
+from offbeat.simulator.lines import REDIALLED_S
 from offbeat.simulator.loop import Samples
 from offbeat.simulator.network import Network
 from offbeat.simulator.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
@@ -77,7 +79,10 @@ def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
     world = threads * chance.randint(1, 4) if threads > 1 else chance.randint(1, 8)
     lost_after_s = chance.choice([3.0, 5.0])
     is_dealt = arguments["shards"] == "dynamic"
-    faults = _faults(chance, world, threads, lost_after_s, is_open=is_dealt) if chance.random() < 0.7 else []
+    faults: list[Fault] = []
+    if chance.random() < 0.7:
+        faults += _faults(chance, world, threads, lost_after_s, is_open=is_dealt)
+    faults += _cuts_from_servers(random.Random(f"apart {seed}"), world, threads, is_alone=not faults)
     batch_size = chance.randint(1, 4)
     samples = Samples(
         count=chance.randint(1, 40 * world) * batch_size + chance.randrange(batch_size),
@@ -173,6 +178,16 @@ def _faults(
                 now_s += 1.1
             case _:
                 pass
+
+
+def _cuts_from_servers(chance: random.Random, world: int, threads: int, *, is_alone: bool) -> Iterator[Fault]:
+    """A process does not reach the servers, for long only if nothing else happens and others can go on."""
+    if chance.random() < 0.8:
+        return
+    worker, at_s = chance.randrange(world), 0.1 + 2.0 * chance.random()
+    longest_s = 40.0 if is_alone and world > threads else _STUCK_S - REDIALLED_S - 1.0
+    length_s = chance.choice([1.0, longest_s]) * (0.2 + 0.8 * chance.random())
+    yield Cut(at_s=at_s, worker=worker, peer=SERVERS, length_s=length_s)
 
 
 def run(

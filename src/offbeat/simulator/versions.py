@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.policies.caches import clock_of, time_of
-from offbeat.simulator.lines import SERVERS
+from offbeat.simulator.faults import SERVERS
 
 if TYPE_CHECKING:
     from offbeat.simulator.bounded import BoundedCluster

@@ -72,7 +72,10 @@ class SimulatedWorker:
         told: what it has said to the coordinator, where samples are dealt.
         heard: how many messages of the coordinator have reached it.
         known: the members of all groups with which it has exchanged anything.
+        place: where its process is.
     """
+
+    place = "simulated"
 
     def __init__(self, cluster: Cluster, worker: int, stopwatch: Stopwatch, *, is_new: bool) -> None:
         self.cluster = cluster
@@ -134,7 +137,7 @@ class SimulatedWorker:
                 worker=self.worker,
                 world=cluster.world,
                 peer=f"worker-{self.worker}",
-                place="simulated",
+                place=self.place,
                 addresses=(),
                 model=(),
                 strategy="",
