@@ -175,7 +175,7 @@ def test_faults_of_nobody_are_refused():
 
 def test_a_cut_from_servers_is_refused_where_there_are_none():
     setting = Setting(world=4, steps=1, faults=(faults.parse("cut:1-s@1+1"),))
-    with pytest.raises(ValueError, match="cut:1-s@1.0.*there are no servers under this strategy"):
+    with pytest.raises(ValueError, match=r"cut:1-s@1\.0.*there are no servers under this strategy"):
         Cluster(setting, list)
 
 
