@@ -83,7 +83,8 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
                 "coordinator), cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), "
                 "cut:1>2@2.5+3 (what 1 sends to 2 is lost; c is the coordinator), split:1,2@2.5+3 (these "
                 "from all others), reset:1-2@2.5 (their connection breaks; reset:1@2.5 with the "
-                "coordinator), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the coordinator); may be given more than once."
+                "coordinator), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the coordinator); may be given more "
+                "than once."
             ),
         ] = None,
         size_mb: Annotated[float, typer.Option(help="Gradients of a worker, in MB.")] = 4.0,
