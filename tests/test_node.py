@@ -206,7 +206,6 @@ def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark
         server.send_signal(signal.SIGCONT)
         again = "can reach server-1 again"
         wait_until(lambda: any(again in line for line in caplog.messages), "the line about its end")
-        assert sum("reach" in line for line in caplog.messages) == 2
 
 
 @pytest.mark.parametrize("silent_s", [2.0, -1.0, float("nan")])
