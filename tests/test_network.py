@@ -46,10 +46,9 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_until_they_
         job.all_train_together()
         print(job.measures(broken_s, mended_s))
         for worker, peer in ((1, 2), (2, 1)):
-            lines = job.written(worker).splitlines()
-            begins = f"worker {worker} cannot reach worker {peer}: nothing has come from it for 1.25 s"
-            assert any(line.startswith(begins) and ", in step " in line for line in lines), lines
-            assert f"worker {worker} can reach worker {peer} again" in lines
+            lines = [line for line in job.written(worker).splitlines() if f"worker {peer}" in line]
+            assert any("cannot reach" in line and ", in step " in line for line in lines), lines
+            assert any("can reach" in line and line.endswith("again") for line in lines), lines
 
 
 def test_a_host_with_a_worker_and_a_server_that_is_cut_off_for_3_s_loses_neither(tmp_path):
