@@ -358,6 +358,12 @@ def test_where_there_is_a_bound_others_need_what_is_not_pushed_also_before_they_
     assert isinstance(answers(policy, missed(2, 4, 1.0), Tick(now_s=16.1))[0], Refuse)
 
 
+def test_who_is_not_heard_is_not_out_for_what_it_missed_before():
+    policy = held_up(3)
+    silent = PeerUnreachable(now_s=2.0, worker=None, peer=2, cause="it is silent")
+    assert answers(policy, missed(2, 4, 1.0), silent, Tick(now_s=100.0)) == []
+
+
 def test_who_keeps_nobody_waiting_may_miss_a_server_for_ever():
     policy = started(3, s=None)
     assert answers(policy, missed(2, 4, 1.0), *(Tick(now_s=10.0 * time) for time in range(10))) == []

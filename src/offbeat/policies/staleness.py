@@ -534,8 +534,9 @@ class BoundedStaleness:
             self._missed.pop((worker, event.server), None)
 
     def _stepping(self) -> set[int]:
-        """Who takes a step now, or waits to start one."""
-        return {worker for worker in self._workers if worker in self._gate and self._gate.runs(worker)}
+        """Who takes a step now, or waits to start one, as far as the coordinator hears them."""
+        heard = self._workers.keys() - self._unheard
+        return {worker for worker in heard if worker in self._gate and self._gate.runs(worker)}
 
     def _most_cut_off(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
         """Return, of these, the one that misses most servers, else the last, with the servers.
