@@ -149,6 +149,17 @@ class LeavesNobodyAlone(BoundedStaleness):
         return None
 
 
+def with_policy(broken: type) -> Callable[[staleness.Case], list[Policy]]:
+    """Policies of which the one that bounds staleness breaks the rules."""
+
+    def build(this: staleness.Case) -> list[Policy]:
+        policies = this.build()
+        policies[1].__class__ = broken
+        return policies
+
+    return build
+
+
 def with_part(part: str, broken: type) -> Callable[[staleness.Case], list[Policy]]:
     """Policies of which a part breaks the rules."""
 
@@ -184,13 +195,8 @@ def test_a_policy_that_breaks_the_rules_is_found(part, broken, strategy, what):
 
 
 def test_a_warm_start_with_several_workers_is_found():
-    def build(this: staleness.Case) -> list[Policy]:
-        policies = this.build()
-        policies[1].__class__ = LeavesNobodyAlone
-        return policies
-
     with pytest.raises(ViolationError, match="while another takes its first steps alone"):
-        find("downpour:warm_start=7,shards=equal", build=build)
+        find("downpour:warm_start=7,shards=equal", build=with_policy(LeavesNobodyAlone))
 
 
 @pytest.mark.parametrize(
@@ -222,13 +228,8 @@ class WaitsForWhoMissesServers(BoundedStaleness):
 
 @pytest.mark.parametrize("strategy", ["ssp:s=2", "dtssp", "ps-bsp"])
 def test_who_waits_for_a_worker_that_does_not_reach_the_servers_is_found(strategy):
-    def build(this: staleness.Case) -> list[Policy]:
-        policies = this.build()
-        policies[1].__class__ = WaitsForWhoMissesServers
-        return policies
-
     with pytest.raises(ViolationError, match=r"nobody has finished a step since.*cut:\d+-s@"):
-        find(strategy, build=build)
+        find(strategy, build=with_policy(WaitsForWhoMissesServers))
 
 
 def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
