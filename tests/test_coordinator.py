@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ from offbeat.events import (
     Tick,
 )
 from offbeat.record import decode_actions, encode, read_log, replay
-from offbeat.runtime.control import Tally, encode_tally
+from offbeat.runtime.control import ControlLine, Tally, encode_tally
 from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
 from offbeat.runtime.handshake import Dialler
@@ -274,6 +275,42 @@ def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
     reports = [kind for kind in found if kind is not Ready]
     assert reports == [PeerUnreachable, PeerReachable] * (len(reports) // 2)
     assert [before for before, kind in pairwise(found) if kind is Ready] == [PeerReachable] * 2
+
+
+def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tmp_path):
+    """It is called back, and what either side has missed is said again. Nobody can dial it directly."""
+    log = tmp_path / "log"
+    with coordinator(1, log, silent_s=1000.0) as process:
+        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
+        line = Line((host, int(port)))
+        gone, heard = queue.SimpleQueue(), queue.SimpleQueue()
+        links = Endpoint(
+            "w0",
+            job="job",
+            token="secret",
+            on_message=lambda _, payload: [heard.put(action) for action in control.hear(payload)],
+            on_lost=lambda error: control.lost(error),
+            listeners=[],
+            silent_s=3.0,
+        )
+        control = ControlLine(links, Coordinator.NAME, [line.address], on_gone=gone.put)
+        try:
+            peer = SimpleNamespace(name="w0", links=links)
+            control.tell(joined(peer, 1, 0))
+            assert isinstance(heard.get(timeout=DEADLINE_S), Start)
+            line.cut(new_ones_too=True)
+            wait_until(lambda: not control.is_open, "the worker to give the connection up")
+            control.tell(ready(0))
+            line.mend()
+            wait_for_entry(log, "what it said meanwhile", lambda entry: isinstance(entry, Ready))
+            control.tell(Left(now_s=0.0, worker=0, step=1))
+            control.settle(DEADLINE_S)
+        finally:
+            links.close()
+            line.close()
+        assert process.ended() == (0, "")
+        assert gone.empty()
+    assert not entries_of(log, Lost)
 
 
 def test_a_worker_may_not_say_what_only_the_coordinator_observes():

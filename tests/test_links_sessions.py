@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -282,34 +283,59 @@ def test_a_process_that_starts_in_anothers_place_begins_a_new_session(node: Call
     line.close()
 
 
+class Listener:
+    """Node "a", with what it hears of its peer, in order."""
+
+    def __init__(self, node: Callable[..., Node], **options: Any) -> None:
+        self.said: list[str] = []
+        self.unheard, self.came = threading.Event(), threading.Event()
+        self.node = node(
+            "a",
+            silent_s=1000.0,
+            on_unreachable=lambda *_: self.unheard.set(),
+            on_reachable=lambda peer: self.said.append("reachable"),
+            on_message=lambda peer, message: self._note(message.decode()),
+            **options,
+        )
+
+    def _note(self, message: str) -> None:
+        self.said.append(message)
+        self.came.set()
+
+    def hears(self) -> None:
+        assert self.came.wait(DEADLINE_S)
+        self.came.clear()
+
+
 def test_that_a_peer_can_be_reached_again_is_said_before_what_it_sends(
     node: Callable[..., Node], through: Callable[..., Line]
 ) -> None:
-    said: list[str] = []
-    unheard, came = threading.Event(), threading.Event()
-
-    def note(event: threading.Event, what: str) -> None:
-        said.append(what)
-        event.set()
-
-    a = node(
-        "a",
-        unix=False,
-        silent_s=1000.0,
-        on_unreachable=lambda *_: unheard.set(),
-        on_reachable=lambda peer: said.append("reachable"),
-        on_message=lambda peer, message: note(came, message.decode()),
-    )
+    a = Listener(node, unix=False)
     b = node("b", unix=False, silent_s=1000.0)
-    lines = [through(a, b), through(b, a)]
+    lines = [through(a.node, b), through(b, a.node)]
     b.links.send("a", b"hello")
-    assert came.wait(DEADLINE_S)
-    came.clear()
+    a.hears()
     for line in lines:
         line.cut(new_ones_too=True)
     b.links.send("a", b"meanwhile")
-    assert unheard.wait(DEADLINE_S)
+    assert a.unheard.wait(DEADLINE_S)
     for line in lines:
         line.mend()
-    assert came.wait(DEADLINE_S)
-    assert said == ["hello", "reachable", "meanwhile"]
+    a.hears()
+    assert a.said == ["hello", "reachable", "meanwhile"]
+
+
+def test_that_a_peer_that_was_held_up_can_be_reached_again_is_said_before_what_it_sends(
+    node: Callable[..., Node],
+) -> None:
+    """Its connection holds all the while: over a Unix socket nobody dials anew."""
+    a = Listener(node)
+    b = node("b", silent_s=1000.0)
+    b.links.introduce("a", a.node.links.addresses)
+    b.links.send("a", b"hello")
+    a.hears()
+    with b.busy():
+        assert a.unheard.wait(DEADLINE_S)
+        b.links.send("a", b"meanwhile")
+    a.hears()
+    assert a.said == ["hello", "reachable", "meanwhile"]

@@ -23,7 +23,7 @@ import offbeat
 from jobs import MARK, coordinator, marked
 from nodes import DEADLINE_S
 from offbeat.errors import LinkError, LostKeysError, OffbeatError
-from offbeat.events import NodeLost
+from offbeat.events import NodeLost, ServerMissed, ServerReached
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.filters import FilterChain, Message
 from offbeat.numerics.spaces import FilterSpec
@@ -163,6 +163,25 @@ def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_ou
         assert ps.servers == [0, 2]
     said = capfd.readouterr().err
     assert "offbeat: server 1 is out of the cluster: server-1 was lost: nothing was heard of it for 4" in said
+
+
+def test_a_server_that_is_out_is_missed_by_nobody_any_more(mark, tmp_path):
+    log = tmp_path / "log"
+
+    def wait_for_report(kind):
+        wait_for_entry(
+            log,
+            f"a client's {kind.__name__}",
+            lambda entry: isinstance(entry, kind) and entry.node.startswith("client-"),
+        )
+
+    with PS.local(servers=3, silent_s=1000.0, run_log=str(log)) as ps:
+        ps.namespace("w", keys=KEYS).push(np.ones(KEYS, np.float32)).result()
+        stopped = ps.local_servers.processes[1]
+        stopped.send_signal(signal.SIGSTOP)
+        wait_for_report(ServerMissed)
+        stopped.kill()
+        wait_for_report(ServerReached)
 
 
 def test_keys_whose_servers_were_all_killed_are_an_error_to_everybody_until_they_are_to_be_zero(mark):

@@ -269,6 +269,12 @@ class DoesNotPause(Client):
         return super()._stamp(asked, replace(view, paused={}))
 
 
+@pytest.mark.parametrize("seed", [3181, 4466])
+def test_who_is_out_is_not_asked_to_wait_for_those_who_are_in_since(seed):
+    """A client that was alone when it pushed is told so after another one has taken its place."""
+    Serving(trial_of(seed)).run()
+
+
 class AsksBeforeItPushes(Client):
     """Sends again what it has pulled before what it has pushed."""
 

@@ -726,7 +726,10 @@ class Serving:
         )
         if view is None or not view.spaces[name].aggregates:
             return
-        for other, begins in view.participants.get(name, {}).items():
+        participants = view.participants.get(name, {})
+        if client not in participants:
+            return  # it is out, and what it is still told is of a view in which others were participants
+        for other, begins in participants.items():
             if other == client or begins > time or f"client-{other}" in self._dead:
                 continue
             pushed = self._at.get((name, other), {})
