@@ -16,6 +16,7 @@ from cluster import run, values
 from offbeat.errors import OffbeatError
 from offbeat.runtime.checks import describe
 from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.trained import Trained
 from offbeat.strategies import AllReduce
 
 WORKERS = 4
@@ -642,13 +643,13 @@ def test_a_gradient_penalty_costs_no_exchange_of_its_own():
 
 def test_a_model_of_very_many_parameters_is_described_by_a_digest_of_the_rest():
     small = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(20))
-    assert len(describe(small, sgd(small))) == 21
+    assert len(describe(Trained(small, [sgd(small)]))) == 21
     large = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(15_000))
-    lines = describe(large, sgd(large))
+    lines = describe(Trained(large, [sgd(large)]))
     assert sum(map(len, lines)) < 300_000
     assert "more lines with the digest" in lines[-1]
     changed = nn.ParameterList([*list(large)[:-1], nn.Parameter(torch.zeros(2))])
-    other = describe(changed, sgd(changed))
+    other = describe(Trained(changed, [sgd(changed)]))
     assert other[:-1] == lines[:-1]
     assert other[-1] != lines[-1]
 

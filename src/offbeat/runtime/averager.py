@@ -76,10 +76,10 @@ class Averager(Protocol):
         """Backward passes inside only accumulate; the exchange comes with the next one outside."""
 
     def before_step(self, *, has_closure: bool) -> None:
-        """The optimizer is about to step; `has_closure`: which computes its gradients by itself."""
+        """An optimizer is about to step; `has_closure`: which computes its gradients by itself."""
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """A step is over: an optimizer, or several, have stepped since the last call."""
 
     def drain(self) -> None:
         """Takes what has been put off of the last step."""

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.hyperparameters import Group, plain_settings
+from offbeat.runtime.trained import Trained
 
 _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
-def check_trainable(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses a model or optimizer whose replicas could not be kept equal.
+def check_trainable(trained: Trained) -> None:
+    """Refuses a model or optimizers whose replicas could not be kept equal.
 
     Raises:
         OffbeatError: says what was found and what to do.
     """
-    for module in model.modules():
+    for module in trained.model.modules():
         name = type(module).__name__
         if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
             raise OffbeatError(
@@ -35,13 +36,13 @@ def check_trainable(model: nn.Module, optimizer: Optimizer) -> None:
                 f"a layer {name}(sparse=True) makes sparse gradients, which cannot be averaged: "
                 "use sparse=False"
             )
-    if isinstance(optimizer, LBFGS):
+    if any(isinstance(optimizer, LBFGS) for optimizer in trained.optimizers):
         raise OffbeatError(
             "LBFGS decides its step from each worker's own loss, so that workers would drift apart: "
             "use an optimizer that takes one gradient a step"
         )
-    _check_tensors(model)
-    _check_optimizer(model, optimizer)
+    _check_tensors(trained.model)
+    _check_optimizers(trained)
 
 
 def _check_tensors(model: nn.Module) -> None:
@@ -77,28 +78,47 @@ def _can_add(dtype: torch.dtype) -> bool:
     return True
 
 
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        strangers = sum(id(parameter) not in known for parameter in group["params"])
+def _check_optimizers(trained: Trained) -> None:
+    if not trained.optimizers:
+        raise OffbeatError("expected an optimizer, or several, got none: there is nobody to take a step")
+    for number, group in enumerate(trained.groups):
+        strangers = sum(trained.name_of(parameter) is None for parameter in group["params"])
         if strangers:
             raise OffbeatError(
                 f"parameter group {number} of the optimizer holds {strangers} parameters that are not the "
                 "model's, which nobody would average: make them part of the module given to join"
             )
+        plain_settings(group)
+
+
+def check_all_stepped(trained: Trained) -> None:
+    """Refuses parameters that require a gradient and are in no optimizer.
+
+    Their own optimizer, which nobody knows of here, steps them by gradients that this worker alone has, or
+    has a state that a worker that comes back, or newly, would lack.
+
+    Raises:
+        OffbeatError: names the first of them.
+    """
+    names = trained.names_without_optimizer()
+    if names:
+        raise OffbeatError(
+            f"{names[0]} requires a gradient and is in no optimizer given to join ({len(names)} such "
+            "parameters): give join all optimizers, join(model, [one, another], ...), or freeze what is not "
+            "trained with requires_grad_(False)"
+        )
 
 
 class Watch:
     """Notices when the set of trained parameters changes under a session.
 
     Args:
-        model: as joined.
-        optimizer: as joined.
+        trained: as joined.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._optimizer = optimizer
+    def __init__(self, trained: Trained) -> None:
+        self._frozen = [(name, p) for name, p in trained.model.named_parameters() if not p.requires_grad]
+        self._trained = trained
         self._held = self._ids()
 
     def check(self) -> None:
@@ -111,29 +131,35 @@ class Watch:
         held = self._ids()
         if held != self._held:
             raise OffbeatError(
-                f"the optimizer held {len(self._held)} parameters at join and holds {len(held)}, or others, "
+                f"the optimizers held {len(self._held)} parameters at join and hold {len(held)}, or others, "
                 "now: leave the session and join again"
             )
 
     def _ids(self) -> list[int]:
-        return [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [id(parameter) for group in self._trained.groups for parameter in group["params"]]
 
 
-def describe(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+def describe(trained: Trained) -> tuple[str, ...]:
     """One line a parameter, buffer and optimizer group: what all workers must have in common.
 
     Of a model that takes more than 256 KiB to describe, the lines that are too many become one, with their
     digest.
     """
+    places: dict[int, list[str]] = {}
+    for number, group in enumerate(trained.groups):
+        for parameter in group["params"]:
+            places.setdefault(id(parameter), []).append(f"group {number}")
     lines = [
-        f"parameter {name} {_form(p)}" + ("" if p.requires_grad else " frozen")
-        for name, p in model.named_parameters()
+        f"parameter {name} {_form(p)}{'' if p.requires_grad else ' frozen'}, "
+        f"in {' and '.join(places.get(id(p), ['no optimizer']))}"
+        for name, p in trained.model.named_parameters()
     ]
-    lines += [f"buffer {name} {_form(b)}" for name, b in model.named_buffers()]
+    lines += [f"buffer {name} {_form(b)}" for name, b in trained.model.named_buffers()]
     lines += [
-        f"optimizer {type(optimizer).__name__} group {number}: {len(group['params'])} parameters, "
-        + _settings(group)
-        for number, group in enumerate(optimizer.param_groups)
+        f"{type(optimizer).__name__}, group {number}: {_settings(group)}"
+        for number, (optimizer, group) in enumerate(
+            zip(trained.optimizer_of_group, trained.groups, strict=True)
+        )
     ]
     sizes = accumulate(len(line) for line in lines)
     kept = sum(size <= _DESCRIPTION_CHARACTERS_MAX for size in sizes)
@@ -147,8 +173,5 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _settings(group: dict[str, Any]) -> str:
-    plain = (bool, int, float, str, tuple, list, type(None))
-    return ", ".join(
-        f"{key}={value}" for key, value in group.items() if key != "params" and isinstance(value, plain)
-    )
+def _settings(group: Group) -> str:
+    return ", ".join(f"{name}={value}" for name, value in plain_settings(group).items())

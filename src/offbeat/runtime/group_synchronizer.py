@@ -8,11 +8,10 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError, WorkerError
@@ -20,6 +19,7 @@ from offbeat.events import Ready
 from offbeat.runtime.averager import Averager, Host
 from offbeat.runtime.exchange import Exchange
 from offbeat.runtime.grouping import Grouping, RegroupedError
+from offbeat.runtime.hyperparameters import Group, places_of_numbers, read_numbers, write_numbers
 from offbeat.runtime.late import LateGradients
 from offbeat.runtime.link_exchange import LinkExchange
 from offbeat.runtime.member import Member
@@ -29,6 +29,7 @@ from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.torch_exchange import TorchExchange
 from offbeat.runtime.tracing import Tracer
+from offbeat.runtime.trained import Trained
 
 Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
 """(with whom, for whom) -> what averages the gradients; with None, in a world of one."""
@@ -39,7 +40,7 @@ class GroupSynchronizer:
 
     Args:
         loop: the worker's session.
-        model, optimizer: what is trained.
+        trained: what is trained.
         averaging: makes what averages the gradients.
         deadline_s: how long a worker may keep the others waiting, in seconds.
         survives: the others go on when a worker is lost.
@@ -49,15 +50,14 @@ class GroupSynchronizer:
     def __init__(
         self,
         loop: Loop,
-        model: nn.Module,
-        optimizer: Optimizer,
+        trained: Trained,
         *,
         averaging: Averaging,
         deadline_s: float,
         survives: bool,
         is_dealt: bool,
     ) -> None:
-        self._loop, self._model, self._optimizer = loop, model, optimizer
+        self._loop, self._trained = loop, trained
         self._averaging, self._deadline_s = averaging, deadline_s
         self._survives, self._is_dealt = survives, is_dealt
         self._member: Member | None = None
@@ -152,7 +152,8 @@ class GroupSynchronizer:
     def enter(self, member: Member | None, meeting: Meeting | None) -> None:
         """See `Synchronizer.enter`."""
         self._member, self._meeting = member, meeting
-        self._shared_numbers = _numbers(self._optimizer)  # before those that a scheduler has added are taken
+        # Before those that a scheduler has added are taken:
+        self._shared_numbers = places_of_numbers(self._trained.groups)
         if self._loop.world > 1 and member is not None:
             self._join_group(member)
         self.averager = self._averaging(self.grouping, self)
@@ -180,7 +181,7 @@ class GroupSynchronizer:
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         assert self._member is not None
         worker, world = self._loop.worker, self._loop.world
-        device = next(self._model.parameters()).device
+        device = self._trained.device
         if device.type == "cpu":
             names = [self._member.name_of(one) for one in workers]
             return LinkExchange(self._member.endpoint, names, workers.index(worker))
@@ -210,12 +211,12 @@ class GroupSynchronizer:
     def _copy_state(self, exchange: Exchange, position: int, exchange_id: int, round_: int) -> int:
         copier = StateCopier(
             exchange,
-            device=next(self._model.parameters()).device,
+            self._trained,
             position=position,
             deadline_s=self._deadline_s,
             exchange_id=exchange_id,
         )
-        place = copier.copy(self._model, self._optimizer, self._loop.place(round_))
+        place = copier.copy(self._loop.place(round_))
         if self._loop.is_newcomer and not self._is_placed:
             self._loop.take_place(place)
         return place.round
@@ -271,7 +272,7 @@ class GroupSynchronizer:
         """See `Synchronizer.quiet`."""
         return self.averager.quiet() if self.grouping is not None else nullcontext()
 
-    def before_step(self, *, has_closure: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
         self.averager.before_step(has_closure=has_closure)
 
@@ -326,25 +327,8 @@ class GroupSynchronizer:
 
         Schedulers are each worker's own, and one that was left out is behind with them.
         """
-        groups = self._optimizer.param_groups
-        return [float(groups[index][name]) for index, name in self._shared_numbers]
+        return read_numbers(self._trained.groups, self._shared_numbers)
 
-    def take_hyperparameters(
-        self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
-    ) -> None:
+    def take_hyperparameters(self, values: list[float], groups: Sequence[Group] | None = None) -> None:
         """Uses the first member's learning rates and the like; see `averager.Host`."""
-        groups = self._optimizer.param_groups if groups is None else groups
-        for (index, name), value in zip(self._shared_numbers, values, strict=True):
-            group: dict[str, Any] = groups[index]
-            if group[name] != value:
-                group[name] = value
-
-
-def _numbers(optimizer: Optimizer) -> list[tuple[int, str]]:
-    """Where the hyperparameters are that are one number: index of the group, and name."""
-    return [
-        (index, name)
-        for index, group in enumerate(optimizer.param_groups)
-        for name in sorted(group)
-        if isinstance(group[name], float | int) and not isinstance(group[name], bool)
-    ]
+        write_numbers(self._trained.groups if groups is None else groups, self._shared_numbers, values)

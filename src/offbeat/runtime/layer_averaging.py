@@ -54,7 +54,8 @@ class LayerAverager:
 
     Args:
         model: parameters that require no gradient now are left alone.
-        optimizer: steps its parameters.
+        optimizers: step its parameters. The steps of several are not put off, since one may come before the
+            others' gradients are computed.
         grouping: with whom to exchange; more than one member.
         host: the session.
         workers: how many there are.
@@ -71,7 +72,7 @@ class LayerAverager:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         grouping: Grouping,
         host: Host,
         *,
@@ -82,10 +83,11 @@ class LayerAverager:
         overlap: Overlap,
         deadline_s: float,
     ) -> None:
-        self._model, self._optimizer, self._host = model, optimizer, host
+        self._model, self._optimizers, self._host = model, optimizers, host
         self._workers = workers
         self._policy, self._fuse_bytes, self._order, self._overlap = policy, fuse_bytes, order, overlap
-        self._steps = PartialSteps(optimizer)
+        self._puts_steps_off = overlap == "forward" and len(optimizers) == 1
+        self._steps = PartialSteps(optimizers[0])
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._rounds = LayerRounds(model, self._parameters, grouping, host, deadline_s=deadline_s)
         check_layers(model)
@@ -102,7 +104,8 @@ class LayerAverager:
         self._is_in_forward = False
         count = len(self._parameters)
         self._promised: list[Promise | None] = [None] * count
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        held = {id(one) for group in groups for one in group["params"]}
         self._held = [id(parameter) in held for parameter in self._parameters]
         # Of the pass under way, and of the one before:
         self._came_s, self._ended_s = [0.0] * count, 0.0
@@ -136,7 +139,7 @@ class LayerAverager:
         self._uses.detach()
         self._rounds.adopt(plan, self._order)
         self._is_planned = True
-        if self._overlap == "forward":
+        if self._puts_steps_off:
             self._hook_modules()
 
     # Hooks ---------------------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class LayerAverager:
             came = Hook(partial(self._gradient_came, entry))
             self._handles.append(parameter.register_post_accumulate_grad_hook(came))
         drain = Hook(self._drain_first)
-        stateful: list[Any] = [*self._model.modules(), self._optimizer]
+        stateful: list[Any] = [*self._model.modules(), *self._optimizers]
         for one in stateful:
             self._handles.append(one.register_state_dict_pre_hook(drain))
             self._handles.append(one.register_load_state_dict_pre_hook(drain))
@@ -427,7 +430,7 @@ class LayerAverager:
         """Whether the step may be taken layer by layer: nobody has looked at a gradient or replaced one."""
         return (
             self._is_planned
-            and self._overlap == "forward"
+            and self._puts_steps_off
             and not round_.was_looked_at
             and self._steps.are_possible
             and self._rounds_since_step == 1

@@ -32,23 +32,35 @@ _NEVER: Final = 2**62  # a clock
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
-    """What one thread gives at one clock.
+class GroupGradient:
+    """What one thread gives at one clock to a group of parameters.
 
     Attributes:
         weight: of how many whole batches.
-        arrays: of each group of parameters: gradients times weight, flat.
-        settings: of each group: the optimizer's numbers as of now.
+        values: gradients times weight, flat; None where the group's optimizer has not stepped.
+        settings: the optimizer's numbers as of now.
     """
 
     weight: float
-    arrays: Sequence[Array]
-    settings: Sequence[Mapping[str, Any]]
+    values: Array | None
+    settings: Mapping[str, Any]
+
+    def plus(self, other: GroupGradient) -> GroupGradient:
+        """The sum of both."""
+        if self.values is None or other.values is None:
+            return self if other.values is None else other
+        return GroupGradient(self.weight + other.weight, self.values + other.values, self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What one thread gives at one clock, by group of parameters."""
+
+    groups: Sequence[GroupGradient]
 
     def plus(self, other: Gradient) -> Gradient:
         """The sum of both."""
-        arrays = [one + another for one, another in zip(self.arrays, other.arrays, strict=True)]
-        return Gradient(self.weight + other.weight, arrays, self.settings)
+        return Gradient([one.plus(another) for one, another in zip(self.groups, other.groups, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,20 +225,23 @@ class ServedModel:
         return total
 
     def _push(self, at: int, gradient: Gradient | None) -> Future:
-        if gradient is None:
-            pushed = [self._nothing(group, at) for group in range(len(self._namespaces))]
-        else:
-            weight = gradient.weight if self._is_versioned else 1.0
-            pushed = [
-                namespace.push(values, weight=weight, settings=settings or None, time=at, may_wait=False)
-                for namespace, values, settings in zip(
-                    self._namespaces, gradient.arrays, gradient.settings, strict=True
-                )
-            ]
+        groups = [None] * len(self._namespaces) if gradient is None else gradient.groups
+        pushed = [self._push_group(number, at, one) for number, one in enumerate(groups)]
         done = self._ps.when_done(pushed)
         self._pushes = {time: one for time, one in self._pushes.items() if not one.is_done}
         self._pushes[at] = done
         return done
+
+    def _push_group(self, number: int, at: int, gradient: GroupGradient | None) -> Future:
+        if gradient is None or gradient.values is None:
+            return self._nothing(number, at)
+        return self._namespaces[number].push(
+            gradient.values,
+            weight=gradient.weight if self._is_versioned else 1.0,
+            settings=gradient.settings or None,
+            time=at,
+            may_wait=False,
+        )
 
     def _nothing(self, group: int, at: int) -> Future:
         """Say that this process has no gradient at a time."""

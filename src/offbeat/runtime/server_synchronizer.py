@@ -8,7 +8,7 @@ that it reads. Nothing here decides that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -32,8 +32,9 @@ from offbeat.runtime.late import LateGradients
 from offbeat.runtime.member import Member
 from offbeat.runtime.process import Process
 from offbeat.runtime.rendezvous import Meeting
-from offbeat.runtime.served_model import Gradient, Row, ServedModel
+from offbeat.runtime.served_model import Gradient, GroupGradient, Row, ServedModel
 from offbeat.runtime.synchronizer import Loop
+from offbeat.runtime.trained import Trained
 
 Array = NDArray[Any]
 
@@ -49,25 +50,30 @@ class ServerSynchronizer:
 
     Args:
         loop: the worker's session.
-        model, optimizer: what is trained.
+        trained: what is trained.
         terms: how.
 
     Raises:
         OffbeatError: an optimizer that servers cannot take the place of, or parameters that they cannot keep.
     """
 
-    def __init__(self, loop: Loop, model: nn.Module, optimizer: Optimizer, *, terms: Terms) -> None:
-        self._loop, self._model, self._optimizer, self._terms = loop, model, optimizer, terms
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    def __init__(self, loop: Loop, trained: Trained, *, terms: Terms) -> None:
+        self._loop, self._trained, self._terms = loop, trained, terms
+        self._model = trained.model
+        self._optimizers = trained.optimizer_of_group  # and so on, each by group
         try:
-            self._updates = [translate(group, type(optimizer)) for group in optimizer.param_groups]
+            self._updates = [
+                translate(group, type(optimizer))
+                for group, optimizer in zip(trained.groups, self._optimizers, strict=True)
+            ]
             self._groups = [
-                {names[id(one)]: one for one in group["params"] if one.requires_grad}
-                for group in optimizer.param_groups
+                {name: one for name, one in trained.parameters_of(group).items() if one.requires_grad}
+                for group in trained.groups
             ]
             self._offsets = [Offsets.of(group.items()) for group in self._groups]
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise OffbeatError(str(error)) from error
+        self._check_disjoint()
         self._handles: list[RemovableHandle] = []
         self._has_begun = self._is_open = False  # the job for this worker; a step that may compute
         self._is_reporting = False  # a step is done, and the answer to that is still to come
@@ -76,14 +82,24 @@ class ServerSynchronizer:
         self._fetch: Future | None = None
         self._last_push: Future | None = None
         self._before: Sequence[Array] | None = None
-        self._gradient: Gradient | None = None
+        self._packed: dict[int, Array] = {}  # gradients of the groups that this step has stepped so far
+        self._has_gradient = False  # one of these is of a backward pass, not zero for want of one
         self._weight = 1.0  # of the batch that was taken last
         self._weights: list[float] = []  # of each forward pass since the last step
-        self._kept: list[torch.Tensor | None] | None = None  # gradients before a pass that does not count
+        # Gradients before a pass that does not count, by parameter:
+        self._kept: dict[torch.Tensor, torch.Tensor | None] = {}
         self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
         self._clock: int | None = None
         self._read_version = self._fetched = 0
+
+    def _check_disjoint(self) -> None:
+        names = [name for group in self._groups for name in group]
+        if len({*names}) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise OffbeatError(
+                f"{twice} is in several of the optimizers: servers keep each parameter with one of them"
+            )
 
     # What a session asks ---------------------------------------------------------------------------------
 
@@ -150,7 +166,7 @@ class ServerSynchronizer:
     def give_up_the_rest(self) -> None:
         """See `Synchronizer.give_up_the_rest`: a step that has begun begins anew, for its clock may pass."""
         self._is_open = False
-        self._weights.clear()
+        self._forget_gradients()
 
     def abandon(self, error: Exception) -> None:
         """See `Synchronizer.abandon`; all waiting looks for the job's failure by itself."""
@@ -233,12 +249,14 @@ class ServerSynchronizer:
         if self._clock is not None:
             self._served.wait_for_version(self._granted().clock, self._loop.check)
         self._fetched, kept = self._served.states(self._loop.check)
-        for group, offsets, states in zip(self._groups, self._offsets, kept, strict=True):
+        for optimizer, group, offsets, states in zip(
+            self._optimizers, self._groups, self._offsets, kept, strict=True
+        ):
             offsets.scatter(Entries(0, states.pop("values")), group)
             for name, parameter in group.items():
                 first, last = offsets.range_of(name)
                 rows = {state: values[first:last] for state, values in states.items()}
-                take_states(self._optimizer, parameter, rows)
+                take_states(optimizer, parameter, rows)
         self._directory.drop(self._loop.worker)
         self._fetch = None  # it may lack what this worker has pushed since, which is replayed no more
 
@@ -264,17 +282,17 @@ class ServerSynchronizer:
 
     def weigh(self, batches: float) -> None:
         """See `Synchronizer.weigh`."""
-        self._restore()
+        self._restore(self._parameters())
+        self._kept.clear()
         self._weight = batches
         if not batches:
-            self._kept = [None if one.grad is None else one.grad.clone() for one in self._parameters()]
+            self._kept = {one: None if one.grad is None else one.grad.clone() for one in self._parameters()}
 
-    def _restore(self) -> None:
+    def _restore(self, parameters: Iterable[torch.Tensor]) -> None:
         """Leaves no trace of a backward pass that does not count."""
-        if self._kept is not None:
-            for parameter, gradient in zip(self._parameters(), self._kept, strict=True):
-                parameter.grad = gradient
-            self._kept = None
+        for parameter in parameters:
+            if parameter in self._kept:
+                parameter.grad = self._kept.pop(parameter)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self._groups for parameter in group.values())
@@ -322,7 +340,7 @@ class ServerSynchronizer:
         self._read(grant)
         self._clock = grant.clock
         self._is_open = True
-        self._compute_mark_s = timer.total_s("compute")
+        self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
 
     def _take_part(self) -> int:
         """Takes part: with the first worker's parameters, once everybody does; returns the first clock."""
@@ -337,9 +355,9 @@ class ServerSynchronizer:
 
     def _initial(self) -> Iterator[Mapping[str, Array]]:
         """Parameters and optimizer state as the servers keep them, of each group."""
-        for group, offsets in zip(self._groups, self._offsets, strict=True):
+        for optimizer, group, offsets in zip(self._optimizers, self._groups, self._offsets, strict=True):
             states: dict[str, Array] = {"values": offsets.gather(group).copy()}
-            kept = [states_of(self._optimizer, parameter) for parameter in group.values()]
+            kept = [states_of(optimizer, parameter) for parameter in group.values()]
             for name in kept[0] if kept else ():
                 states[name] = np.concatenate([one[name].reshape(-1) for one in kept])
             yield states
@@ -353,7 +371,7 @@ class ServerSynchronizer:
         assert grant is not None
         return grant
 
-    def before_step(self, *, has_closure: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
         if has_closure:
             raise OffbeatError(
@@ -367,45 +385,60 @@ class ServerSynchronizer:
             )
         timer = self._loop.timer
         timer.switch("compute")
-        self._loop.computed(timer.total_s("compute") - self._compute_mark_s)
+        compute_s = timer.total_s("compute") - self._compute_mark_s
+        self._loop.computed(compute_s)
         timer.switch("push")
-        self._restore()
-        self._compute_s = timer.total_s("compute") - self._compute_mark_s
-        self._gradient = self._packed()
-        timer.switch("apply")
-        if self._terms.steps_locally:
+        self._compute_s += timer.total_s("compute") - self._compute_mark_s
+        self._compute_mark_s = timer.total_s("compute")
+        if self._terms.steps_locally and self._before is None:
             self._before = self._values()
-        else:
-            for parameter in self._parameters():
-                parameter.grad = None  # then the optimizer does nothing
+        for number, one in enumerate(self._optimizers):
+            if one is optimizer:
+                self._pack(number)
+        timer.switch("apply")
 
-    def _packed(self) -> Gradient:
+    def _pack(self, number: int) -> None:
+        """Copies a group's gradients; where only the servers step, the optimizer finds none."""
+        group, offsets = self._groups[number], self._offsets[number]
+        self._restore(group.values())
+        self._has_gradient |= any(one.grad is not None for one in group.values())
+        gradients = {
+            name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in group.items()
+        }
+        self._packed[number] = np.array(offsets.gather(gradients))
+        if not self._terms.steps_locally:
+            for parameter in group.values():
+                parameter.grad = None
+
+    def _gradient(self) -> Gradient:
+        """What this step gives: the gradients of the groups that were stepped, weighted by samples."""
         weight = sum(self._weights) / len(self._weights) if self._weights else 0.0
+        counts = weight if self._has_gradient else 0.0
+        if weight != 1.0:
+            for values in self._packed.values():
+                values *= weight
+        groups = [
+            GroupGradient(counts, self._packed.get(number), settings_of(group))
+            for number, group in enumerate(self._trained.groups)
+        ]
+        self._forget_gradients()
+        return Gradient(groups)
+
+    def _forget_gradients(self) -> None:
         self._weights.clear()
-        has_any = any(parameter.grad is not None for parameter in self._parameters())
-        arrays = []
-        for group, offsets in zip(self._groups, self._offsets, strict=True):
-            gradients = {
-                name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in group.items()
-            }
-            packed = np.array(offsets.gather(gradients))
-            if weight != 1.0:
-                packed *= weight
-            arrays.append(packed)
-        settings = [settings_of(group) for group in self._optimizer.param_groups]
-        return Gradient(weight if has_any else 0.0, arrays, settings)
+        self._packed.clear()
+        self._has_gradient = False
 
     @torch.no_grad()
     def after_step(self) -> None:
         """See `Synchronizer.after_step`."""
         timer = self._loop.timer
         timer.switch("apply")
-        gradient, clock = self._gradient, self._clock
-        assert gradient is not None
+        clock = self._clock
         assert clock is not None
-        self._waiting.append((gradient, self._applied()))
+        self._waiting.append((self._gradient(), self._applied()))
         self._steps += 1
-        self._gradient, self._is_open = None, False
+        self._is_open = False
         timer.switch("push")
         if len(self._waiting) >= self._terms.push_every:
             self._push(clock)

@@ -7,13 +7,14 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -22,12 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import LinkError, OffbeatError, WorkerError
 from offbeat.events import Evaluated, Event, Failed, Finished, Left, Saving, StepTimed
 from offbeat.policies.slowness import Slowness, parse
-from offbeat.runtime.checks import Watch, check_trainable, describe
+from offbeat.runtime.checks import Watch, check_all_stepped, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.dealt import DealtBatches
 from offbeat.runtime.environment import Environment, of_thread, read_environment
 from offbeat.runtime.evaluators import Evaluate
 from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
+from offbeat.runtime.hooks import Hook
 from offbeat.runtime.member import Member
 from offbeat.runtime.parts import Data
 from offbeat.runtime.rendezvous import Meeting, meet
@@ -36,10 +38,11 @@ from offbeat.runtime.state import Place
 from offbeat.runtime.synchronizer import Loop, Synchronizer
 from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.tracing import Tracer
+from offbeat.runtime.trained import Trained
 from offbeat.runtime.validation import Validation
 from offbeat.runtime.validator import Validator
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _ERROR_CHARACTERS_MAX = 2000
 _SILENT_S = 10.0
 _COUNT_EVERY_S = 0.005
@@ -80,13 +83,13 @@ class Strategy(Protocol):
             servers: of the parameter server, where the strategy has one.
         """
 
-    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> Synchronizer:
+    def synchronizer(self, loop: Loop, trained: Trained) -> Synchronizer:
         """What keeps this worker's model in step with the others'."""
 
 
 def join(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     strategy: Strategy,
     *,
     run_log: str | os.PathLike[str] | None = None,
@@ -106,7 +109,8 @@ def join(
 
     Args:
         model: what is trained; the same architecture on every worker, on one device.
-        optimizer: steps the model's parameters.
+        optimizer: steps the model's parameters; or several that do, each some of them. A step is over when
+            each of them has stepped, or when the model is called again after some have.
         strategy: how the workers keep together, equal on every worker.
         run_log: where rank 0's coordinator writes the run log; by default where the launcher said, if it did.
         run_log_bytes_max: what the log may take, at least 1 MiB: it is written in parts then, of which the
@@ -128,7 +132,8 @@ def join(
         environment = replace(environment, run_log=os.path.abspath(run_log))
     if run_log_bytes_max is not None:
         environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
-    return Session(model, optimizer, strategy, of_thread(environment, thread, threads))
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return Session(Trained(model, optimizers), strategy, of_thread(environment, thread, threads))
 
 
 class Session:
@@ -149,13 +154,14 @@ class Session:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        trained: Trained,
         strategy: Strategy,
         environment: Environment,
     ) -> None:
-        check_trainable(model, optimizer)
-        if optimizer in _joined:
+        check_trainable(trained)
+        if strategy.survives:
+            check_all_stepped(trained)
+        if not _joined.isdisjoint(trained.optimizers):
             raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
         self.worker, self.world = environment.rank, environment.world
         self.is_newcomer, self.threads = environment.is_newcomer, environment.threads
@@ -164,7 +170,8 @@ class Session:
         self._steps_taken = 0  # by this worker's own count, also where no group counts on it
         self.timer = PartTimer(time.perf_counter)
         self.tracer: Tracer | None = None
-        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._trained, self._strategy = trained, strategy
+        self._stepped: set[Optimizer] = set()  # since the last step was over
         self._seed, self._start_s = environment.seed, environment.start_s
         self._is_dealing = False
         self._slowness = _read_slowness(environment)
@@ -186,7 +193,7 @@ class Session:
         self._validated_with: tuple[Any, ...] = ()
         self._meeting: Meeting | None = None
         self._member: Member | None = None
-        self._synchronizer = strategy.synchronizer(self, model, optimizer)
+        self._synchronizer = strategy.synchronizer(self, trained)
         self._silent_s = _SILENT_AND_TAKEN_BACK_S if strategy.takes_back else _SILENT_S
         self._handles: list[RemovableHandle] = []
         try:
@@ -197,7 +204,7 @@ class Session:
                 self._meeting.outlast_the_late()
             raise
         self._meeting = None
-        _joined.add(optimizer)
+        _joined.update(trained.optimizers)
 
     # Coming and going ----------------------------------------------------------------------------------
 
@@ -218,7 +225,7 @@ class Session:
             self._member.join(
                 world=self.world,
                 place=f"{socket.gethostname()}, process {os.getpid()}",
-                model=describe(self._model, self._optimizer),
+                model=describe(self._trained),
                 strategy=str(self._strategy),
             )
             if self.worker == 0:
@@ -226,11 +233,18 @@ class Session:
         self._synchronizer.enter(self._member, self._meeting)
         if self.is_newcomer:
             self._steps_taken = self.step
-        self._watch = Watch(self._model, self._optimizer)
+        self._watch = Watch(self._trained)
+        if len(self._trained.optimizers) > 1:  # before the hooks of the synchronizer, to which a step begins
+            hook = Hook(self._before_forward)
+            self._handles.append(self._trained.model.register_forward_pre_hook(hook))
         self._synchronizer.attach()
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+        self._handles += [
+            handle
+            for optimizer in self._trained.optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
         ]
         self.timer.lap()
         if environment.trace is not None:
@@ -260,7 +274,7 @@ class Session:
         about = {
             "world": self.world,
             "strategy": str(self._strategy),
-            "model": type(self._model).__name__,
+            "model": type(self._trained.model).__name__,
             "seed": self._seed,
             "command": os.path.basename(sys.argv[0]),
         }
@@ -339,6 +353,7 @@ class Session:
     def _finish(self) -> None:
         """Gives what is still to be given, and stays for those who may still need this worker."""
         try:
+            self._end_step()
             self._synchronizer.flush()
             self._wait_for_the_others()
             if self.validator is not None:
@@ -369,7 +384,7 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        _joined.discard(self._optimizer)
+        _joined.difference_update(self._trained.optimizers)
         if self.tracer is not None:
             self.tracer.close()
         try:
@@ -462,6 +477,7 @@ class Session:
         self._is_dealing = True
         try:
             while True:
+                self._end_step()
                 self.timer.switch("batch")
                 following = next(taken, None)
                 self.check()
@@ -603,6 +619,7 @@ class Session:
                 "every epoch, got others: make them before the loop"
             )
         self.check()
+        self._end_step()
         if self._is_validated_with():
             self._synchronizer.refresh()
         return self.validator.validate(self.epoch)
@@ -616,9 +633,9 @@ class Session:
             )
         is_shared = self.world > 1 or self.is_newcomer or self._strategy.survives
         if self._member is None or not is_shared:
-            return Validator(self._model, evaluate, dataset, **options)
+            return Validator(self._trained.model, evaluate, dataset, **options)
         return SharedValidator(
-            self._model,
+            self._trained.model,
             evaluate,
             dataset,
             member=self._member,
@@ -688,12 +705,27 @@ class Session:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
+        if optimizer in self._stepped:
+            self._end_step()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._synchronizer.before_step(has_closure=closure is not None)
+        self._synchronizer.before_step(optimizer, has_closure=closure is not None)
         self.timer.switch("apply")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.timer.switch("other")
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(self._trained.optimizers):
+            self._end_step()
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Ends the step under way, if an optimizer has stepped."""
+        if not self._stepped:
+            return
+        self._stepped.clear()
         step = self.step
         self._synchronizer.after_step()
         self._steps_taken += 1
@@ -727,6 +759,7 @@ class Session:
             OffbeatError: this worker is left out of the group, so that its parameters are old ones.
             WorkerError: the job failed.
         """
+        self._end_step()
         if not self._synchronizer.is_current:
             raise OffbeatError(self._why_old())
         self._synchronizer.refresh()
@@ -750,8 +783,8 @@ class Session:
             epoch, used, taken = self.epoch + whole, {}, 0 if whole else self._batches_taken
         return {
             "version": _STATE_VERSION,
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": self._trained.model.state_dict(),
+            "optimizers": self._trained.optimizers_state(),
             "epoch": epoch,
             "batches_taken": taken,
             "used": {str(epoch): list(map(list, ranges)) for epoch, ranges in used.items()},
@@ -816,8 +849,8 @@ class Session:
             )
         if self.is_newcomer:
             return
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._trained.model.load_state_dict(state["model"])
+        self._trained.load_optimizers_state(state["optimizers"])
         self.epoch = state["epoch"]
         self._steps_taken = state["step"]
         self._synchronizer.resume(state["step"])

@@ -1,4 +1,4 @@
-"""Copies training state from one worker to the others, bit for bit: parameters, buffers, optimizer state."""
+"""Copies training state from one worker to the others, bit for bit: parameters, buffers, optimizers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.exchange import Exchange
+from offbeat.runtime.hyperparameters import plain_settings, take_settings
+from offbeat.runtime.trained import Trained
 
 
 class _Mark(msgspec.Struct, frozen=True, tag=True):
@@ -41,10 +41,19 @@ class Place:
     batch_size: int
 
 
+class _Row(msgspec.Struct, frozen=True):
+    """What an optimizer keeps: of a parameter by name, or under a key of its own."""
+
+    optimizer: int
+    parameter: str | None
+    key: str | int | None
+    entries: dict[str, Any]
+
+
 class _Described(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
-    state: list[tuple[int, dict[str, Any]]]
-    hyperparameters: list[dict[str, Any]]
+    rows: list[_Row]
+    settings: list[dict[str, Any]]
     marks: list[_Mark]
 
 
@@ -53,7 +62,7 @@ class StateCopier:
 
     Args:
         exchange: over the members.
-        device: where tensors have to lie to travel: the model's device.
+        trained: what is copied, and where it goes.
         position: this worker's position; everybody takes the state of the member at 0.
         deadline_s: how long one transfer may take at most.
         exchange_id: the id to use; the following 3 are used as well.
@@ -64,20 +73,21 @@ class StateCopier:
     def __init__(
         self,
         exchange: Exchange,
+        trained: Trained,
         *,
-        device: torch.device,
         position: int,
         deadline_s: float,
         exchange_id: int,
     ) -> None:
         self._exchange = exchange
-        self._device = device
+        self._trained = trained
+        self._device = trained.device
         self._is_root = position == 0
         self._deadline_s = deadline_s
         self._exchange_id = exchange_id
 
     @torch.no_grad()
-    def copy(self, model: nn.Module, optimizer: Optimizer, place: Place) -> Place:
+    def copy(self, place: Place) -> Place:
         """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
 
         Args:
@@ -90,8 +100,9 @@ class StateCopier:
             WorkerError: a member was lost.
             OffbeatError: the optimizer keeps something that is neither a tensor nor plain data.
         """
+        model = self._trained.model
         self._tensors([p.data for p in model.parameters()] + list(model.buffers()), self._exchange_id)
-        return self._optimizer_state(optimizer, place)
+        return self._optimizer_state(place)
 
     def _tensors(self, tensors: list[torch.Tensor], exchange_id: int) -> None:
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -106,11 +117,11 @@ class StateCopier:
                 for tensor, piece in zip(group, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
 
-    def _optimizer_state(self, optimizer: Optimizer, place: Place) -> Place:
+    def _optimizer_state(self, place: Place) -> Place:
         tensors: list[torch.Tensor] = []
         plain = b""
         if self._is_root:
-            described, tensors = _describe(optimizer.state_dict(), place)
+            described, tensors = _describe(self._trained, place)
             plain = msgspec.msgpack.encode(described)
         plain = self._plain(plain)
         if self._is_root:
@@ -126,15 +137,23 @@ class StateCopier:
             for mark in described.marks
         ]
         self._tensors(tensors, self._exchange_id + 3)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.state.clear()
-        for number, row in _restore(described, tensors).items():
-            optimizer.state[parameters[number]] = row
-        for group, values in zip(optimizer.param_groups, described.hyperparameters, strict=True):
-            group.update(
-                {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            )
+        self._take(described, tensors)
         return described.place
+
+    def _take(self, described: _Described, tensors: list[torch.Tensor]) -> None:
+        """Makes the optimizers' state and hyperparameters what was described."""
+        optimizers = self._trained.optimizers
+        named = dict(self._trained.model.named_parameters())
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        for row in described.rows:
+            key: Any = row.key if row.parameter is None else named[row.parameter]
+            optimizers[row.optimizer].state[key] = {
+                name: tensors[value["tensor"]] if "tensor" in value else value["plain"]
+                for name, value in row.entries.items()
+            }
+        for group, settings in zip(self._trained.groups, described.settings, strict=True):
+            take_settings(group, settings)
 
     def _plain(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -150,44 +169,30 @@ class StateCopier:
         pending.wait(self._deadline_s)
 
 
-def _describe(whole: dict[str, Any], place: Place) -> tuple[_Described, list[torch.Tensor]]:
+def _describe(trained: Trained, place: Place) -> tuple[_Described, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for number, entries in whole["state"].items():
-        row: dict[str, Any] = {}
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                row[name] = {"tensor": len(tensors)}
-                tensors.append(value)
-            elif isinstance(value, (bool, int, float, str, type(None))):
-                row[name] = {"plain": value}
-            else:
-                raise OffbeatError(
-                    f"the optimizer keeps {name!r} as {type(value).__name__}; only tensors and plain numbers "
-                    "can be copied to other workers"
-                )
-        rows.append((number, row))
+    rows: list[_Row] = []
+    for number, optimizer in enumerate(trained.optimizers):
+        for key, entries in optimizer.state.items():
+            name = trained.name_of(key) if isinstance(key, torch.Tensor) else None
+            if name is None and not isinstance(key, str | int):
+                raise OffbeatError(f"the optimizer keeps state of {type(key).__name__}, not of a parameter")
+            described = {what: _described_entry(what, value, tensors) for what, value in entries.items()}
+            rows.append(_Row(number, name, None if name is not None else key, described))
     marks = [
         _Mark(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type == "cpu") for t in tensors
     ]
-    hyperparameters = [
-        {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-        for group in whole["param_groups"]
-    ]
-    described = _Described(
-        place=place,
-        state=rows,
-        hyperparameters=hyperparameters,
-        marks=marks,
+    settings = [plain_settings(group) for group in trained.groups]
+    return _Described(place=place, rows=rows, settings=settings, marks=marks), tensors
+
+
+def _described_entry(name: str, value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return {"plain": value}
+    raise OffbeatError(
+        f"the optimizer keeps {name!r} as {type(value).__name__}; only tensors and plain numbers can be "
+        "copied to other workers"
     )
-    return described, tensors
-
-
-def _restore(described: _Described, tensors: list[torch.Tensor]) -> dict[int, dict[str, Any]]:
-    return {
-        number: {
-            name: tensors[value["tensor"]] if "tensor" in value else value["plain"]
-            for name, value in row.items()
-        }
-        for number, row in described.state
-    }

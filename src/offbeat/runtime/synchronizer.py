@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from torch.optim import Optimizer
+
 from offbeat.events import Event
 from offbeat.runtime.late import LateGradients
 from offbeat.runtime.member import Member
@@ -132,15 +134,15 @@ class Synchronizer(Protocol):
     def quiet(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate."""
 
-    def before_step(self, *, has_closure: bool) -> None:
-        """The optimizer is about to step; `has_closure`: which computes its gradients by itself.
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """An optimizer is about to step; `has_closure`: which computes its gradients by itself.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def after_step(self) -> None:
-        """The optimizer has stepped.
+        """A step is over: an optimizer, or several, have stepped since the last call.
 
         Raises:
             WorkerError: the job failed.

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from torch import nn
-from torch.optim import Optimizer
-
 from offbeat.numerics.plans import POLICIES, Policy
 from offbeat.runtime.averager import Averager, Host
 from offbeat.runtime.averaging import GradientAverager
@@ -17,6 +14,7 @@ from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.layer_averaging import LayerAverager, Overlap
 from offbeat.runtime.layer_layout import Order
 from offbeat.runtime.synchronizer import Loop
+from offbeat.runtime.trained import Trained
 from offbeat.strategies.parts import check_deadline, lockstep
 
 
@@ -82,17 +80,17 @@ class Hybrid:
         """See `Strategy.policies`."""
         return lockstep(world, start_s, self.deadline_s)
 
-    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
+    def synchronizer(self, loop: Loop, trained: Trained) -> GroupSynchronizer:
         """See `Strategy.synchronizer`."""
 
         def averaging(grouping: Grouping | None, host: Host) -> Averager:
             if grouping is None:  # alone, there is nothing to wait for
                 return GradientAverager(
-                    model, None, host, workers=1, bucket_bytes=1, deadline_s=self.deadline_s
+                    trained.model, None, host, workers=1, bucket_bytes=1, deadline_s=self.deadline_s
                 )
             return LayerAverager(
-                model,
-                optimizer,
+                trained.model,
+                trained.optimizers,
                 grouping,
                 host,
                 workers=loop.world,
@@ -105,8 +103,7 @@ class Hybrid:
 
         return GroupSynchronizer(
             loop,
-            model,
-            optimizer,
+            trained,
             averaging=averaging,
             deadline_s=self.deadline_s,
             survives=False,

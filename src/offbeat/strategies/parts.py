@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from torch import nn
-from torch.optim import Optimizer
-
 from offbeat.runtime.averager import Host
 from offbeat.runtime.averaging import GradientAverager
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.synchronizer import Loop
+from offbeat.runtime.trained import Trained
 
 
 def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
@@ -59,12 +57,12 @@ class Averaging:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
 
-    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> GroupSynchronizer:
+    def synchronizer(self, loop: Loop, trained: Trained) -> GroupSynchronizer:
         """See `Strategy.synchronizer`."""
 
         def averaging(grouping: Grouping | None, host: Host) -> GradientAverager:
             return GradientAverager(
-                model,
+                trained.model,
                 grouping,
                 host,
                 workers=loop.world,
@@ -74,8 +72,7 @@ class Averaging:
 
         return GroupSynchronizer(
             loop,
-            model,
-            optimizer,
+            trained,
             averaging=averaging,
             deadline_s=self.deadline_s,
             survives=self.survives,

@@ -7,15 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from torch import nn
-from torch.optim import Optimizer
-
 from offbeat.policies.caches import Terms
 from offbeat.policies.learning import Signal
 from offbeat.policies.staleness import BoundedStaleness
 from offbeat.runtime.coordinator import PolicySpec
 from offbeat.runtime.server_synchronizer import ServerSynchronizer
 from offbeat.runtime.synchronizer import Loop
+from offbeat.runtime.trained import Trained
 from offbeat.strategies.parts import assembly
 
 
@@ -49,9 +47,9 @@ class OnServers(ABC):
             ),
         )
 
-    def synchronizer(self, loop: Loop, model: nn.Module, optimizer: Optimizer) -> ServerSynchronizer:
+    def synchronizer(self, loop: Loop, trained: Trained) -> ServerSynchronizer:
         """See `Strategy.synchronizer`."""
-        return ServerSynchronizer(loop, model, optimizer, terms=self.terms())
+        return ServerSynchronizer(loop, trained, terms=self.terms())
 
     def staleness(self) -> dict[str, Any]:
         """Arguments of `BoundedStaleness`, but for the world."""
