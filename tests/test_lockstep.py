@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import (
+    Dismiss,
     Evaluated,
     Failed,
+    Finished,
     Group,
     Joined,
     Left,
@@ -39,23 +41,28 @@ def joined(worker: int, world: int = 2) -> Joined:
     )
 
 
-def ready(worker: int, round_: int, step: int | None = None) -> Ready:
+def ready(worker: int, round_: int, step: int | None = None, *, epoch: int = 0, batch: int = 0) -> Ready:
     step = round_ if step is None else step
     return Ready(
         now_s=1.0,
         worker=worker,
         generation=0,
-        epoch=0,
+        epoch=epoch,
         step=step,
         round=round_,
         compute_s=0.1,
         samples=32,
         blocks=(),
+        batch=batch,
     )
 
 
 def left(worker: int, step: int) -> Left:
     return Left(now_s=2.0, worker=worker, step=step)
+
+
+def finished(worker: int, step: int) -> Finished:
+    return Finished(now_s=2.0, worker=worker, epoch=0, step=step)
 
 
 def lost(worker: int) -> Lost:
@@ -115,14 +122,19 @@ def test_bad_arguments_are_refused(arguments):
 
 
 @st.composite
-def healthy_runs(draw, uneven=False, world=None):
-    """A world, and every worker's events in its own order, merged in any order."""
+def healthy_runs(draw, uneven=False, world=None, stays=False):
+    """A world, and every worker's events in its own order, merged in any order.
+
+    With `stays`, workers say that they have finished and stay for the others, and then may leave or be lost.
+    """
     world = draw(st.integers(1, 5)) if world is None else world
     rounds = [draw(st.integers(0, 6))] * world
     if uneven:
         rounds = [draw(st.integers(0, 6)) for _ in range(world)]
     queues = [
-        [ready(worker, round_) for round_ in range(rounds[worker])] + [left(worker, rounds[worker])]
+        [ready(worker, round_) for round_ in range(rounds[worker])]
+        + ([finished(worker, rounds[worker])] if stays else [])
+        + [lost(worker) if stays and draw(st.booleans()) else left(worker, rounds[worker])]
         for worker in range(world)
     ]
     chooser = random.Random(draw(st.integers()))
@@ -141,6 +153,32 @@ def test_a_healthy_job_is_never_stopped_in_whatever_order_its_workers_are_heard(
     assert policy.state_dict()["open"] == []
 
 
+@given(healthy_runs(stays=True))
+def test_workers_that_stay_for_the_others_are_dismissed_once_when_all_have_finished(run):
+    world, _, events = run
+    policy = running(world)
+    last = max(place for place, event in enumerate(events) if isinstance(event, Finished))
+    assert answers(policy, *events[:last]) == []
+    assert answers(policy, *events[last:]) == [Dismiss(reason="everybody has finished")]
+
+
+@given(healthy_runs(uneven=True, stays=True))
+def test_who_stays_hears_that_others_go_on(run):
+    world, rounds, events = run
+    told = answers(running(world), *events)
+    if len(set(rounds)) == 1:
+        assert [type(one) for one in told] == [Dismiss]
+        return
+    (stop,) = told
+    assert "has finished after" in stop.reason
+
+
+def test_who_leaves_while_others_stay_has_finished_too():
+    policy = running(3)
+    assert answers(policy, finished(0, 0), finished(1, 0)) == []
+    assert answers(policy, left(2, 0)) == [Dismiss(reason="everybody has finished")]
+
+
 @given(healthy_runs(uneven=True))
 def test_workers_with_different_numbers_of_rounds_are_stopped_once_in_words(run):
     world, rounds, events = run
@@ -150,7 +188,7 @@ def test_workers_with_different_numbers_of_rounds_are_stopped_once_in_words(run)
         return
     (stop,) = stops
     assert (stop.worker, stop.step) == (None, None)
-    assert "has left after" in stop.reason
+    assert "has finished after" in stop.reason
     assert "give every worker the same number of batches" in stop.reason
 
 
@@ -161,7 +199,7 @@ def test_the_words_of_uneven_batches():
         Stop(
             worker=None,
             step=None,
-            reason="worker 0 has left after 10 steps; worker 1 wants step 11: "
+            reason="worker 0 has finished after 10 steps; worker 1 wants step 11: "
             "give every worker the same number of batches",
         )
     ]
@@ -169,7 +207,7 @@ def test_the_words_of_uneven_batches():
     policy = running()
     answers(policy, ready(0, 0), ready(1, 0), ready(1, 1))
     (stop,) = policy.handle(left(0, 1))
-    assert stop.reason.startswith("worker 0 has left after 1 step; worker 1 wants step 2: give")
+    assert stop.reason.startswith("worker 0 has finished after 1 step; worker 1 wants step 2: give")
 
 
 def test_a_worker_may_leave_before_its_last_round_is_heard_of_all():
@@ -186,6 +224,24 @@ def test_two_workers_in_different_steps_in_one_round_are_stopped():
         reason="worker 2 is in step 1 but worker 0 in step 3, both in round 1: "
         "call backward and step equally often on every worker",
     )
+
+
+@pytest.mark.parametrize("first_is_ahead", [False, True])
+def test_a_worker_that_has_left_a_batch_out_is_named_in_the_round_in_which_it_did(first_is_ahead):
+    policy = running(3)
+    answers(policy, *(ready(worker, 0, batch=1) for worker in range(3)))
+    told = [ready(0, 1, batch=2), ready(2, 1, batch=3)]
+    (stop,) = answers(policy, *(reversed(told) if first_is_ahead else told), ready(1, 1, batch=2))
+    assert stop.reason.startswith(
+        "worker 2 has gone on to batch 3 of epoch 0 while worker 0 is at batch 2 of epoch 0, both in round "
+        "1: worker 2 has left a batch out. Use every batch"
+    )
+
+
+def test_without_batches_of_the_session_a_batch_that_was_left_out_is_seen_in_the_next_epoch():
+    policy = running()
+    (stop,) = answers(policy, ready(0, 0), ready(1, 0, epoch=1))
+    assert stop.reason.startswith("worker 1 has gone on to epoch 1 while worker 0 is at epoch 0, both in")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +297,8 @@ def test_before_the_group_stands_going_is_not_its_affair():
         ([], ready(0, 1), "expected Ready for round 0, got Ready for round 1 of worker 0"),
         ([ready(0, 0)], ready(0, 0), "expected Ready for round 1, got Ready for round 0 of worker 0"),
         ([], ready(2, 0), "expected a worker from 0 to 1, got Ready for round 0 of worker 2"),
-        ([left(0, 0)], ready(0, 0), "expected nothing more from worker 0, which has left"),
+        ([left(0, 0)], ready(0, 0), "expected nothing more from worker 0, which has finished"),
+        ([finished(0, 0)], ready(0, 0), "expected nothing more from worker 0, which has finished"),
         ([], lost(2), "expected a worker from 0 to 1, got Lost of worker 2"),
         ([], left(5, 0), "expected a worker from 0 to 1, got Left of worker 5"),
     ],

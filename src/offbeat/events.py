@@ -48,6 +48,7 @@ class Ready:
     Attributes:
         generation: of the last group that the worker has followed.
         epoch: the worker's epoch.
+        batch: how many batches of it the worker has taken from its session; 0 where the loop has its own.
         compute_s: forward and backward time of this round, waiting and exchange excluded.
         samples: samples behind the gradients, 0 where the session did not deal the batch.
         blocks: ids of the dealt blocks that the gradients are of; none where no group counts on the worker.
@@ -62,6 +63,7 @@ class Ready:
     compute_s: float
     samples: int
     blocks: tuple[int, ...]
+    batch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

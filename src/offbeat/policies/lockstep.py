@@ -7,6 +7,7 @@ without asking. What remains is to see when the beat can no longer be kept, and 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from offbeat.errors import ProtocolError
@@ -14,6 +15,7 @@ from offbeat.events import (
     Action,
     Brought,
     Clocked,
+    Dismiss,
     Evaluated,
     Event,
     Failed,
@@ -38,12 +40,25 @@ from offbeat.events import (
 from offbeat.policies.reachability import Reachability
 
 
+@dataclass(frozen=True)
+class _OpenRound:
+    """A round for which some are Ready: what the first of them said, and how many they are."""
+
+    worker: int
+    step: int
+    epoch: int
+    batch: int
+    since_s: float
+    count: int
+
+
 class Lockstep:
     """One group of all workers, each with weight 1/W, from the moment the last one joins.
 
-    Stops the job, at most once, when a worker is lost or fails, when two workers are in different steps in
-    the same round, when a worker wants a round that can never complete because another has left, or when
-    two workers that both reach the coordinator cannot reach each other for too long. After a Stop it is
+    Stops the job, at most once, when a worker is lost or fails, when two workers are in different steps, or
+    at different batches, in the same round, when a worker wants a round that can never complete because
+    another has finished, or when two workers that both reach the coordinator cannot reach each other for too
+    long. After a Stop it is
     silent. An outage that passes changes nothing: a worker that the coordinator does not hear is not late.
     Who may join is not its affair (see `offbeat.policies.assembly`).
 
@@ -89,8 +104,8 @@ class Lockstep:
         self._steps: list[int | None] = [None] * world  # the step of each worker's last Ready
         self._finished = [0] * world  # the steps that each worker says it has finished
         self._left: dict[int, int] = {}  # who left, after how many steps
-        # round: first Ready's worker, step and time, Readys so far
-        self._open: dict[int, tuple[int, int, float, int]] = {}
+        self._done: dict[int, int] = {}  # who has finished, and stays until all have, after how many steps
+        self._open: dict[int, _OpenRound] = {}
         self._rounds_complete = 0
         self._reachability = Reachability()
         self._stopped = False
@@ -120,7 +135,9 @@ class Lockstep:
                 if 0 <= event.worker < self._world:
                     self._finished[event.worker] = event.step + 1
                 return []
-            case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted() | Finished():
+            case Finished():
+                return self._handle_finished(event)
+            case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted():
                 return []
             case Clocked() | NodeEvent() | ValidationEvent():
                 return []
@@ -135,7 +152,8 @@ class Lockstep:
             "steps": list(self._steps),
             "finished": list(self._finished),
             "left": [list(one) for one in self._left.items()],
-            "open": [[round_, *first] for round_, first in self._open.items()],
+            "done": [list(one) for one in self._done.items()],
+            "open": [[round_, *vars(first).values()] for round_, first in self._open.items()],
             "rounds_complete": self._rounds_complete,
             "reachability": self._reachability.state_dict(),
             "stopped": self._stopped,
@@ -148,9 +166,8 @@ class Lockstep:
         self._steps = list(state["steps"])
         self._finished = list(state["finished"])
         self._left = dict(state["left"])
-        self._open = {
-            round_: (worker, step, since_s, count) for round_, worker, step, since_s, count in state["open"]
-        }
+        self._done = dict(state["done"])
+        self._open = {round_: _OpenRound(*first) for round_, *first in state["open"]}
         self._rounds_complete = state["rounds_complete"]
         self._reachability.load_state_dict(state["reachability"])
         self._stopped = state["stopped"]
@@ -181,25 +198,44 @@ class Lockstep:
 
     def _handle_ready(self, event: Ready) -> list[Action]:
         self._check_ready(event)
-        for other, steps in self._left.items():
+        for other, steps in (self._left | self._done).items():
             if self._rounds[other] <= event.round:
                 return self._uneven(other, steps, event.worker, event.step)
-        first = (event.worker, event.step, event.now_s, 0)
-        worker, step, since_s, count = self._open.get(event.round, first)
-        if step != event.step:
-            return self._stop(
-                None,
-                None,
-                f"worker {worker} is in step {step} but worker {event.worker} in step {event.step}, "
-                f"both in round {event.round}: call backward and step equally often on every worker",
-            )
+        first = _OpenRound(event.worker, event.step, event.epoch, event.batch, event.now_s, 0)
+        open_ = self._open.get(event.round, first)
+        if (open_.step, open_.epoch, open_.batch) != (event.step, event.epoch, event.batch):
+            return self._out_of_step(open_, event)
         self._rounds[event.worker] += 1
         self._steps[event.worker] = event.step
-        self._open[event.round] = (worker, step, since_s, count + 1)
-        if count + 1 == self._world:
+        self._open[event.round] = replace(open_, count=open_.count + 1)
+        if open_.count + 1 == self._world:
             del self._open[event.round]
             self._rounds_complete += 1
         return []
+
+    def _out_of_step(self, first: _OpenRound, event: Ready) -> list[Action]:
+        """Stop where the gradients of a round are of different steps or batches."""
+        places = {
+            first.worker: (first.epoch, first.batch, first.step),
+            event.worker: (event.epoch, event.batch, event.step),
+        }
+        behind, ahead = sorted(places, key=places.__getitem__)
+        if places[behind][:2] == places[ahead][:2]:
+            worker, other = places
+            return self._stop(
+                None,
+                None,
+                f"worker {worker} is in step {first.step} but worker {other} in step {event.step}, "
+                f"both in round {event.round}: call backward and step equally often on every worker",
+            )
+        return self._stop(
+            None,
+            None,
+            f"worker {ahead} has gone on to {_place(*places[ahead][:2])} while worker {behind} is at "
+            f"{_place(*places[behind][:2])}, both in round {event.round}: worker {ahead} has left a batch "
+            "out. Use every batch on every worker, with weight 0 in the loss where it is bad; or deal "
+            "samples as they are needed, with the strategy partial",
+        )
 
     def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
         if event.peer in self._left or event.worker in self._left:
@@ -208,10 +244,7 @@ class Lockstep:
         if event.worker is None and isinstance(event, PeerReachable):
             # Nobody was late while it was not heard, and its line to others may be mended a little later.
             self._reachability.restart(event.peer, event.now_s)
-            self._open = {
-                round_: (worker, step, event.now_s, count)
-                for round_, (worker, step, _, count) in self._open.items()
-            }
+            self._open = {round_: replace(one, since_s=event.now_s) for round_, one in self._open.items()}
         return []
 
     def _handle_tick(self, now_s: float) -> list[Action]:
@@ -235,17 +268,17 @@ class Lockstep:
         if not self._open:
             return []
         round_ = min(self._open)
-        worker, step, since_s, _ = self._open[round_]
-        if now_s - since_s <= self._deadline_s:
+        first = self._open[round_]
+        if now_s - first.since_s <= self._deadline_s:
             return []
         late = [other for other, rounds in enumerate(self._rounds) if rounds <= round_]
         if self._reachability.unheard.intersection(late):
             return []
         return self._stop(
             late[0],
-            step,
-            f"{_workers(late)} did not finish computing step {step + 1} within {self._deadline_s:g} s after "
-            f"worker {worker} had: look what it is doing, or give it a longer deadline",
+            first.step,
+            f"{_workers(late)} did not finish computing step {first.step + 1} within {self._deadline_s:g} s "
+            f"after worker {first.worker} had: look what it is doing, or give it a longer deadline",
         )
 
     def _check_ready(self, event: Ready) -> None:
@@ -254,8 +287,10 @@ class Lockstep:
             raise ProtocolError(f"expected {self._world} workers to join first, {said}")
         if not 0 <= event.worker < self._world:
             raise ProtocolError(f"expected a worker from 0 to {self._world - 1}, {said}")
-        if event.worker in self._left:
-            raise ProtocolError(f"expected nothing more from worker {event.worker}, which has left, {said}")
+        if event.worker in self._left or event.worker in self._done:
+            raise ProtocolError(
+                f"expected nothing more from worker {event.worker}, which has finished, {said}"
+            )
         if event.round != self._rounds[event.worker]:
             raise ProtocolError(f"expected Ready for round {self._rounds[event.worker]}, {said}")
         if event.round - self._rounds_complete > self._rounds_ahead_max - 1:
@@ -266,23 +301,48 @@ class Lockstep:
                 "is it training without exchanging?"
             )
 
+    def _handle_finished(self, event: Finished) -> list[Action]:
+        if not self._runs() or event.worker in self._left or event.worker in self._done:
+            return []
+        self._check_known(event)
+        self._done[event.worker] = event.step
+        return self._see_who_goes_on(event.worker, event.step) or self._dismiss()
+
+    def _dismiss(self) -> list[Action]:
+        """Let those go who stay until everybody has finished, when everybody has."""
+        if not self._done or len(self._left | self._done) < self._world:
+            return []
+        return [Dismiss(reason="everybody has finished")]
+
     def _handle_left(self, event: Left) -> list[Action]:
         if not self._runs() or event.worker in self._left:
             return []
         self._check_known(event)
-        self._left[event.worker] = event.step
-        self._reachability.forget(event.worker)
+        was_done = self._leave(event.worker, event.step)
+        return [] if was_done else self._see_who_goes_on(event.worker, event.step) or self._dismiss()
+
+    def _leave(self, worker: int, step: int) -> bool:
+        """Take note that a worker has left; return whether it had said before that it has finished."""
+        self._left[worker] = step
+        self._reachability.forget(worker)
+        return self._done.pop(worker, None) is not None
+
+    def _see_who_goes_on(self, gone: int, gone_steps: int) -> list[Action]:
+        """Stop where somebody wants a round in which a worker that has finished takes no part."""
         for other, rounds in enumerate(self._rounds):
-            if rounds > self._rounds[event.worker]:
+            if rounds > self._rounds[gone]:
                 steps = self._steps[other]
                 assert steps is not None
-                return self._uneven(event.worker, event.step, other, steps)
+                return self._uneven(gone, gone_steps, other, steps)
         return []
 
     def _handle_gone(self, event: Lost | Failed) -> list[Action]:
         if not self._runs() or event.worker in self._left:
             return []
         self._check_known(event)
+        if event.worker in self._done:  # it had nothing more to give
+            self._leave(event.worker, self._done[event.worker])
+            return []
         match event:
             case Lost():
                 step = self._step_of(event.worker)
@@ -294,7 +354,7 @@ class Lockstep:
             case _:
                 assert_never(event)
 
-    def _check_known(self, event: Left | Lost | Failed) -> None:
+    def _check_known(self, event: Finished | Left | Lost | Failed) -> None:
         if not 0 <= event.worker < self._world:
             raise ProtocolError(
                 f"expected a worker from 0 to {self._world - 1}, "
@@ -320,7 +380,7 @@ class Lockstep:
         return self._stop(
             None,
             None,
-            f"worker {gone} has left after {_steps(gone_steps)}; "
+            f"worker {gone} has finished after {_steps(gone_steps)}; "
             f"worker {other} wants step {other_steps + 1}: give every worker the same number of batches",
         )
 
@@ -337,3 +397,7 @@ def _workers(ids: list[int]) -> str:
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
+
+
+def _place(epoch: int, batch: int) -> str:
+    return f"batch {batch} of epoch {epoch}" if batch else f"epoch {epoch}"

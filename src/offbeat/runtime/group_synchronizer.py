@@ -318,6 +318,7 @@ class GroupSynchronizer:
                 compute_s=compute_s,
                 samples=self._loop.samples,
                 blocks=blocks,
+                batch=self._loop.batch,
             )
         )
         return own, len(blocks) - own

@@ -45,6 +45,7 @@ from offbeat.runtime.validator import Validator
 _STATE_VERSION = 2
 _ERROR_CHARACTERS_MAX = 2000
 _SILENT_S = 10.0
+_STAY_S = 10.0  # at most, for others to finish, where nobody needs this worker any more
 _COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
 _VALIDATION = PolicySpec(path="offbeat.policies.shared_validation:SharedValidation")
@@ -313,6 +314,11 @@ class Session:
         return self._steps_taken if step is None else step
 
     @property
+    def batch(self) -> int:
+        """Batches taken from `batches` in the epoch under way."""
+        return self._batches_taken
+
+    @property
     def members(self) -> tuple[int, ...]:
         """The workers that train with one another now; this one is not always among them."""
         return self._synchronizer.members
@@ -364,12 +370,22 @@ class Session:
             raise
 
     def _wait_for_the_others(self) -> None:
-        """Stays until everybody has finished, for who is behind takes the final state from who is not."""
+        """Stays until everybody has finished.
+
+        Who is behind takes the final state from who is not. In lockstep nobody is, unless workers have had
+        different numbers of batches; whoever had fewer hears of it if it stays a little.
+        """
         is_alone = self.world == 1 and not self._strategy.needs_coordinator
-        if is_alone or self._member is None or not self._strategy.survives:
+        if is_alone or self._member is None:
             return
         epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
         self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
+        if not self._strategy.survives:
+            until_s = time.monotonic() + _STAY_S
+            self._member.wait_for(
+                lambda: self._dismissed() or time.monotonic() >= until_s, 2 * _STAY_S, "everybody to finish"
+            )
+            return
         self._synchronizer.finish()
         what = "everybody to finish"
         self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)

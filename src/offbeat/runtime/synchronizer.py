@@ -49,6 +49,10 @@ class Loop(Protocol):
     def step(self) -> int:
         """Optimizer steps finished."""
 
+    @property
+    def batch(self) -> int:
+        """Batches of the epoch taken from the session so far."""
+
     def check(self) -> None:
         """Raises if the job has failed."""
 
