@@ -15,7 +15,7 @@ from cluster import run, values
 from offbeat.errors import OffbeatError
 from offbeat.runtime.checks import describe
 from offbeat.runtime.trained import Trained
-from offbeat.strategies import SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
+from offbeat.strategies import ASP, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 from runlogs import groups_of
 
 WORKERS, STEPS, BATCH = 2, 6, 4
@@ -97,6 +97,14 @@ def test_several_optimizers_step_as_in_one_process(strategy, loop):
     for name, value in model.state_dict().items():
         found = torch.tensor(first[name], dtype=torch.float64)
         assert torch.allclose(found, value, rtol=0, atol=1e-10), name
+
+
+@pytest.mark.parametrize("strategy", [ASP(), SSP(s=1)])
+def test_optimizers_that_step_in_turn_train_where_nothing_is_in_step(strategy):
+    first, second = values(run(trains, WORKERS, strategy, "in turn"))
+    assert first == second
+    assert torch.tensor(first["first.0.weight"]).isfinite().all()
+    assert first["first.0.weight"] != make()[0].first[0].weight.tolist()
 
 
 def bits(model, optimizers):

@@ -14,6 +14,7 @@ import torch
 
 from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.tracing import Tracer
+from offbeat.runtime.writes import Writes
 
 WORD_S = 5.0  # the coordinator has the same deadline and knows who is late, so it has the first word
 LANES = 3  # numbers of single precision that hold one of double precision
@@ -29,6 +30,10 @@ class Host(Protocol):
     @property
     def tracer(self) -> Tracer | None:
         """Takes note of what happens when, if somebody wants to know."""
+
+    @property
+    def writes(self) -> Writes:
+        """What the program writes to parameters and optimizer state."""
 
     def check(self) -> None:
         """Raises if the job has failed."""

@@ -25,6 +25,7 @@ from offbeat.runtime.backward import BackwardPass, check_dense, watch
 from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
 from offbeat.runtime.hooks import Hook, do_nothing
 from offbeat.runtime.slots import BufferList, Slot
+from offbeat.runtime.writes import check_all_wrote
 
 
 class GradientAverager:
@@ -97,6 +98,7 @@ class GradientAverager:
         self._batch_weight = 1.0
         self._contribution = (0, 0)  # dealt blocks behind the gradients of the round: own, and others' for it
         self._kept: list[torch.Tensor | None] | None = None  # gradients from before a pass of weight zero
+        self._written: list[str] = []  # by the program, since the last round
         self._round = 0
         self.rounds_since_step = 0
         self.is_outside = False
@@ -135,7 +137,7 @@ class GradientAverager:
     @property
     def _header(self) -> int:
         """How long the part of the epilogue is that has a place for each member in each of its lists."""
-        return 2 + 3 * self._places
+        return 3 + 3 * self._places
 
     def _planned_slots(self) -> list[Slot]:
         shared = LANES * len(self._host.hyperparameters())
@@ -282,6 +284,7 @@ class GradientAverager:
             WorkerError: a member was lost, or did not come within the deadline.
         """
         self._forget_failed_pass()
+        self._written = self._host.writes.take()
         if not self._fresh_weight and self._were_set_by_hand():
             self._fresh_weight = self._batch_weight
         began_s = self._host.timer.switch("communicate")
@@ -296,7 +299,7 @@ class GradientAverager:
             self.is_outside = self._seat is None
             if self._seat is not None:
                 self._take_over(epilogue)
-                offsets_s = epilogue[2 : 2 + self._seat.size]
+                offsets_s = epilogue[3 : 3 + self._seat.size]
             else:
                 self._grouping.late.bring(self._fresh_weight)
         self._end_round(offset_s, offsets_s)
@@ -311,9 +314,11 @@ class GradientAverager:
             self.exchange()
         if self.is_outside:
             self.drop()
+        self._host.writes.collect()
 
     def after_step(self) -> None:
         """See `Averager.after_step`."""
+        self._host.writes.note()
         self.rounds_since_step = 0
 
     def drain(self) -> None:
@@ -364,7 +369,7 @@ class GradientAverager:
     def _contributions(self, epilogue: list[float]) -> list[tuple[int, int]]:
         """How many dealt blocks each member's gradients were of: its own, and others' for it."""
         assert self._seat is not None
-        first = 2 + self._places
+        first = 3 + self._places
         own, late = epilogue[first : first + self._places], epilogue[first + self._places : self._header]
         return [(int(own[place]), int(late[place])) for place in range(self._seat.size)]
 
@@ -420,7 +425,8 @@ class GradientAverager:
         guests = [] if self._late is None else self._late.guests
         values[0] = self._share_of(self._fresh_weight) + sum(one.weight for one in guests) / self._places
         values[1] = float(self._stale)
-        values[2 + self._seat.position] = offset_s
+        values[2] = len(self._written)
+        values[3 + self._seat.position] = offset_s
         first = self._header
         for entry, parameter in enumerate(self._parameters):
             is_there = entry in self._ready_entries or parameter.grad is not None
@@ -433,7 +439,7 @@ class GradientAverager:
     def _name_contribution(self) -> None:
         assert self._seat is not None
         epilogue = self._slots[-1].own.views[-1]
-        place = 2 + self._seat.position
+        place = 3 + self._seat.position
         for count in self._contribution:
             place += self._places
             if count:  # else it is 0 there already
@@ -487,6 +493,7 @@ class GradientAverager:
         """Makes the means the gradients, and the first member's buffers the buffers."""
         assert self._seat is not None
         mean_weight = epilogue[0]
+        check_all_wrote(self._written, epilogue[2], self._seat.size)
         used = epilogue[self._header :]
         lanes = used[len(self._parameters) :]
         if self._seat.position:

@@ -30,6 +30,7 @@ from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.torch_exchange import TorchExchange
 from offbeat.runtime.tracing import Tracer
 from offbeat.runtime.trained import Trained
+from offbeat.runtime.writes import Writes
 
 Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
 """(with whom, for whom) -> what averages the gradients; with None, in a world of one."""
@@ -45,6 +46,11 @@ class GroupSynchronizer:
         deadline_s: how long a worker may keep the others waiting, in seconds.
         survives: the others go on when a worker is lost.
         is_dealt: samples are dealt as they are needed.
+
+    Attributes:
+        grouping: with whom gradients are averaged; None in a world of one.
+        averager: what averages them.
+        writes: what the program writes between the steps.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class GroupSynchronizer:
         self._blocks_per_round = 0
         self.grouping: Grouping | None = None
         self.averager: Averager
+        self.writes = Writes(trained)
 
     @property
     def timer(self) -> PartTimer:
@@ -217,12 +224,15 @@ class GroupSynchronizer:
             exchange_id=exchange_id,
         )
         place = copier.copy(self._loop.place(round_))
+        if position:  # else this may be another thread, and nothing has changed
+            self.writes.note()
         if self._loop.is_newcomer and not self._is_placed:
             self._loop.take_place(place)
         return place.round
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
+        self.writes.note()
         self.averager.attach()
 
     def detach(self) -> None:

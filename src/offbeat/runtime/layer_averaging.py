@@ -355,6 +355,7 @@ class LayerAverager:
         round_, timer = self._round, self._host.timer
         assert round_ is not None
         compute_s = timer.total_s("compute") - self._compute_mark_s
+        self._collect_writes()
         self.drain()  # where no forward pass has come
         timer.switch("communicate")
         round_.send_rest(compute_s)
@@ -413,6 +414,7 @@ class LayerAverager:
         self._forget_failed_pass()
         if has_closure:
             return
+        self._collect_writes()
         self.drain()  # there may be another step before the next pass
         if self._fresh_weight or not self._rounds_since_step:
             self._exchange_now()
@@ -425,6 +427,11 @@ class LayerAverager:
         else:
             for entry in range(len(self._parameters)):
                 self._keep_promise(entry)
+
+    def _collect_writes(self) -> None:
+        """Takes note of what the program has written; a step that is put off sees itself what it must not."""
+        if self._deferred is None:
+            self._host.writes.collect()
 
     def _can_wait(self, round_: Round) -> bool:
         """Whether the step may be taken layer by layer: nobody has looked at a gradient or replaced one."""
@@ -455,6 +462,7 @@ class LayerAverager:
                     parameter.grad = promised
         else:
             self._look(self._round)
+            self._host.writes.note()
         self._round = None
         if not self._is_planned and self._finished >= _WATCHED_ROUNDS:
             self._share_plan()
@@ -469,6 +477,7 @@ class LayerAverager:
             part = self._host.timer.part
             self._deferred.reach_all()
             self._deferred = None
+            self._host.writes.note()
             self._host.timer.switch(part)
 
     def flush(self) -> None:

@@ -23,6 +23,7 @@ from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.layer_layout import Layout, Order, Plan
 from offbeat.runtime.partial_step import Settings, plainly
 from offbeat.runtime.slots import BufferList, Slot
+from offbeat.runtime.writes import check_all_wrote
 
 _PROBE_BYTES = tuple(1 << power for power in range(12, 20))
 _PROBES = 3
@@ -43,7 +44,7 @@ class LayerRounds:
         names: by parameter.
         buffers: the model's.
         exchange: over the members.
-        position: this worker's place among them.
+        position, size: this worker's place among them, and how many they are.
         layout: where what travels lies; there from the first plan on (`adopt`).
         slots: by bucket of the layout, its memory.
         fires: by parameter, how often its gradient comes in a backward pass; 0 before that is known.
@@ -64,7 +65,7 @@ class LayerRounds:
         self.patience_s = deadline_s + WORD_S
         seat = grouping.seat(wait=True)
         assert seat is not None  # the group has everybody
-        self.exchange, self.position = seat.exchange, seat.position
+        self.exchange, self.position, self.size = seat.exchange, seat.position, seat.size
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [name_of[id(parameter)] for parameter in parameters]
         self.buffers = BufferList(model)
@@ -193,6 +194,7 @@ class Round:
         self._launched_s = [0.0] * len(slots)
         self._is_there = [False] * len(slots)
         self._is_settled = [False] * len(slots)
+        self._written: list[str] = []  # by the program, since the last round
         self._has: list[bool] = []  # by parameter, whether this worker has a gradient
         self._copies: dict[int, torch.Tensor] = {}  # of means that lie in another order than their parameters
         self.fired = [0] * len(rounds.parameters)
@@ -292,6 +294,7 @@ class Round:
             compute_s: how long this worker computed for it, in seconds.
         """
         rounds = self._rounds
+        self._written = rounds.host.writes.take()
         self._has = [
             bool(self._share) and (bool(fired) or parameter.grad is not None)
             for fired, parameter in zip(self.fired, rounds.parameters, strict=True)
@@ -318,7 +321,8 @@ class Round:
                 if entry == count + len(buffers):
                     lanes = spread(rounds.host.hyperparameters())
                     shared = [0.0] * len(lanes) if rounds.position else lanes
-                    view.copy_(torch.tensor([self._share, *self._has, *shared], dtype=view.dtype))
+                    values = [self._share, len(self._written), *self._has, *shared]
+                    view.copy_(torch.tensor(values, dtype=view.dtype))
                 elif rounds.position:
                     view.zero_()
                 else:
@@ -404,7 +408,8 @@ class Round:
         count, buffers = len(rounds.parameters), rounds.buffers.tensors()
         for entry, view in zip(rounds.slots[index].entries, self._banks[index].views, strict=True):
             if entry == count + len(buffers):
-                weight, *rest = view.tolist()
+                weight, written, *rest = view.tolist()
+                check_all_wrote(self._written, written, rounds.size)
                 self.weight, self.used = weight, [bool(one) for one in rest[:count]]
                 if rounds.position:
                     rounds.host.take_hyperparameters(gathered(rest[count:]), self.settings or None)

@@ -33,34 +33,50 @@ _NEVER: Final = 2**62  # a clock
 
 @dataclass(frozen=True, slots=True)
 class GroupGradient:
-    """What one thread gives at one clock to a group of parameters.
+    """What one thread gives at one clock to a group of parameters that was stepped.
 
     Attributes:
         weight: of how many whole batches.
-        values: gradients times weight, flat; None where the group's optimizer has not stepped.
+        values: gradients times weight, flat; zero where there are none.
+        absent: first and last + 1 of the values of each parameter without a gradient. It is not stepped,
+            unless another thread or process has one; this weight counts all the same.
         settings: the optimizer's numbers as of now.
     """
 
     weight: float
-    values: Array | None
+    values: Array
+    absent: frozenset[tuple[int, int]]
     settings: Mapping[str, Any]
 
     def plus(self, other: GroupGradient) -> GroupGradient:
         """The sum of both."""
-        if self.values is None or other.values is None:
-            return self if other.values is None else other
-        return GroupGradient(self.weight + other.weight, self.values + other.values, self.settings)
+        return GroupGradient(
+            self.weight + other.weight,
+            self.values + other.values,
+            self.absent & other.absent,
+            self.settings,
+        )
+
+    def keys(self) -> Array | None:
+        """Which of the values count; None where all do."""
+        if not self.absent:
+            return None
+        counts = np.ones(len(self.values), bool)
+        for first, last in self.absent:
+            counts[first:last] = False
+        return np.flatnonzero(counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one thread gives at one clock, by group of parameters."""
+    """What one thread gives at one clock, by group of parameters; None of one that was not stepped."""
 
-    groups: Sequence[GroupGradient]
+    groups: Sequence[GroupGradient | None]
 
     def plus(self, other: Gradient) -> Gradient:
         """The sum of both."""
-        return Gradient([one.plus(another) for one, another in zip(self.groups, other.groups, strict=True)])
+        pairs = zip(self.groups, other.groups, strict=True)
+        return Gradient([one.plus(more) if one and more else one or more for one, more in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +242,22 @@ class ServedModel:
 
     def _push(self, at: int, gradient: Gradient | None) -> Future:
         groups = [None] * len(self._namespaces) if gradient is None else gradient.groups
-        pushed = [self._push_group(number, at, one) for number, one in enumerate(groups)]
+        pushed = [
+            self._nothing(number, at) if one is None else self._push_group(number, at, one)
+            for number, one in enumerate(groups)
+        ]
         done = self._ps.when_done(pushed)
         self._pushes = {time: one for time, one in self._pushes.items() if not one.is_done}
         self._pushes[at] = done
         return done
 
-    def _push_group(self, number: int, at: int, gradient: GroupGradient | None) -> Future:
-        if gradient is None or gradient.values is None:
-            return self._nothing(number, at)
-        return self._namespaces[number].push(
-            gradient.values,
+    def _push_group(self, number: int, at: int, gradient: GroupGradient) -> Future:
+        namespace, keys = self._namespaces[number], gradient.keys()
+        return namespace.push(
+            gradient.values if keys is None else gradient.values[keys],
+            keys=keys,
+            first=0,
+            last=namespace.keys,
             weight=gradient.weight if self._is_versioned else 1.0,
             settings=gradient.settings or None,
             time=at,
@@ -252,7 +273,7 @@ class ServedModel:
             keys=none,
             first=0,
             last=namespace.keys,
-            weight=0.0,
+            weight=0.0 if self._is_versioned else 1.0,
             time=at,
             may_wait=False,
         )

@@ -35,6 +35,7 @@ from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.served_model import Gradient, GroupGradient, Row, ServedModel
 from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.trained import Trained
+from offbeat.runtime.writes import Writes
 
 Array = NDArray[Any]
 
@@ -42,11 +43,11 @@ Array = NDArray[Any]
 class ServerSynchronizer:
     """A worker that trains on a parameter server; see `Synchronizer`.
 
-    Source: the second paper, section 3 (SSP and its caches); specification 2.1 to 2.6. Deviations: a
-    parameter without a gradient counts as one with a gradient of zero; buffers are the worker's own, those of
-    the first worker to begin with. Where the servers take one step of the mean, a local step is a whole one
-    all the same: until they have taken theirs, it stands for what the others do as well. (As this worker's
-    share of the mean alone it leaves parameters behind by the bound, at which Adam hardly learns.)
+    Source: the second paper, section 3 (SSP and its caches); specification 2.1 to 2.6. Deviations: buffers
+    are the worker's own, those of the first worker to begin with. Where the servers take one step of the
+    mean, a local step is a whole one all the same: until they have taken theirs, it stands for what the
+    others do as well. (As this worker's share of the mean alone it leaves parameters behind by the bound, at
+    which Adam hardly learns.)
 
     Args:
         loop: the worker's session.
@@ -74,6 +75,7 @@ class ServerSynchronizer:
         except ValueError as error:
             raise OffbeatError(str(error)) from error
         self._check_disjoint()
+        self._writes = Writes(trained)
         self._handles: list[RemovableHandle] = []
         self._has_begun = self._is_open = False  # the job for this worker; a step that may compute
         self._is_reporting = False  # a step is done, and the answer to that is still to come
@@ -82,7 +84,8 @@ class ServerSynchronizer:
         self._fetch: Future | None = None
         self._last_push: Future | None = None
         self._before: Sequence[Array] | None = None
-        self._packed: dict[int, Array] = {}  # gradients of the groups that this step has stepped so far
+        # Of the groups that this step has stepped so far: gradients, and the ranges where there are none.
+        self._packed: dict[int, tuple[Array, frozenset[tuple[int, int]]]] = {}
         self._has_gradient = False  # one of these is of a backward pass, not zero for want of one
         self._weight = 1.0  # of the batch that was taken last
         self._weights: list[float] = []  # of each forward pass since the last step
@@ -99,6 +102,15 @@ class ServerSynchronizer:
             twice = next(name for name in names if names.count(name) > 1)
             raise OffbeatError(
                 f"{twice} is in several of the optimizers: servers keep each parameter with one of them"
+            )
+
+    def _check_writes(self, optimizer: Optimizer | None = None) -> None:
+        """Refuses what the program has written to its copy, which the servers' state replaces."""
+        if self._has_begun and (found := self._writes.found(optimizer)):
+            raise OffbeatError(
+                f"the program has changed {found[0]} ({len(found)} such changes), and on a parameter server "
+                "that would be lost: the servers' state counts. Change it before the first step, or use a "
+                "strategy without servers"
             )
 
     # What a session asks ---------------------------------------------------------------------------------
@@ -245,6 +257,7 @@ class ServerSynchronizer:
         """
         if not self._has_begun:
             return
+        self._check_writes()
         self.flush()
         if self._clock is not None:
             self._served.wait_for_version(self._granted().clock, self._loop.check)
@@ -257,6 +270,7 @@ class ServerSynchronizer:
                 first, last = offsets.range_of(name)
                 rows = {state: values[first:last] for state, values in states.items()}
                 take_states(optimizer, parameter, rows)
+        self._writes.note()
         self._directory.drop(self._loop.worker)
         self._fetch = None  # it may lack what this worker has pushed since, which is replayed no more
 
@@ -275,6 +289,7 @@ class ServerSynchronizer:
 
     def settle(self) -> None:
         """See `Synchronizer.settle`."""
+        self._check_writes()
         self._served.wait_until_alone(self._loop.check)
         self._install(self._served.pull(0, self._loop.check, fresh=True))
 
@@ -318,6 +333,7 @@ class ServerSynchronizer:
         Before the first step everybody waits for the first parameters, which is no waiting at the gate.
         """
         timer = self._loop.timer
+        self._check_writes()
         if not self._has_begun:
             timer.switch("pull")
             self._report(None, self._take_part(), None, 0.0, ())
@@ -338,6 +354,7 @@ class ServerSynchronizer:
             timer.switch("report")
             self._process.tell_place(self._loop)
         self._read(grant)
+        self._writes.note()
         self._clock = grant.clock
         self._is_open = True
         self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
@@ -383,6 +400,7 @@ class ServerSynchronizer:
                 "expected the model to be called in training mode before optimizer.step(): call model(...) "
                 "itself, not its parts, so that the step can read parameters first"
             )
+        self._check_writes(optimizer)
         timer = self._loop.timer
         timer.switch("compute")
         compute_s = timer.total_s("compute") - self._compute_mark_s
@@ -401,11 +419,12 @@ class ServerSynchronizer:
         """Copies a group's gradients; where only the servers step, the optimizer finds none."""
         group, offsets = self._groups[number], self._offsets[number]
         self._restore(group.values())
-        self._has_gradient |= any(one.grad is not None for one in group.values())
+        absent = frozenset(offsets.range_of(name) for name, one in group.items() if one.grad is None)
         gradients = {
             name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in group.items()
         }
-        self._packed[number] = np.array(offsets.gather(gradients))
+        self._packed[number] = np.array(offsets.gather(gradients)), absent
+        self._has_gradient |= len(absent) < len(group)
         if not self._terms.steps_locally:
             for parameter in group.values():
                 parameter.grad = None
@@ -414,13 +433,15 @@ class ServerSynchronizer:
         """What this step gives: the gradients of the groups that were stepped, weighted by samples."""
         weight = sum(self._weights) / len(self._weights) if self._weights else 0.0
         counts = weight if self._has_gradient else 0.0
-        if weight != 1.0:
-            for values in self._packed.values():
+        groups: list[GroupGradient | None] = []
+        for number, group in enumerate(self._trained.groups):
+            if number not in self._packed:
+                groups.append(None)
+                continue
+            values, absent = self._packed[number]
+            if weight != 1.0:
                 values *= weight
-        groups = [
-            GroupGradient(counts, self._packed.get(number), settings_of(group))
-            for number, group in enumerate(self._trained.groups)
-        ]
+            groups.append(GroupGradient(counts, values, absent, settings_of(group)))
         self._forget_gradients()
         return Gradient(groups)
 
@@ -439,6 +460,7 @@ class ServerSynchronizer:
         self._waiting.append((self._gradient(), self._applied()))
         self._steps += 1
         self._is_open = False
+        self._writes.note()
         timer.switch("push")
         if len(self._waiting) >= self._terms.push_every:
             self._push(clock)
