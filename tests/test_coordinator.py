@@ -611,7 +611,7 @@ def test_a_coordinator_that_takes_its_leave_before_the_workers_is_a_failure():
         start_s=0.0,
         limit_s=0.0,
     )
-    member = Member(meeting, 1, heard.put)
+    member = Member(meeting, 1, heard.put, step=lambda: 0)
     try:
         member.tell(ready(1))
         assert member.endpoint.flush(DEADLINE_S)

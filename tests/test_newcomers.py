@@ -667,3 +667,63 @@ def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path)
         )
         assert done.returncode == 2
         assert words in done.stderr
+
+
+# State that cannot be handed over -------------------------------------------------------------------------
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a list from its step `first` on."""
+
+    def __init__(self, parameters, first):
+        super().__init__(parameters, lr=1.0)
+        self._left = first
+
+    def step(self, closure=None):
+        super().step(closure)
+        self._left -= 1
+        if self._left < 0:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["factors"] = [torch.eye(2)]
+
+
+def trains_with_a_list(rank, say, first):
+    model = Counter()
+    optimizer = Listing(model.parameters(), first)
+    has_passed = False
+    with offbeat.join(model, optimizer, STEADY) as session:
+        for _ in session.epochs(10**6):
+            for (numbers,) in session.batches(TensorDataset(torch.arange(SAMPLES)), BATCH):
+                if session.step >= GATE_STEP and not has_passed:
+                    has_passed = True
+                    pass_gate()
+                optimizer.zero_grad()
+                (-model(numbers)).backward()
+                optimizer.step()
+
+
+def joins_late_with_a_list(rank, say, log, first):
+    wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
+    return trains_with_a_list(rank, say, first)
+
+
+def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_first_step():
+    with job(trains_with_a_list, 2, 0) as running:
+        for one in running.ends():
+            assert one.error_type == "OffbeatError", one.trace
+            assert one.error.startswith("the optimizer keeps 'factors' as list")
+            assert "as this strategy does when a worker joins or comes back" in one.error
+
+
+def test_what_kills_the_thread_that_hands_the_state_over_ends_all_in_words(gate):
+    """Each in turn is the one who gives; none is waited for until a deadline of 600 s."""
+    with job(trains_with_a_list, 2, 1, env=gate.env) as running:
+        running.add(joins_late_with_a_list, gate.log, 1)
+        gate.open_for(2)
+        *givers, newcomer = running.ends()
+    for worker, one in enumerate(givers):
+        assert one.error_type == "WorkerError", one.trace
+        cause = "OffbeatError: the optimizer keeps 'factors' as list"
+        assert f"worker {worker} failed in its thread 'offbeat-state': {cause}" in one.error
+    assert newcomer.error_type == "WorkerError", newcomer.trace
+    assert "the optimizer keeps 'factors' as list" in newcomer.error

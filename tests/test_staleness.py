@@ -24,6 +24,7 @@ from offbeat.events import (
     Lost,
     PeerReachable,
     PeerUnreachable,
+    Preempted,
     Ready,
     Refuse,
     Saving,
@@ -87,6 +88,32 @@ def granted(actions: list[Action]) -> dict[int, tuple[int, bool]]:
 
 def walk(policy: BoundedStaleness, worker: int, clocks: range) -> list[Action]:
     return answers(policy, *(clocked(worker, clock) for clock in clocks))
+
+
+def preempted(actions: list[Action]) -> dict[int, bool]:
+    return {one.worker: one.is_preempted for one in actions if isinstance(one, Grant)}
+
+
+def test_when_one_is_about_to_be_taken_away_all_stop_at_the_latest_clock_under_way() -> None:
+    policy = started(s=3)
+    walk(policy, 0, range(2))  # worker 0 is at clock 2, worker 1 at clock 0
+    assert policy.handle(Preempted(now_s=1.0, worker=1, step=0, signal="SIGTERM")) == []
+    state = json.loads(json.dumps(policy.state_dict()))
+    policy = BoundedStaleness(2, shards="equal", s=3)
+    policy.load_state_dict(state)
+    assert preempted(walk(policy, 1, range(2))) == {1: False}
+    assert preempted(answers(policy, clocked(0, 2))) == {0: True}
+    policy.handle(
+        Preempted(now_s=2.0, worker=0, step=3, signal="SIGTERM")
+    )  # what comes second changes nothing
+    assert preempted(answers(policy, clocked(1, 2))) == {1: True}
+
+
+def test_without_a_bound_each_stops_after_the_step_under_way() -> None:
+    policy = started(s=None)
+    walk(policy, 0, range(2))
+    policy.handle(Preempted(now_s=1.0, worker=1, step=0, signal="SIGTERM"))
+    assert preempted(answers(policy, clocked(1, 0))) == {1: True}
 
 
 def remembered(policy: BoundedStaleness, world: int, **arguments: Any) -> BoundedStaleness:

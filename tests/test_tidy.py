@@ -59,6 +59,15 @@ STRATEGIES_FOR = {
     "bench/": "the benchmarks compare strategies",
 }
 
+# Where threads may be started, and who hears what they raise.
+STARTS_FOR = {
+    "runtime/threads.py": "whoever starts a thread says who hears of its failure",
+    "runtime/cluster.py": "an executor, whose every result is asked for",
+    "training.py": "an executor, whose every result is asked for",
+    "bench/": "measures from outside; what fails there fails a benchmark",
+}
+STARTS = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "to_thread"}
+
 # Test files that may sleep or replace something, and why.
 SLEEPS_FOR = {
     "runlogs.py": "looks again and again until a deadline, and leaves others the machine",
@@ -265,6 +274,20 @@ def calls(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node.func)
 
 
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_every_thread_is_started_where_somebody_hears_of_its_failure(path):
+    started = [line for line, name in calls(path) if name.split(".")[-1] in STARTS]
+    derived = [
+        node.lineno
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+        and {ast.unparse(base).split(".")[-1] for base in node.bases} & STARTS
+    ]
+    if name_of(path).startswith(tuple(STARTS_FOR)):
+        return
+    assert not started + derived, f"line {started + derived}: use Member.start_thread or start_thread"
+
+
 @pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
 def test_tests_do_not_sleep_until_something_has_happened(path):
     if path.name in SLEEPS_FOR:
@@ -284,6 +307,10 @@ def test_tests_do_not_mock(path):
 
 
 def test_exceptions_from_the_rules_are_still_needed():
+    starting = [
+        name_of(path) for path in modules() if STARTS & {one.split(".")[-1] for _, one in calls(path)}
+    ]
+    assert all(any(name.startswith(allowed) for name in starting) for allowed in STARTS_FOR)
     names = {path.name for path in files_of_tests()}
     assert set(SLEEPS_FOR) | set(REPLACES_FOR) <= names
     for path in files_of_tests():

@@ -240,6 +240,21 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preempted:
+    """A signal says that a worker's process will soon be taken away.
+
+    Attributes:
+        step: optimizer steps that the worker has finished.
+        signal: its name.
+    """
+
+    now_s: float
+    worker: int
+    step: int
+    signal: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidationEvent:
     """What a worker says of the validation of an epoch.
 
@@ -616,6 +631,7 @@ Event: TypeAlias = (
     | StepTimed
     | Halted
     | Evaluated
+    | Preempted
     | SnapshotTaken
     | PartEvaluated
     | StatesMerged
@@ -764,6 +780,8 @@ class Grant:
         bound: how many clocks that may lie before `clock`, None for any number.
         may_start: whether it may start now.
         leads: whether the worker is the one to evaluate, print and save for all.
+        is_preempted: whether a worker is about to be taken away, and this clock is later than every one that
+            was under way when the coordinator heard of it; without a bound, whatever the clock.
     """
 
     worker: int
@@ -773,6 +791,7 @@ class Grant:
     bound: int | None
     may_start: bool
     leads: bool
+    is_preempted: bool = False
     reason: str
 
 
@@ -843,6 +862,20 @@ class Settle:
     late: int
     number: int
     counts: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempt:
+    """A worker is about to be taken away: save, and leave.
+
+    Attributes:
+        worker: whom it is for, None for all.
+        by: the worker whom the signal has reached.
+    """
+
+    worker: int | None
+    by: int
     reason: str
 
 
@@ -1206,6 +1239,7 @@ Action: TypeAlias = (
     | Recall
     | Lend
     | Settle
+    | Preempt
     | Validating
     | LendSnapshot
     | EvaluatePart

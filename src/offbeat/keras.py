@@ -197,7 +197,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._free.append(first)
         scheduler = ValidationScheduler(pending_max=self._pending_max, when_full=self._when_full)
         self._ledger = Ledger(scheduler, self._deadline_s)
-        self._crew = Crew(evaluators, self._ledger.done)
+        self._crew = Crew(evaluators, self._ledger.done, self._ledger.abandon)
         self._end = weakref.finalize(self, self._crew.close, _END_S)
         self._is_ready = True
 

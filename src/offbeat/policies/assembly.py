@@ -26,6 +26,7 @@ from offbeat.events import (
     Peer,
     PeerReachable,
     PeerUnreachable,
+    Preempted,
     Ready,
     Recalled,
     Refuse,
@@ -96,6 +97,7 @@ class Assembly:
                 | StepTimed()
                 | Halted()
                 | Evaluated()
+                | Preempted()
                 | Finished()
                 | PeerUnreachable()
                 | PeerReachable()

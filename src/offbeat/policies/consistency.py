@@ -106,6 +106,11 @@ class ConsistencyGate:
         return self._version
 
     @property
+    def latest(self) -> int:
+        """The latest clock of who runs; -1 where nobody does. Takes time O(clocks that somebody runs at)."""
+        return max(self._at, default=-1)
+
+    @property
     def waiting(self) -> frozenset[int]:
         """Who runs and may not start yet."""
         return frozenset(self._waiting)

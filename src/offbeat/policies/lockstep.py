@@ -28,6 +28,7 @@ from offbeat.events import (
     NodeEvent,
     PeerReachable,
     PeerUnreachable,
+    Preempted,
     Ready,
     Recalled,
     Saving,
@@ -139,7 +140,7 @@ class Lockstep:
                 return self._handle_finished(event)
             case Wants() | Brought() | Saving() | Recalled() | Evaluated() | Halted():
                 return []
-            case Clocked() | NodeEvent() | ValidationEvent():
+            case Clocked() | Preempted() | NodeEvent() | ValidationEvent():
                 return []
             case _:
                 assert_never(event)

@@ -29,6 +29,7 @@ from offbeat.events import (
     NodeEvent,
     PeerReachable,
     PeerUnreachable,
+    Preempted,
     Ready,
     Recalled,
     Refuse,
@@ -244,7 +245,7 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case Clocked() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
+            case Clocked() | StepTimed() | Evaluated() | Preempted() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
                 return self._handle_report(event)

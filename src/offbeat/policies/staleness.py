@@ -30,6 +30,7 @@ from offbeat.events import (
     NodeEvent,
     PeerReachable,
     PeerUnreachable,
+    Preempted,
     Ready,
     Recalled,
     Refuse,
@@ -95,6 +96,9 @@ class BoundedStaleness:
     several, the one that misses most servers, else the last. Where there is a bound, others wait for what it
     cannot push; where there is none, it is out only if others wait for it.
 
+    When a worker is about to be taken away, all go on up to the latest clock that is under way, and are told
+    with the Grant of their next one (`Grant.is_preempted`); without a bound, with their next Grant.
+
     With a *warm start* the first worker, or who is the first once it is gone, takes some steps alone, while
     the others rest. It is over early where the others have been dealt all samples that are left.
 
@@ -156,6 +160,7 @@ class BoundedStaleness:
         self._is_over = False  # everybody has been dismissed, or is gone
         self._alone_steps = warm_start  # that are left to be taken by one worker
         self._alone: int | None = None  # who takes them, None where that is nobody
+        self._preempted_clock: int | None = None  # after which `Grant.is_preempted`
 
     def handle(self, event: Event) -> list[Action]:
         """Answer with Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
@@ -187,6 +192,10 @@ class BoundedStaleness:
             case ServerMissed() | ServerReached():
                 self._note_whom_it_misses(event)
                 return []
+            case Preempted():
+                if self._preempted_clock is None:
+                    self._preempted_clock = -1 if self._gate.s is None else self._gate.latest
+                return []
             case StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
@@ -213,6 +222,7 @@ class BoundedStaleness:
             "is_over": self._is_over,
             "alone_steps": self._alone_steps,
             "alone": self._alone,
+            "preempted_clock": self._preempted_clock,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -232,6 +242,7 @@ class BoundedStaleness:
         self._unheard = set(state["unheard"])
         self._missed = {(worker, server): since_s for worker, server, since_s in state["missed"]}
         self._alone_steps, self._alone = state["alone_steps"], state["alone"]
+        self._preempted_clock = state["preempted_clock"]
 
     # Coming and going ------------------------------------------------------------------------------------
 
@@ -461,6 +472,7 @@ class BoundedStaleness:
             bound=opened.bound,
             may_start=True,
             leads=self._leads(opened.worker),
+            is_preempted=self._is_preempted(opened.clock),
             reason="; ".join([f"it is {ahead} ahead of the slowest", bound, *why]),
         )
 
@@ -482,8 +494,12 @@ class BoundedStaleness:
             bound=gate.s,
             may_start=False,
             leads=self._leads(worker),
+            is_preempted=self._is_preempted(clock),
             reason=reason,
         )
+
+    def _is_preempted(self, clock: int) -> bool:
+        return self._preempted_clock is not None and clock > self._preempted_clock
 
     def _leads(self, worker: int) -> bool:
         return worker == min(self._workers)

@@ -35,6 +35,10 @@ class Host(Protocol):
     def writes(self) -> Writes:
         """What the program writes to parameters and optimizer state."""
 
+    @property
+    def is_signalled(self) -> bool:
+        """Whether this worker knows of a preemption signal, its own or another's."""
+
     def check(self) -> None:
         """Raises if the job has failed."""
 
@@ -67,6 +71,10 @@ class Averager(Protocol):
     @property
     def is_clear(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a round that all members have finished has said that one of them knows of a signal."""
 
     def attach(self) -> None:
         """Puts the hooks on the model."""

@@ -27,13 +27,17 @@ from offbeat.runtime.hooks import Hook, do_nothing
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.writes import check_all_wrote
 
+# Numbers that begin an epilogue: the weight, who is stale, what programs have written, who is preempted.
+_FLAGS = 4
+
 
 class GradientAverager:
     """Keeps the gradients and buffers of `model` equal on all members of a group.
 
     Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
     the session dealt them. Buffers follow the first member's, as in DistributedDataParallel. The last
-    bucket ends in an epilogue of a few numbers (weights, which parameters have a gradient, how long each
+    bucket ends in an epilogue of a few numbers (weights, whether a worker is preempted, which parameters have
+    a gradient, how long each
     worker took and how many dealt blocks it used, the first member's hyperparameters), so that none of it
     costs a message of its own. A round that is abandoned because the group has changed is repeated in the
     new group with the same gradients; a worker that no group counts on keeps its gradients to itself, and
@@ -54,6 +58,7 @@ class GradientAverager:
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
         is_outside: the last round was nobody's but this worker's.
+        is_preempted: see `Averager.is_preempted`; outside, this worker knows of a signal.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class GradientAverager:
         self._written: list[str] = []  # by the program, since the last round
         self._round = 0
         self.rounds_since_step = 0
-        self.is_outside = False
+        self.is_outside = self.is_preempted = False
 
     def _make_slots(self) -> None:
         self._slots = [] if self._grouping is None else self._planned_slots()
@@ -137,7 +142,7 @@ class GradientAverager:
     @property
     def _header(self) -> int:
         """How long the part of the epilogue is that has a place for each member in each of its lists."""
-        return 3 + 3 * self._places
+        return _FLAGS + 3 * self._places
 
     def _planned_slots(self) -> list[Slot]:
         shared = LANES * len(self._host.hyperparameters())
@@ -299,9 +304,11 @@ class GradientAverager:
             self.is_outside = self._seat is None
             if self._seat is not None:
                 self._take_over(epilogue)
-                offsets_s = epilogue[3 : 3 + self._seat.size]
+                offsets_s = epilogue[_FLAGS : _FLAGS + self._seat.size]
             else:
                 self._grouping.late.bring(self._fresh_weight)
+        if self._seat is None:
+            self.is_preempted |= self._host.is_signalled
         self._end_round(offset_s, offsets_s)
 
     def before_step(self, *, has_closure: bool) -> None:
@@ -369,7 +376,7 @@ class GradientAverager:
     def _contributions(self, epilogue: list[float]) -> list[tuple[int, int]]:
         """How many dealt blocks each member's gradients were of: its own, and others' for it."""
         assert self._seat is not None
-        first = 3 + self._places
+        first = _FLAGS + self._places
         own, late = epilogue[first : first + self._places], epilogue[first + self._places : self._header]
         return [(int(own[place]), int(late[place])) for place in range(self._seat.size)]
 
@@ -426,7 +433,8 @@ class GradientAverager:
         values[0] = self._share_of(self._fresh_weight) + sum(one.weight for one in guests) / self._places
         values[1] = float(self._stale)
         values[2] = len(self._written)
-        values[3 + self._seat.position] = offset_s
+        values[3] = float(self._host.is_signalled)
+        values[_FLAGS + self._seat.position] = offset_s
         first = self._header
         for entry, parameter in enumerate(self._parameters):
             is_there = entry in self._ready_entries or parameter.grad is not None
@@ -439,7 +447,7 @@ class GradientAverager:
     def _name_contribution(self) -> None:
         assert self._seat is not None
         epilogue = self._slots[-1].own.views[-1]
-        place = 3 + self._seat.position
+        place = _FLAGS + self._seat.position
         for count in self._contribution:
             place += self._places
             if count:  # else it is 0 there already
@@ -494,6 +502,7 @@ class GradientAverager:
         assert self._seat is not None
         mean_weight = epilogue[0]
         check_all_wrote(self._written, epilogue[2], self._seat.size)
+        self.is_preempted |= epilogue[3] > 0
         used = epilogue[self._header :]
         lanes = used[len(self._parameters) :]
         if self._seat.position:

@@ -126,10 +126,11 @@ class ControlLine:
 
     def tell(self, *events: Event) -> None:
         """Sends events to the coordinator, now or when it is back; never blocks. Any thread may call it."""
-        payload = encode(events)
+        payload, count = encode(events), len(events)
         with self._changed:
-            self._unsent.append(_Message(self._said, events, payload))
-            self._said += len(events)
+            message = _Message(self._said, events, payload)
+            self._said += count
+            self._unsent.append(message)  # at once, for a handler of a signal may raise in between calls
         self._endpoint.call(self._send)  # in the order in which they were said, whichever thread said them
 
     def settle(self, timeout_s: float) -> None:

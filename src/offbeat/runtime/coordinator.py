@@ -47,6 +47,7 @@ from offbeat.events import (
     PassesEnded,
     PeerReachable,
     PeerUnreachable,
+    Preempt,
     Recall,
     Refuse,
     Settle,
@@ -480,7 +481,7 @@ class Coordinator:
                 return action.worker == speaker
             case LendSnapshot():
                 return speaker in (action.worker, action.borrower)
-            case Validating() | Validated():
+            case Preempt() | Validating() | Validated():
                 return isinstance(speaker, int) and action.worker in (None, speaker)
             case Lend():
                 return speaker in (action.worker, action.patron)

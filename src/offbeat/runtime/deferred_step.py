@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.layer_rounds import LayerRounds, Round
@@ -136,12 +136,15 @@ class DeferredStep:
 
 
 class StepsAhead:
-    """The thread that takes deferred steps where the loop has not come to yet."""
+    """The thread that takes deferred steps where the loop has not come to yet.
 
-    def __init__(self) -> None:
+    Args:
+        start: starts it, as `Member.start_thread`.
+    """
+
+    def __init__(self, start: Callable[[str, Callable[[], object]], threading.Thread]) -> None:
         self._steps: queue.SimpleQueue[DeferredStep | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="offbeat steps ahead", daemon=True)
-        self._thread.start()
+        self._thread = start("offbeat steps ahead", self._run)
 
     def begin(self, step: DeferredStep) -> None:
         """Takes a step until it is told to end (`DeferredStep.end_ahead`)."""

@@ -24,6 +24,7 @@ from offbeat.numerics.metrics import Value
 from offbeat.runtime.evaluators import Evaluate, Part, evaluated
 from offbeat.runtime.parts import Data
 from offbeat.runtime.snapshot import Blocks, Place, Snapshot, read_model
+from offbeat.runtime.threads import start_thread
 
 _START_S: Final = 120.0
 _END_S: Final = 5.0
@@ -166,7 +167,7 @@ class InAProcess:
 def _serve(connection: Connection, evaluate: Evaluate, data: Data, threads: int) -> None:
     """Evaluates what it is told to, until its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to answer
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    start_thread("offbeat parent", _end_with_the_parent, lambda _: os._exit(1))
     torch.set_num_threads(threads)
     connection.send(_Answer(metrics={}))
     known: dict[int, Blocks] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from offbeat.runtime.isolation import OwnRandomness, Watch
 from offbeat.runtime.pace import Pacer
 from offbeat.runtime.parts import Data, part_of
 from offbeat.runtime.snapshot import Snapshot
+from offbeat.runtime.threads import start_thread
 
 Evaluate: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Any]]
 AtOneMoment = TypeVar("AtOneMoment")
@@ -173,25 +175,23 @@ class Crew(Generic[AtOneMoment]):
     Args:
         evaluators: one a thread.
         done: called in these threads with a part and its metrics, or the error.
+        on_failure: called in a thread with what has killed it; no more parts come from there.
     """
 
     def __init__(
         self,
         evaluators: Sequence[Evaluator[AtOneMoment]],
         done: Callable[[Part[AtOneMoment], dict[str, Value] | BaseException], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self._evaluators, self._done = list(evaluators), done
         self._queue: queue.SimpleQueue[Part[AtOneMoment] | None] = queue.SimpleQueue()
         self._under_way: dict[int, Part[AtOneMoment]] = {}
         self._is_closed = threading.Event()
         self._threads = [
-            threading.Thread(
-                target=self._work, args=(number,), name=f"offbeat validation {number}", daemon=True
-            )
+            start_thread(f"offbeat validation {number}", partial(self._work, number), on_failure)
             for number in range(len(evaluators))
         ]
-        for thread in self._threads:
-            thread.start()
 
     def give(self, parts: Sequence[Part[AtOneMoment]]) -> None:
         """Have parts evaluated when it is their turn."""

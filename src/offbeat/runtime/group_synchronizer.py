@@ -24,7 +24,7 @@ from offbeat.runtime.late import LateGradients
 from offbeat.runtime.link_exchange import LinkExchange
 from offbeat.runtime.member import Member
 from offbeat.runtime.rendezvous import Meeting
-from offbeat.runtime.state import StateCopier
+from offbeat.runtime.state import StateCopier, check_can_travel
 from offbeat.runtime.synchronizer import Loop
 from offbeat.runtime.timing import PartTimer
 from offbeat.runtime.torch_exchange import TorchExchange
@@ -69,7 +69,7 @@ class GroupSynchronizer:
         self._member: Member | None = None
         self._meeting: Meeting | None = None
         self._nccl: dist.ProcessGroup | None = None
-        self._is_placed = False
+        self._is_placed = self._can_hand_over = False
         self._blocks_per_round = 0
         self.grouping: Grouping | None = None
         self.averager: Averager
@@ -84,6 +84,11 @@ class GroupSynchronizer:
     def tracer(self) -> Tracer | None:
         """See `averager.Host`."""
         return self._loop.tracer
+
+    @property
+    def is_signalled(self) -> bool:
+        """See `averager.Host`."""
+        return self._loop.is_signalled
 
     def check(self) -> None:
         """See `averager.Host`."""
@@ -133,6 +138,11 @@ class GroupSynchronizer:
     def is_common(self) -> bool:
         """See `Synchronizer.is_common`."""
         return True
+
+    @property
+    def is_preempted(self) -> bool:
+        """See `Synchronizer.is_preempted`."""
+        return self.averager.is_preempted
 
     @property
     def late(self) -> LateGradients | None:
@@ -289,6 +299,9 @@ class GroupSynchronizer:
     def after_step(self) -> None:
         """See `Synchronizer.after_step`."""
         if self.grouping is not None:
+            if self._survives and not self._can_hand_over:
+                check_can_travel(self._trained)  # now that it holds what it will hold
+                self._can_hand_over = True
             self.grouping.finish_step()
         self.averager.after_step()
 

@@ -80,6 +80,10 @@ class Grouping:
         self.late = LateGradients(member)
         member.on_abandon = self._abandon
 
+    def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
+        """See `Member.start_thread`."""
+        return self._member.start_thread(name, run)
+
     @property
     def follower(self) -> Follower:
         """What may be done when; to be read, and counted on by `finish_round` and `finish_step` here."""
@@ -246,8 +250,7 @@ class Grouping:
             with suppress(WorkerError, LinkError):  # the next group says who is left
                 self._copy_state(exchange, 0, group.exchange_id, round_)
 
-        self._giving = threading.Thread(target=give, name="offbeat-state", daemon=True)
-        self._giving.start()
+        self._giving = self.start_thread("offbeat-state", give)
 
     def _take(self) -> None:
         """Takes the donor's state; returns also where the group has changed meanwhile."""

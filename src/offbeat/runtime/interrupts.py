@@ -13,9 +13,19 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-_NUMBERS: Final = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)))
+from offbeat.errors import OffbeatError
+
+_NUMBERS: Final = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)))
 # The functions without the wrappers that look handlers up among constants, which take ten times as long.
 _signals: Final[Any] = sys.modules.get("_signal", signal)
+# What a thread is at that has code of these modules on its stack, of the innermost that is named here.
+_MIDST: Final = {
+    "torch.nn.modules.module": "in a forward pass",
+    "torch.autograd": "in a backward pass",
+    "torch._tensor": "in a backward pass",
+    "torch.optim.optimizer": "in the optimizer's step",
+    "offbeat.runtime.": "in the session",
+}
 
 
 class Held:
@@ -73,3 +83,27 @@ class Held:
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._came.append((number, frame))
         self._on_signal()
+
+
+def check_between_steps(what: str) -> None:
+    """Refuses a call of the session that comes in the midst of a step, as a signal handler's or a hook's may.
+
+    What has been interrupted is on the stack below the caller's frame: a forward or backward pass, an
+    optimizer's step, or this library, which may hold a lock, wait for others, or have done half of something.
+
+    Args:
+        what: is called.
+
+    Raises:
+        OffbeatError: names what has been interrupted.
+    """
+    frame = sys._getframe(1).f_back  # whoever calls the session
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        doing = next((one for name, one in _MIDST.items() if module.startswith(name)), None)
+        if doing is not None:
+            raise OffbeatError(
+                f"{what} was called in the midst of a step, which is {doing} now: call it between steps; to "
+                "save when a signal comes, use session.preempted"
+            )
+        frame = frame.f_back

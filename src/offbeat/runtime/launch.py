@@ -41,6 +41,7 @@ from typing import IO, TYPE_CHECKING
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.environment import JOB, NEWCOMER
+from offbeat.runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -324,11 +325,10 @@ class Workers:
         if deadline_s is not None:
             self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after its start")
         started = threading.Event()
-        self._watcher = threading.Thread(
-            target=self._watch, args=(starts, started), name="offbeat-workers", daemon=True
+        self._watcher = start_thread(
+            "offbeat-workers", partial(self._watch, starts, started), partial(self._give_up, started)
         )
         atexit.register(self.close)
-        self._watcher.start()
         try:
             started.wait()
         except BaseException:
@@ -432,18 +432,23 @@ class Workers:
                     self._start(rank, start, selector)
                 started.set()
                 self._attend(selector)
-            except BaseException as error:
-                self._error = error
-                for worker in self._workers:
-                    worker.signal_group(signal.SIGKILL)
             finally:
                 for worker in self._workers:
                     worker.output.stream.close()
                     worker.errors.stream.close()
-                with self._changed:
-                    self._is_over = True
-                    self._changed.notify_all()
-                started.set()
+        self._end_waiting(started)
+
+    def _give_up(self, started: threading.Event, error: BaseException) -> None:
+        self._error = error
+        for worker in self._workers:
+            worker.signal_group(signal.SIGKILL)
+        self._end_waiting(started)
+
+    def _end_waiting(self, started: threading.Event) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        started.set()
 
     def _start(self, rank: int, start: _Start, selector: selectors.BaseSelector) -> None:
         process = subprocess.Popen(
@@ -599,8 +604,7 @@ class _Delivery:
         self._left_out: Counter[int] = Counter()
         self._is_finishing = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="offbeat-output", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("offbeat-output", self._run, self._fail)
 
     def put(self, rank: int, line: str) -> None:
         """Hand over a line; the oldest one is dropped where too many wait."""
@@ -621,15 +625,15 @@ class _Delivery:
             self._thread.join(_FINISH_S)
 
     def _run(self) -> None:
-        try:
-            while (batch := self._take()) is not None:
-                for rank, line in batch:
-                    self._on_output(rank, line)
-        except BaseException as error:  # raised again by Workers.wait
-            with self._changed:
-                self.error = error
-                self._lines.clear()
-            self._on_error()
+        while (batch := self._take()) is not None:
+            for rank, line in batch:
+                self._on_output(rank, line)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = error  # raised again by Workers.wait
+            self._lines.clear()
+        self._on_error()
 
     def _take(self) -> list[tuple[int, str]] | None:
         with self._changed:

@@ -67,6 +67,7 @@ class LayerAverager:
 
     Attributes:
         line: what a message costs, as measured at the start.
+        is_preempted: see `Averager.is_preempted`.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class LayerAverager:
         self._batch_weight, self._fresh_weight = 1.0, 0.0
         self._quiet = False
         self._finished = 0  # rounds
-        self._rounds_since_step = 0
+        self._rounds_since_step = self._steps_taken = 0
         self._round: Round | None = None  # under way, or the last one
         self._deferred: DeferredStep | None = None  # until it has been taken with every parameter
         self._ahead: StepsAhead | None = None  # from the plan on, where steps are put off
-        self._is_in_forward = False
+        self._is_in_forward = self.is_preempted = False
         count = len(self._parameters)
         self._promised: list[Promise | None] = [None] * count
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -187,7 +188,7 @@ class LayerAverager:
         for module, indices in needs.items():
             hook = Hook(partial(self._before_module, indices))
             self._handles.append(module.register_forward_pre_hook(hook))
-        self._ahead = StepsAhead()
+        self._ahead = StepsAhead(self._rounds.grouping.start_thread)
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -257,7 +258,7 @@ class LayerAverager:
         """Begins the next round; the one before is there, if no step was put off with it."""
         if not self._is_put_off(self._round):
             self._look(self._round)
-        self._round = Round(self._rounds, weight / self._workers)
+        self._round = Round(self._rounds, weight / self._workers, self._steps_taken)
 
     def _forget_failed_pass(self) -> None:
         """A backward pass that raised never ends."""
@@ -464,6 +465,9 @@ class LayerAverager:
             self._look(self._round)
             self._host.writes.note()
         self._round = None
+        first, self._steps_taken = self._rounds.signalled_step, self._steps_taken + 1
+        # What a step's own rounds say may not be here yet, what those of the step before say is everywhere.
+        self.is_preempted = first is not None and first < self._steps_taken - 1
         if not self._is_planned and self._finished >= _WATCHED_ROUNDS:
             self._share_plan()
 

@@ -109,8 +109,9 @@ class Layout:
     """Where everything lies that travels in a round: parcels in the order of need, then what goes along.
 
     That is the buffers by type, with an epilogue: by how much what was summed has to be divided, how much
-    programs have written to parameters, which parameters anybody has a gradient of, and the first member's
-    hyperparameters. Entries are numbered in this order: parameters, buffers, epilogue.
+    programs have written to parameters, whether somebody is preempted, which parameters anybody has a
+    gradient of, and the first member's hyperparameters. Entries are numbered in this order: parameters,
+    buffers, epilogue.
 
     Args:
         plan: of all parameters.
@@ -139,7 +140,7 @@ class Layout:
         tensors, count = [*parameters, *buffers], len(parameters)
         is_precise = any(parameter.dtype == torch.float64 for parameter in parameters)
         dtypes = [one.dtype for one in tensors] + [torch.float64 if is_precise else torch.float32]
-        self.shapes = [one.shape for one in tensors] + [torch.Size([2 + count + lanes])]
+        self.shapes = [one.shape for one in tensors] + [torch.Size([3 + count + lanes])]
         sizes = [shape.numel() for shape in self.shapes]
         along = [
             [count + entry for entry in one.entries]

@@ -50,6 +50,7 @@ class LayerRounds:
         fires: by parameter, how often its gradient comes in a backward pass; 0 before that is known.
         has_failed: the job has failed, and has said so here.
         patience_s: how long an exchange is waited for, in seconds.
+        signalled_step: the first step in whose rounds a member has said that it knows of a preemption signal.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LayerRounds:
         self.slots: list[Slot] = []
         self.fires = [0] * len(parameters)
         self.has_failed = False
+        self.signalled_step: int | None = None
 
     def adopt(self, plan: Plan, order: Order) -> None:
         """Lays the memory out for a plan; where no round is under way, for all members at once.
@@ -173,6 +175,7 @@ class Round:
     Args:
         rounds: what it has in common with the others.
         share: by what this worker's gradients are multiplied.
+        step: how many steps were taken before it.
 
     Attributes:
         fired: by parameter, how often its gradient has come.
@@ -183,8 +186,8 @@ class Round:
         settings: by group of the optimizer, its hyperparameters when it stepped; empty before.
     """
 
-    def __init__(self, rounds: LayerRounds, share: float) -> None:
-        self._rounds, self._share = rounds, share
+    def __init__(self, rounds: LayerRounds, share: float, step: int) -> None:
+        self._rounds, self._share, self._step = rounds, share, step
         slots = rounds.slots
         self._exchange_id: int | None = None  # None before anything is sent
         self._banks = [slot.bank for slot in slots]  # where the means will be
@@ -321,8 +324,8 @@ class Round:
                 if entry == count + len(buffers):
                     lanes = spread(rounds.host.hyperparameters())
                     shared = [0.0] * len(lanes) if rounds.position else lanes
-                    values = [self._share, len(self._written), *self._has, *shared]
-                    view.copy_(torch.tensor(values, dtype=view.dtype))
+                    flags = [self._share, len(self._written), rounds.host.is_signalled]
+                    view.copy_(torch.tensor([*flags, *self._has, *shared], dtype=view.dtype))
                 elif rounds.position:
                     view.zero_()
                 else:
@@ -408,8 +411,10 @@ class Round:
         count, buffers = len(rounds.parameters), rounds.buffers.tensors()
         for entry, view in zip(rounds.slots[index].entries, self._banks[index].views, strict=True):
             if entry == count + len(buffers):
-                weight, written, *rest = view.tolist()
+                weight, written, signalled, *rest = view.tolist()
                 check_all_wrote(self._written, written, rounds.size)
+                if signalled and rounds.signalled_step is None:
+                    rounds.signalled_step = self._step
                 self.weight, self.used = weight, [bool(one) for one in rest[:count]]
                 if rounds.position:
                     rounds.host.take_hyperparameters(gathered(rest[count:]), self.settings or None)

@@ -25,6 +25,7 @@ from socket import socket, socketpair
 from typing import Any
 
 from offbeat.runtime.interrupts import Held
+from offbeat.runtime.threads import start_thread
 
 READ = 0x001  # epoll's own bits
 WRITE = 0x004
@@ -90,11 +91,12 @@ class Loop:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self.watch(self._wake_read, READ, self._drain)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._thread = start_thread(self._name, self._run, _leave_the_thread)
 
     @property
     def inside(self) -> bool:
@@ -104,12 +106,13 @@ class Loop:
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended; return whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.alive
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function in the loop's thread soon, after what was called before; from any thread.
@@ -119,7 +122,11 @@ class Loop:
         self._calls.append((function, args))
         if self._waiting:  # set before the loop looks at its calls for the last time, so none is missed
             self._waiting = False
-            self._wake()
+            # No signal handler runs between these two: Python runs them behind calls and as functions begin.
+            try:
+                self._wake_write.send(b"\0")
+            except OSError:  # as in `_wake`
+                return
 
     def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
         """Take the loop's turns until something is over; return whether it is.
@@ -320,3 +327,8 @@ class Loop:
     def _drain(self, _: int) -> None:
         with suppress(BlockingIOError):
             self._wake_read.recv(4096)
+
+
+def _leave_the_thread(error: BaseException) -> None:
+    """What `on_end` has raised is nobody's but the interpreter's, which shows it."""
+    raise error

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
@@ -16,16 +17,19 @@ from offbeat.events import (
     EpochEnded,
     EvaluatePart,
     Event,
+    Failed,
     Grant,
     Group,
     Halt,
     Joined,
+    Left,
     Lend,
     LendSnapshot,
     MergeStates,
     Peer,
     PeerReachable,
     PeerUnreachable,
+    Preempt,
     Recall,
     Refuse,
     Settle,
@@ -43,8 +47,10 @@ from offbeat.runtime.coordinator import Coordinator
 from offbeat.runtime.links import Endpoint
 from offbeat.runtime.outages import OutageNotes
 from offbeat.runtime.rendezvous import Meeting
+from offbeat.runtime.threads import start_thread
 
 _log = logging.getLogger("offbeat")
+_ERROR_CHARACTERS_MAX = 2000
 _COORDINATOR_SAYS_MORE_S = 1.0
 _ANSWER_MARGIN_S = 5.0
 _GOODBYE_S = 5.0
@@ -65,6 +71,7 @@ class Member:
         meeting: where the job meets.
         worker: this worker's id.
         on_failure: hears of the first failure.
+        step: returns how many optimizer steps this worker has finished.
         survives: the loss of another worker does not end this one; the coordinator says what it means.
         silent_s: who has said nothing for so long is lost.
 
@@ -73,6 +80,7 @@ class Member:
         hand: the samples that it was dealt; likewise.
         epochs_ended: how many epochs the group is done with, as far as is known.
         used: which samples a state holds, the last that was heard.
+        preempt: says which worker is about to be taken away, None where none is.
         is_dismissed: everybody has finished.
         grant: the last one; set to None before another is asked for.
         on_grant: called, in the links' thread, with every Grant.
@@ -90,6 +98,7 @@ class Member:
         worker: int,
         on_failure: Callable[[WorkerError], None],
         *,
+        step: Callable[[], int],
         survives: bool = False,
         silent_s: float = 10.0,
     ) -> None:
@@ -98,6 +107,7 @@ class Member:
         self.hand = Hand()
         self.epochs_ended = 0
         self.used: Used | None = None
+        self.preempt: Preempt | None = None
         self.is_dismissed = False
         self.grant: Grant | None = None
         self.on_grant: Callable[[Grant], None] = _do_nothing
@@ -111,7 +121,8 @@ class Member:
         self._is_closing = False
         self.failure: WorkerError | None = None
         self.coordinator_knows = False
-        self._on_failure = on_failure
+        self._has_told_end = False
+        self._on_failure, self._step = on_failure, step
         self._changed = threading.Condition()
         self._start: Start | None = None
         self._peers: dict[str, int] = {}
@@ -173,6 +184,45 @@ class Member:
     def tell(self, *events: Event) -> None:
         """Sends events to the coordinator, which puts its own time on them; never blocks."""
         self._line.tell(*events)
+
+    def tell_end(self, error: BaseException | None, *before: Event) -> None:
+        """Tells the coordinator, once, that this worker is done, or of which error it ends.
+
+        Any thread may call it; nothing is told to a coordinator that knows.
+
+        Args:
+            error: None where the worker is done.
+            before: what is still to be told first.
+        """
+        with self._changed:
+            if self.coordinator_knows or self._has_told_end:
+                return
+            self._has_told_end = True
+        with suppress(LinkError):
+            if error is None:
+                self.tell(*before, Left(now_s=0.0, worker=self.worker, step=self._step()))
+            else:
+                text = in_one_line(error)
+                self.tell(*before, Failed(now_s=0.0, worker=self.worker, step=self._step(), error=text))
+
+    def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
+        """Starts a thread of this worker: what it raises fails the job, as what the loop raises does.
+
+        This worker's loop ends with a WorkerError that names the thread and the error, and the coordinator is
+        told at once, whatever the loop does meanwhile.
+        """
+        return start_thread(name, run, partial(self.fail_in, name))
+
+    def fail_in(self, thread: str, error: BaseException) -> None:
+        """A thread of this worker has died of an error; see `start_thread`."""
+        self.tell_end(error)
+        failure = WorkerError(
+            f"worker {self.worker} failed in its thread {thread!r}: {in_one_line(error)}",
+            worker=self.worker,
+            step=self._step(),
+        )
+        failure.__cause__ = error
+        self._fail(failure)
 
     def check(self) -> None:
         """Raises the job's failure, if there is one."""
@@ -252,6 +302,8 @@ class Member:
                     if isinstance(action, Validated):
                         self.validated[action.epoch] = action
                     self.on_validation(action)
+                case Preempt():
+                    self.preempt = action
                 case EpochEnded():
                     self.epochs_ended = action.epoch + 1
                 case Dismiss():
@@ -334,9 +386,7 @@ class Member:
             elif self.failure is None:
                 self._fail_soon(error)
 
-        later = threading.Timer(_COORDINATOR_SAYS_MORE_S, fail)
-        later.daemon = True
-        later.start()
+        self.endpoint.later(_COORDINATOR_SAYS_MORE_S, fail)
 
     def _miss(self, peer: str) -> None:
         """A peer has left in order; the coordinator does so before its workers only if it fails."""
@@ -371,6 +421,12 @@ class Member:
             self.failure = error
             self._changed.notify_all()
         self._on_failure(error)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of what it says, for the other workers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])[:_ERROR_CHARACTERS_MAX]
 
 
 def _do_nothing(*_: object) -> None:

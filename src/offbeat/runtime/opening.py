@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -33,6 +32,7 @@ from offbeat.runtime.addresses import Address, SocketAddress, parse
 from offbeat.runtime.connections import Dial, Link, Peer, Session, prepare, receive, share
 from offbeat.runtime.handshake import Acceptor, Dialler, Position, RefusedError, refuse
 from offbeat.runtime.loop import READ, WRITE, Loop
+from offbeat.runtime.threads import start_thread
 
 MAX_HALF_OPEN = 64
 RETRY_S = 0.1
@@ -173,9 +173,8 @@ class Opening:
             if why is None:
                 if address.needs_lookup:
                     look_up = partial(self._look_up, peer, dial, address)
-                    threading.Thread(
-                        target=look_up, name=f"{self._name} looks up {address.host}", daemon=True
-                    ).start()
+                    name = f"{self._name} looks up {address.host}"
+                    start_thread(name, look_up, partial(self._loop.call, _fail_with))
                     return
                 why = self._connect(peer, dial, address)
                 if why is None:
@@ -506,6 +505,11 @@ class Opening:
 
 def _listed(peer: Peer) -> str:
     return " and ".join(address.text for address in peer.addresses)
+
+
+def _fail_with(error: BaseException) -> None:
+    """Ends the links, in their thread, with what a look-up has died of."""
+    raise error
 
 
 def _why(error: OSError) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import json
 import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from offbeat.runtime.addresses import own_address
 from offbeat.runtime.coordinator import Configuration
 from offbeat.runtime.environment import Environment
 from offbeat.runtime.starting import new_secrets, start_coordinator
+from offbeat.runtime.threads import start_thread
 
 _KEY = "meeting"
 _COUNT = "workers"
@@ -397,15 +397,12 @@ def _in_time(function: Callable[[], _T], limit_s: float) -> _T:
     Raises:
         TimeoutError: it was not done at `limit_s` of the monotonic clock.
     """
-    results: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((function(), None))
-        except Exception as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, name="offbeat meets", daemon=True).start()
+    results: queue.SimpleQueue[tuple[_T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+    start_thread(
+        "offbeat meets",
+        lambda: results.put((function(), None)),
+        on_failure=lambda error: results.put((None, error)),
+    )
     try:
         result, error = results.get(timeout=max(0.0, limit_s - time.monotonic()))
     except queue.Empty:

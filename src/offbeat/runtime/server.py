@@ -28,6 +28,7 @@ from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refus
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array, Encoded
 from offbeat.runtime.starting import say
+from offbeat.runtime.threads import start_thread
 
 _LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
 
@@ -134,7 +135,7 @@ class Server:
 
         Any thread and a signal handler may call it.
         """
-        threading.Thread(target=self._leave, name="offbeat leaves", daemon=True).start()
+        start_thread("offbeat leaves", self._leave, lambda error: self._end(f"it could not leave: {error!r}"))
 
     def _leave(self) -> None:
         with self._changed:

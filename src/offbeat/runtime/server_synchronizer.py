@@ -152,6 +152,12 @@ class ServerSynchronizer:
         return False
 
     @property
+    def is_preempted(self) -> bool:
+        """See `Synchronizer.is_preempted`."""
+        grant = self._member.grant
+        return grant is not None and grant.is_preempted
+
+    @property
     def late(self) -> LateGradients | None:
         """See `Synchronizer.late`."""
         return None

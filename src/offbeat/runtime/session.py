@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import LinkError, OffbeatError, WorkerError
-from offbeat.events import Evaluated, Event, Failed, Finished, Left, Saving, StepTimed
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.events import Evaluated, Event, Finished, Preempted, Saving, StepTimed
 from offbeat.policies.slowness import Slowness, parse
 from offbeat.runtime.checks import Watch, check_all_stepped, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
@@ -30,8 +30,10 @@ from offbeat.runtime.environment import Environment, of_thread, read_environment
 from offbeat.runtime.evaluators import Evaluate
 from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
 from offbeat.runtime.hooks import Hook
+from offbeat.runtime.interrupts import check_between_steps
 from offbeat.runtime.member import Member
 from offbeat.runtime.parts import Data
+from offbeat.runtime.preemption import PreemptionSignals
 from offbeat.runtime.rendezvous import Meeting, meet
 from offbeat.runtime.shared_validator import SharedValidator
 from offbeat.runtime.state import Place
@@ -43,12 +45,12 @@ from offbeat.runtime.validation import Validation
 from offbeat.runtime.validator import Validator
 
 _STATE_VERSION = 2
-_ERROR_CHARACTERS_MAX = 2000
 _SILENT_S = 10.0
 _STAY_S = 10.0  # at most, for others to finish, where nobody needs this worker any more
 _COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
 _VALIDATION = PolicySpec(path="offbeat.policies.shared_validation:SharedValidation")
+_PREEMPTION = PolicySpec(path="offbeat.policies.preemption:Preemption")
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -176,7 +178,7 @@ class Session:
         self._seed, self._start_s = environment.seed, environment.start_s
         self._is_dealing = False
         self._slowness = _read_slowness(environment)
-        self._batches_taken = 0
+        self._batches_taken = self._batches_used = 0  # in the epoch; by the last step
         self._batches_in_epoch: int | None = None
         self._samples_in_epoch = self._batch_size = 0
         self._joined_at: Place | None = None  # a newcomer, until it has begun its first epoch
@@ -190,6 +192,8 @@ class Session:
         self._losses: list[float] = []
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
+        self._signals = PreemptionSignals()
+        self._has_told_signal = self._is_preempted = self._has_seen_preemption = False
         self.validator: Validator | None = None
         self._validated_with: tuple[Any, ...] = ()
         self._meeting: Meeting | None = None
@@ -200,7 +204,7 @@ class Session:
         try:
             self._enter(environment)
         except BaseException as error:
-            self.leave(error)
+            self._leave(error)
             if self._meeting is not None and isinstance(error, OffbeatError):
                 self._meeting.outlast_the_late()
             raise
@@ -220,6 +224,7 @@ class Session:
                 meeting,
                 self.worker,
                 self._abandon,
+                step=lambda: self.step,
                 survives=self._strategy.survives,
                 silent_s=self._silent_s,
             )
@@ -279,7 +284,11 @@ class Session:
             "seed": self._seed,
             "command": os.path.basename(sys.argv[0]),
         }
-        policies = (*self._strategy.policies(self.world, self._start_s, self.servers), _VALIDATION)
+        policies = (
+            *self._strategy.policies(self.world, self._start_s, self.servers),
+            _VALIDATION,
+            _PREEMPTION,
+        )
         return Configuration(
             job=job,
             token=token,
@@ -328,32 +337,79 @@ class Session:
         """Whether this worker is the one to evaluate, print and save for all."""
         return self._synchronizer.leads
 
+    @property
+    def preempted(self) -> bool:
+        """Whether a worker's process will soon be taken away: SIGTERM or SIGUSR1 has reached it.
+
+        The first time that it is read, in the main thread, it installs handlers of these signals, which
+        take note, and then run those that were there before; on leaving the session these are put back. Read
+        it after every optimizer step, on all workers alike:
+
+            optimizer.step()
+            if session.preempted:
+                if session.leads:
+                    torch.save(session.state_dict(), path)
+                break
+
+        `epochs` ends, too, once it was seen to be true. It changes as an optimizer step ends, and stays true:
+
+        - where gradients are averaged, as the same step ends for all members of the group, which is the step
+          in whose exchange the first of them told of the signal. Under `Hybrid` the step after that one:
+          what is told there arrives along with what is put off. A member whose exchange was broken off by
+          the loss of another one may see it one step later.
+        - for a worker that is left out of the group, as a step of its own ends, soon; when it is back, or is
+          a newcomer, with its first step at the latest.
+        - on a parameter server with a bound on staleness, as each worker ends its last step at the latest
+          clock that was under way when the coordinator heard of the signal, so that all stop at the same
+          clock. One that waits for samples then may take another step.
+        - on a parameter server without a bound, as each worker ends its next step after that.
+        - in a world of one, as the step ends in which the signal has come.
+
+        A worker that ends its step tells of its signal then; while it waits for others it does not end, and
+        goes on waiting. A worker whose session is not in its process's main thread hears no signals of its
+        own.
+        """
+        if not self._left:
+            self._signals.install()
+        self._has_seen_preemption |= self._is_preempted
+        return self._is_preempted
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether this worker knows of a preemption signal, its own or another's; not all know at once."""
+        hears = self._member is not None and self._member.preempt is not None
+        return self._signals.name is not None or hears
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.leave(error)
+        self._leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Takes the hooks off and says goodbye to the others; again is harmless.
 
         Args:
             error: why, where this worker leaves because it failed; the others then end naming it.
+
+        Raises:
+            OffbeatError: a signal handler or a hook calls it in the midst of a step.
         """
+        if not self._left:
+            check_between_steps("session.leave()")
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         if self._left:
             return
         self._left = True
         if error is None:
             self._finish()
-        if self._member is not None and not self._member.coordinator_knows:
-            with suppress(LinkError):
-                if error is None or (isinstance(error, SystemExit) and not error.code):
-                    self.tell(Left(now_s=0.0, worker=self.worker, step=self.step))
-                else:
-                    text = _in_one_line(error)
-                    self.tell(Failed(now_s=0.0, worker=self.worker, step=self.step, error=text))
+        if self._member is not None:
+            has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+            self._member.tell_end(error if has_failed else None, *self._timed)
         self._disband()
 
     def _finish(self) -> None:
@@ -366,7 +422,7 @@ class Session:
                 self.validator.finish()
         except BaseException as error:
             self._left = False
-            self.leave(error)
+            self._leave(error)
             raise
 
     def _wait_for_the_others(self) -> None:
@@ -401,6 +457,7 @@ class Session:
             handle.remove()
         self._handles = []
         _joined.difference_update(self._trained.optimizers)
+        self._signals.restore()
         if self.tracer is not None:
             self.tracer.close()
         try:
@@ -419,7 +476,8 @@ class Session:
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` says stop.
 
-        Also ends where all others have finished, for who came when they had stopped.
+        Also ends where all others have finished, for who came when they had stopped, and where `preempted`
+        was seen to be true.
         """
         self._last_epoch = count - 1
         while self.epoch < count and not self._is_to_stop():
@@ -429,11 +487,12 @@ class Session:
                 self._finish_epoch()
 
     def _is_to_stop(self) -> bool:
-        return self._dismissed() or (self.validator is not None and self.validator.stopped)
+        has_stopped = self.validator is not None and self.validator.stopped
+        return has_stopped or self._dismissed() or self._has_seen_preemption
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
-        self._batches_taken = 0
+        self._batches_taken = self._batches_used = 0
         self._batches_in_epoch = None
         self._is_used_up = False
 
@@ -620,10 +679,12 @@ class Session:
 
         Raises:
             ValueError: an option out of range, or one that does not go with several workers.
-            OffbeatError: what is given is not fit for it, or another than at the last epoch.
+            OffbeatError: what is given is not fit for it, or another than at the last epoch; or a signal
+                handler or a hook calls it in the midst of a step.
             WorkerError: the job failed.
             Exception: what `evaluate` raised for an earlier epoch.
         """
+        check_between_steps("session.validate()")
         given = (evaluate, dataset, options)
         if self.validator is None:
             self.validator = self._validator(evaluate, dataset, options)
@@ -743,8 +804,11 @@ class Session:
             return
         self._stepped.clear()
         step = self.step
+        self._tell_signal()
         self._synchronizer.after_step()
         self._steps_taken += 1
+        self._batches_used = self._batches_taken
+        self._is_preempted |= self._synchronizer.is_preempted
         wall_s, parts_s = self.timer.lap()
         if self._member is not None:
             self._timed.append(
@@ -761,6 +825,14 @@ class Session:
         self._losses.clear()
         self._trace()
 
+    def _tell_signal(self) -> None:
+        """Tells the coordinator of a signal that has come; here, for in a handler nothing may be told."""
+        if self._signals.name is not None and not self._has_told_signal:
+            self._has_told_signal = True
+            self.tell(
+                Preempted(now_s=0.0, worker=self.worker, step=self._steps_taken, signal=self._signals.name)
+            )
+
     # Saving and restoring ------------------------------------------------------------------------------
 
     def refresh(self) -> None:
@@ -772,9 +844,14 @@ class Session:
         the last step. Else, and after training, the model is that already. `state_dict` calls it.
 
         Raises:
-            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
+            OffbeatError: this worker is left out of the group, so that its parameters are old ones; or a
+                signal handler or a hook calls it in the midst of a step.
             WorkerError: the job failed.
         """
+        check_between_steps("session.refresh()")
+        self._refresh()
+
+    def _refresh(self) -> None:
         self._end_step()
         if not self._synchronizer.is_current:
             raise OffbeatError(self._why_old())
@@ -784,19 +861,22 @@ class Session:
         """All that a run needs to go on: model, optimizer, and where in the data it is.
 
         Call it between optimizer steps, on the worker that `leads`: that of every other member is the same
-        but for the order of the bytes on disk.
+        but for the order of the bytes on disk. It is the state of the last finished step: of a batch that was
+        taken since it knows nothing. To save when a signal comes, read `preempted`.
 
         Raises:
-            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
+            OffbeatError: this worker is left out of the group, so that its parameters are old ones; or a
+                signal handler or a hook calls it in the midst of a step.
             WorkerError: the job failed.
         """
-        self.refresh()
-        whole = self._is_used_up or self._batches_taken == self._batches_in_epoch
+        check_between_steps("session.state_dict()")
+        self._refresh()
+        whole = self._is_used_up or self._batches_used == self._batches_in_epoch
         if self._synchronizer.deals:
             epoch, used = self._ask_what_is_used()
             taken = 0
         else:
-            epoch, used, taken = self.epoch + whole, {}, 0 if whole else self._batches_taken
+            epoch, used, taken = self.epoch + whole, {}, 0 if whole else self._batches_used
         return {
             "version": _STATE_VERSION,
             "model": self._trained.model.state_dict(),
@@ -870,18 +950,13 @@ class Session:
         self.epoch = state["epoch"]
         self._steps_taken = state["step"]
         self._synchronizer.resume(state["step"])
-        self._batches_taken, self._seed = state["batches_taken"], state["seed"]
+        self._batches_taken = self._batches_used = state["batches_taken"]
+        self._seed = state["seed"]
         self._used = {
             int(epoch): tuple((start, stop) for start, stop in ranges)
             for epoch, ranges in state["used"].items()
         }
         self._samples_loaded = state["samples"]
-
-
-def _in_one_line(error: BaseException) -> str:
-    """The type of an error and the first line of what it says, for the other workers."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])[:_ERROR_CHARACTERS_MAX]
 
 
 def _read_slowness(environment: Environment) -> Slowness | None:

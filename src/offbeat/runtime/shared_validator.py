@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -86,7 +87,11 @@ class SharedValidator(Validator):
             deadline_s=self._deadline_s,
         )
         self._shares = shares
-        crew = Crew([WithTheRightSnapshot(evaluator, shares) for evaluator in evaluators], shares.done)
+        crew = Crew(
+            [WithTheRightSnapshot(evaluator, shares) for evaluator in evaluators],
+            shares.done,
+            partial(self._member.fail_in, "offbeat validation"),
+        )
         shares.crew = crew
         return crew
 

@@ -196,3 +196,20 @@ def _described_entry(name: str, value: Any, tensors: list[torch.Tensor]) -> dict
         f"the optimizer keeps {name!r} as {type(value).__name__}; only tensors and plain numbers can be "
         "copied to other workers"
     )
+
+
+def check_can_travel(trained: Trained) -> None:
+    """Refuses an optimizer whose state, as it is now, cannot be copied to another worker.
+
+    Raises:
+        OffbeatError: names what it keeps that is neither a tensor nor plain data.
+    """
+    place = Place(round=0, epoch=0, seed=0, samples=0, batch_size=0)
+    try:
+        described, _ = _describe(trained, place)
+        msgspec.msgpack.encode(described)
+    except (OffbeatError, TypeError) as error:
+        raise OffbeatError(
+            f"{error}, as this strategy does when a worker joins or comes back: use another optimizer, or "
+            "the strategy bsp"
+        ) from error

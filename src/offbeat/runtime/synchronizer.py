@@ -46,6 +46,10 @@ class Loop(Protocol):
     tracer: Tracer | None
 
     @property
+    def is_signalled(self) -> bool:
+        """Whether this worker knows of a preemption signal, its own or another's."""
+
+    @property
     def step(self) -> int:
         """Optimizer steps finished."""
 
@@ -102,6 +106,10 @@ class Synchronizer(Protocol):
     @property
     def is_common(self) -> bool:
         """Whether all that are current have the same parameters after a step; else each has its own copy."""
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the workers have agreed, by the end of the last step, that one of them is preempted."""
 
     @property
     def late(self) -> LateGradients | None:

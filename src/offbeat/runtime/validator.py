@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias, get_args
 
@@ -47,6 +48,7 @@ from offbeat.runtime.isolation import GlobalRandomness, apart
 from offbeat.runtime.pace import Pacer
 from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
+from offbeat.runtime.threads import start_thread
 from offbeat.runtime.validation import Ledger, NoMetricsError, Validation
 
 Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
@@ -242,7 +244,7 @@ class Validator:
         self._crews.append((crew, weakref.finalize(self, crew.close, _END_S)))
 
     def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
-        return Crew(evaluators, self._ledger.done)
+        return Crew(evaluators, self._ledger.done, self._ledger.abandon)
 
     def _choose(self, choice: Choice) -> None:
         """Go on as `auto` has decided."""
@@ -476,9 +478,10 @@ class Validator:
         def evaluate(part: Part[Snapshot]) -> None:
             self._ledger.done(part, outcome(self._in_line, part))
 
-        threads = [threading.Thread(target=evaluate, args=(part,), daemon=True) for part in parts]
-        for thread in threads:
-            thread.start()
+        threads = [
+            start_thread("offbeat validation", partial(evaluate, part), self._ledger.abandon)
+            for part in parts
+        ]
         for thread in threads:
             thread.join(self._deadline_s)
 

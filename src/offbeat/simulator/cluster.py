@@ -35,6 +35,7 @@ from offbeat.events import (
     PassesEnded,
     PeerReachable,
     PeerUnreachable,
+    Preempt,
     Ready,
     Recall,
     Refuse,
@@ -441,6 +442,8 @@ class Cluster:
                     continue  # no simulated worker validates
                 case Dismiss():
                     self.is_dismissed = True
+                case Preempt():
+                    continue  # no simulated worker is sent a signal
                 case Start() | EpochEnded() | Viewed() | SpaceRefused() | ClientGone() | CloseServers():
                     pass
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused() | WorkerLost():
