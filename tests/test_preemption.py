@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from jobs import job
-from offbeat.events import Failed, Joined, Preempt, Preempted
+from offbeat.events import Failed, Joined, Lost, Preempt, Preempted
 from offbeat.policies.follower import Follower
 from offbeat.policies.preemption import Preemption
 from offbeat.runtime.member import Member
@@ -372,3 +372,36 @@ def test_an_interrupt_of_one_worker_is_told_to_the_others(strategy, where, tmp_p
         else:
             assert one.error.startswith("worker 1 failed after")
             assert "KeyboardInterrupt" in one.error
+
+
+def waits_for_one_that_stands_still(rank, say, strategy, log):
+    """Worker 0 stands still in its fourth step until the run log says what has become of worker 1."""
+    model, optimizer, data = made()
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(3):
+            for (inputs,) in session.batches(data, BATCH):
+                if rank == 0 and session.step == 3:
+                    wait_for_entry(log, "the end of worker 1", lambda one: isinstance(one, Failed | Lost))
+                if rank == 1 and session.step == 3:
+                    say("about to wait")
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+        return "went on"
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), STEADY, Hybrid(), ServerBSP()], ids=str)
+def test_an_interrupt_of_one_that_waits_for_others_is_told_to_them(strategy, tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_RUN_LOG": str(log)}
+    with job(waits_for_one_that_stands_still, 2, strategy, log, env=env) as running:
+        running.said(1)
+        running.signal(1, signal.SIGINT)
+        first, second = running.ends()
+    assert second.error_type == "KeyboardInterrupt", second.trace
+    (failed,) = entries_of(log, Failed)[:1]
+    assert (failed.worker, failed.error) == (1, "KeyboardInterrupt")
+    if strategy.survives:
+        assert first.value == "went on", first.trace
+    else:
+        assert first.error.startswith("worker 1 failed after")

@@ -288,6 +288,20 @@ def test_every_thread_is_started_where_somebody_hears_of_its_failure(path):
     assert not started + derived, f"line {started + derived}: use Member.start_thread or start_thread"
 
 
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_nobody_waits_on_a_lock_that_a_signal_handler_could_leave_held(path):
+    if name_of(path).startswith("bench/"):
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "threading":
+            assert not {alias.name for alias in node.names} & {"Condition", "Event"}, f"line {node.lineno}"
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            assert name not in ("threading.Condition", "threading.Event"), (
+                f"line {node.lineno}: use offbeat.runtime.waiting in place of {name}"
+            )
+
+
 @pytest.mark.parametrize("path", files_of_tests(), ids=from_root)
 def test_tests_do_not_sleep_until_something_has_happened(path):
     if path.name in SLEEPS_FOR:

@@ -12,7 +12,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Event
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -25,6 +24,7 @@ from offbeat.runtime.evaluators import CancelledError, Crew, Part, parts_of
 from offbeat.runtime.isolation import OwnRandomness, apart
 from offbeat.runtime.validation import Ledger
 from offbeat.runtime.validator import DEADLINE_S
+from offbeat.runtime.waiting import Flag
 
 try:
     import keras
@@ -267,7 +267,7 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
             return
         values = self._taken[epoch] = self._free.pop() if self._free else _Values()
         values.take(_lasting(self.model))
-        self._crew.give(parts_of(answer, values, Event()))
+        self._crew.give(parts_of(answer, values, Flag()))
 
     def _wait_for_all(self) -> None:
         while self._ledger.wait_for_oldest():

@@ -18,7 +18,6 @@ This module never decides what is said, and never opens a connection: it asks th
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from offbeat.errors import LinkError, LinkFailure, ProtocolError
 from offbeat.events import Action, Event
 from offbeat.record import decode_actions, encode
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.waiting import Condition
 
 TALLY_EVERY: Final = 256  # events or actions: about as many are kept, at either end
 # Why no coordinator is to be found any more and what to do, by the way in which dialling it has failed.
@@ -105,7 +105,7 @@ class ControlLine:
     ) -> None:
         self._endpoint, self._peer, self._addresses = endpoint, peer, tuple(addresses)
         self._on_gone = on_gone
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = Condition()  # guards what follows
         self._unsent: deque[_Message] = deque()
         self._unrecorded: deque[_Message] = deque()  # sent on this connection, not known to be written down
         self._said = self._recorded = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from offbeat.runtime.pace import Pacer
 from offbeat.runtime.parts import Data, part_of
 from offbeat.runtime.snapshot import Snapshot
 from offbeat.runtime.threads import start_thread
+from offbeat.runtime.waiting import Flag
 
 Evaluate: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Any]]
 AtOneMoment = TypeVar("AtOneMoment")
@@ -48,7 +48,7 @@ class Part(Generic[AtOneMoment]):
     number: int
     positions: range
     snapshot: AtOneMoment
-    cancelled: threading.Event
+    cancelled: Flag
 
     @property
     def seed(self) -> int:
@@ -56,7 +56,7 @@ class Part(Generic[AtOneMoment]):
         return self.epoch * 1_000_003 + self.number
 
 
-def parts_of(take: Take, snapshot: AtOneMoment, cancelled: threading.Event) -> list[Part[AtOneMoment]]:
+def parts_of(take: Take, snapshot: AtOneMoment, cancelled: Flag) -> list[Part[AtOneMoment]]:
     """Return the parts of an epoch, in the order of the set; they have `cancelled` in common."""
     return [
         Part(epoch=take.epoch, number=number, positions=positions, snapshot=snapshot, cancelled=cancelled)
@@ -187,7 +187,7 @@ class Crew(Generic[AtOneMoment]):
         self._evaluators, self._done = list(evaluators), done
         self._queue: queue.SimpleQueue[Part[AtOneMoment] | None] = queue.SimpleQueue()
         self._under_way: dict[int, Part[AtOneMoment]] = {}
-        self._is_closed = threading.Event()
+        self._is_closed = Flag()
         self._threads = [
             start_thread(f"offbeat validation {number}", partial(self._work, number), on_failure)
             for number in range(len(evaluators))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.waiting import Flag
 
 TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 0.25
@@ -64,7 +65,7 @@ class Future:
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
-        self._asleep: threading.Event | None = None  # made for who sleeps
+        self._asleep: Flag | None = None  # made for who sleeps
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait until the request is done, and return what it came to: the rows of a pull.
@@ -96,7 +97,7 @@ class Future:
     def _wait_asleep(self, timeout_s: float) -> bool:
         with _making:
             if self._asleep is None:
-                self._asleep = threading.Event()
+                self._asleep = Flag()
         if self.is_done:  # perhaps before there was somebody to wake
             return True
         return self._asleep.wait(timeout_s)

@@ -6,7 +6,6 @@ This module decides nothing: the manager's `ShardScheduler` does. It loads no da
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from offbeat.events import (
     WorkerRefused,
 )
 from offbeat.runtime.future import TIMEOUT_S, Future
+from offbeat.runtime.waiting import Condition
 
 _ASK_S: Final = 5.0  # for an answer to what is asked for an error's text
 
@@ -85,7 +85,7 @@ class WorkerGroup:
     ) -> None:
         self.name, self.node = name, node
         self._tell, self._when_done, self._on_left = tell, when_done, on_left
-        self._changed = threading.Condition()  # guards what follows, up to the empty line
+        self._changed = Condition()  # guards what follows, up to the empty line
         self._view: GroupViewed | None = None
         self._answers = 0  # views for this worker alone
         self._issued: deque[Task] = deque()

@@ -64,8 +64,10 @@ class Held:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-        self._deliver()
+        try:
+            self._restore()
+        finally:
+            self._deliver()
 
     def _deliver(self) -> None:
         """Run the handlers of what has come, in order, also behind one that raises."""
@@ -77,8 +79,17 @@ class Held:
                 self._deliver()
 
     def _restore(self) -> None:
-        for number, handler in self._handlers.items():
-            _signals.signal(number, handler)
+        left = list(self._handlers.items())
+        raised: BaseException | None = None
+        while left:
+            try:
+                while left:
+                    _signals.signal(*left[-1])
+                    left.pop()
+            except BaseException as error:  # of a handler that is back already
+                raised = error
+        if raised is not None:
+            raise raised
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._came.append((number, frame))

@@ -42,6 +42,7 @@ from typing import IO, TYPE_CHECKING
 from offbeat.errors import OffbeatError
 from offbeat.runtime.environment import JOB, NEWCOMER
 from offbeat.runtime.threads import start_thread
+from offbeat.runtime.waiting import Condition, Flag
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -317,14 +318,14 @@ class Workers:
         self._error: BaseException | None = None
         self._is_over = False
         self._is_closed = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._delivery: _Delivery | None = None
         if on_output is not None:
             self._delivery = _Delivery(on_output, lambda: self._end_at(0.0, "reading its output failed"))
         if deadline_s is not None:
             self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after its start")
-        started = threading.Event()
+        started = Flag()
         self._watcher = start_thread(
             "offbeat-workers", partial(self._watch, starts, started), partial(self._give_up, started)
         )
@@ -424,7 +425,7 @@ class Workers:
 
     # Everything below runs in the watching thread.
 
-    def _watch(self, starts: Sequence[_Start], started: threading.Event) -> None:
+    def _watch(self, starts: Sequence[_Start], started: Flag) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
             try:
@@ -438,13 +439,13 @@ class Workers:
                     worker.errors.stream.close()
         self._end_waiting(started)
 
-    def _give_up(self, started: threading.Event, error: BaseException) -> None:
+    def _give_up(self, started: Flag, error: BaseException) -> None:
         self._error = error
         for worker in self._workers:
             worker.signal_group(signal.SIGKILL)
         self._end_waiting(started)
 
-    def _end_waiting(self, started: threading.Event) -> None:
+    def _end_waiting(self, started: Flag) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -603,7 +604,7 @@ class _Delivery:
         self._lines: deque[tuple[int, str]] = deque()
         self._left_out: Counter[int] = Counter()
         self._is_finishing = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._thread = start_thread("offbeat-output", self._run, self._fail)
 
     def put(self, rank: int, line: str) -> None:
@@ -614,13 +615,13 @@ class _Delivery:
             if len(self._lines) >= _UNDELIVERED_LINES:
                 self._left_out[self._lines.popleft()[0]] += 1
             self._lines.append((rank, line))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def finish(self) -> None:
         """Wait until all lines are delivered, but no longer than 10 s for an `on_output` that hangs."""
         with self._changed:
             self._is_finishing = True
-            self._changed.notify()
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(_FINISH_S)
 

@@ -20,6 +20,7 @@ from offbeat.numerics.schedules import Schedule, chain_broadcast, schedule, segm
 from offbeat.runtime.contribution import Contribution, Part
 from offbeat.runtime.exchange import Pending, bytes_of
 from offbeat.runtime.links import Endpoint
+from offbeat.runtime.waiting import Flag
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
@@ -141,7 +142,7 @@ class _LinkPending:
         self._on_end = on_end
         self.is_abandoned = False
         self.ended_s: float | None = None
-        self._done = threading.Event()
+        self._done = Flag()
         self._error: WorkerError | None = None
 
     def wait(self, deadline_s: float) -> None:

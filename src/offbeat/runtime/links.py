@@ -34,7 +34,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -63,6 +62,7 @@ from offbeat.runtime.loop import READ, WRITE, Loop
 from offbeat.runtime.opening import Opening
 from offbeat.runtime.outbox import Key, Outbox, Outgoing
 from offbeat.runtime.shared import MAX_UNREAD_BYTES, MIN_SHARED_BYTES, UNREAD_BYTES, Region, Regions
+from offbeat.runtime.waiting import Flag
 
 ALL_TAGS = 1 << 64
 WRITES_A_TURN = 16  # then what has come is looked at again
@@ -176,7 +176,7 @@ class Endpoint:
         self._forgotten = Ranges()
         self._order = count()
         self._turns: list[tuple[Key, int, Peer]] = []
-        self._flushing: list[threading.Event] = []
+        self._flushing: list[Flag] = []
         self._closing = False
         self._failure: BaseException | None = None
         self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended, spins=spins)
@@ -369,7 +369,7 @@ class Endpoint:
         if self._loop.inside or not self._loop.alive:
             self._forget(first, last)
             return
-        finished = threading.Event()
+        finished = Flag()
         self._hand_over(self._forget, first, last)
         self._hand_over(finished.set)
         deadline_s = monotonic() + HAND_OVER_S
@@ -413,7 +413,7 @@ class Endpoint:
         """Wait until the kernel has taken everything that was queued; return whether it has in time."""
         if self._loop.inside:
             raise RuntimeError("flush waits for the I/O thread and cannot be called from within it")
-        sent = threading.Event()
+        sent = Flag()
         self._loop.call(self._flushing.append, sent)
         return self._loop.alive and sent.wait(timeout_s) and self._failure is None
 

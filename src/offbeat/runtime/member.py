@@ -48,6 +48,7 @@ from offbeat.runtime.links import Endpoint
 from offbeat.runtime.outages import OutageNotes
 from offbeat.runtime.rendezvous import Meeting
 from offbeat.runtime.threads import start_thread
+from offbeat.runtime.waiting import Condition
 
 _log = logging.getLogger("offbeat")
 _ERROR_CHARACTERS_MAX = 2000
@@ -123,7 +124,7 @@ class Member:
         self.coordinator_knows = False
         self._has_told_end = False
         self._on_failure, self._step = on_failure, step
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._start: Start | None = None
         self._peers: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -173,7 +174,7 @@ class Member:
         return self._start
 
     @property
-    def lock(self) -> threading.Condition:
+    def lock(self) -> Condition:
         """Held while `follower` or `hand` is asked or told something."""
         return self._changed
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from offbeat.policies.pacing import Pace, Pacing, Turn
+from offbeat.runtime.waiting import Condition
 
 _STUCK_S: Final = 10.0
 
@@ -27,7 +27,7 @@ class Pacer:
     def __init__(self, threads: int, pace: Pace | None) -> None:
         self._slow_s = _STUCK_S if pace is None else pace.rest_s
         self._pacing = Pacing(threads, pace)
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     @property
     def is_slow(self) -> bool:

@@ -22,6 +22,7 @@ from offbeat.policies.clocks import Piece
 from offbeat.runtime.dense import Tensors
 from offbeat.runtime.future import Future
 from offbeat.runtime.ps import PS
+from offbeat.runtime.waiting import Condition
 
 Array = NDArray[Any]
 
@@ -124,7 +125,7 @@ class ServedModel:
         self._ps = ps
         self._namespaces = [group.namespace for group in groups]
         self._is_versioned, self._deadline_s = directory.is_versioned, deadline_s
-        self._lock = threading.Condition()
+        self._lock = Condition()
         self._pulling = threading.Lock()
         self.directory = directory
         self._given: dict[int, dict[int, Gradient]] = {}  # by clock and thread, until it is pushed

@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TextIO
 
@@ -29,6 +28,7 @@ from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array, Encoded
 from offbeat.runtime.starting import say
 from offbeat.runtime.threads import start_thread
+from offbeat.runtime.waiting import Condition
 
 _LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
 
@@ -91,7 +91,7 @@ class Server:
         tables = Tables(functions, lambda shape, dtype: self._node.empty(shape, dtype))
         self._core = ServerNode(self.server, tables)
         self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
         self._gone: str | None = None
         self._node = Node(

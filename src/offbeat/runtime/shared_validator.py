@@ -7,7 +7,6 @@ but where metrics are acted on.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from offbeat.runtime.shares import Shares, WithTheRightSnapshot
 from offbeat.runtime.snapshot import Snapshot
 from offbeat.runtime.validation import Validation
 from offbeat.runtime.validator import Moment, Validator
+from offbeat.runtime.waiting import Flag
 
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")
 
@@ -123,7 +123,7 @@ class SharedValidator(Validator):
             self._ledger.begin(earlier, self._parts_now())
             self._moments[earlier] = Moment(
                 snapshot=Snapshot(shared=self.backend == "process"),  # which stays empty
-                cancelled=threading.Event(),
+                cancelled=Flag(),
                 states=[],
                 randomness=None,
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
 import time
 import warnings
 from collections.abc import Collection, Sequence
@@ -37,6 +36,7 @@ from offbeat.runtime.member import Member
 from offbeat.runtime.snapshot import Snapshot
 from offbeat.runtime.validation import Ledger, NoMetricsError
 from offbeat.runtime.validator import Moment
+from offbeat.runtime.waiting import Condition, Flag
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use what is below 2**63, loans of samples what is below this
 _LATER: Final = 1 << 20  # priority: after all exchanges
@@ -87,7 +87,7 @@ class _Held:
     """
 
     snapshot: Snapshot
-    cancelled: threading.Event
+    cancelled: Flag
     digest: str
     wanted: str
     incoming: torch.Tensor | None = None
@@ -116,7 +116,7 @@ class Shares:
     deadline_s: float
     crew: Crew[Snapshot] | None = None
     _held: dict[int, _Held] = field(default_factory=dict)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _changed: Condition = field(default_factory=Condition)
 
     def begin(self) -> None:
         """Listen to what is said of validations."""

@@ -5,7 +5,6 @@ Torch chooses the algorithm and keeps the order of the calls. Nothing here decid
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from offbeat.errors import WorkerError
 from offbeat.runtime.contribution import Contribution, Part
 from offbeat.runtime.exchange import Pending
+from offbeat.runtime.waiting import Flag
 
 _POLL_S = 0.001
 _REASON_S = 2.0  # torch's own error may be seen before the coordinator says whose it is
@@ -33,7 +33,7 @@ class TorchExchange:
         self._group = group
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._error: WorkerError | None = None
-        self._abandoned = threading.Event()
+        self._abandoned = Flag()
 
     def all_reduce(
         self,

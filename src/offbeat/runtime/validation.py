@@ -11,6 +11,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, joined
 from offbeat.policies.validation import Block, Skip, Take, ValidationScheduler
 from offbeat.runtime.evaluators import Part
+from offbeat.runtime.waiting import Flag
 
 
 class NoMetricsError(OffbeatError):
@@ -28,7 +29,7 @@ class Validation:
     def __init__(self, epoch: int, deadline_s: float, ledger: Ledger) -> None:
         self.epoch, self.deadline_s = epoch, deadline_s
         self._ledger = ledger
-        self._is_over = threading.Event()
+        self._is_over = Flag()
         self._metrics: Mapping[str, float] = {}
         self._error: BaseException | None = None
 

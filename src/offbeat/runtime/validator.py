@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 import time
 import warnings
 import weakref
@@ -50,6 +49,7 @@ from offbeat.runtime.parts import Data, samples_of
 from offbeat.runtime.snapshot import Snapshot, unwrapped
 from offbeat.runtime.threads import start_thread
 from offbeat.runtime.validation import Ledger, NoMetricsError, Validation
+from offbeat.runtime.waiting import Flag
 
 Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
 Decision: TypeAlias = Literal["sync", "lag", "rollback"]
@@ -75,7 +75,7 @@ class Moment:
     """An epoch's end, as long as something may come of it: its snapshot, and what going back takes."""
 
     snapshot: Snapshot
-    cancelled: threading.Event
+    cancelled: Flag
     states: list[Any]
     randomness: GlobalRandomness | None
 
@@ -278,7 +278,7 @@ class Validator:
         Raises:
             OffbeatError: it cannot.
         """
-        part = Part(epoch=0, number=0, positions=self._few(), snapshot=snapshot, cancelled=threading.Event())
+        part = Part(epoch=0, number=0, positions=self._few(), snapshot=snapshot, cancelled=Flag())
         try:
             process.evaluate(part)
         except OffbeatError:
@@ -493,7 +493,7 @@ class Validator:
         goes_back = self._decision == "rollback"
         moment = Moment(
             snapshot=snapshot,
-            cancelled=threading.Event(),
+            cancelled=Flag(),
             states=[copy.deepcopy(thing.state_dict()) for thing in self._restores] if goes_back else [],
             randomness=GlobalRandomness() if goes_back else None,
         )

@@ -5,13 +5,13 @@ The links' thread writes it. Nothing here asks the manager for anything or knows
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.events import SpaceRefused
 from offbeat.policies.parcels import View
 from offbeat.policies.placement import Space
+from offbeat.runtime.waiting import Condition
 
 
 class Views:
@@ -28,7 +28,7 @@ class Views:
         self.latest: View | None = None
         self.failure: str | None = None
         self._refused: dict[str, str] = {}  # namespaces: why
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def space(self, name: str) -> Space | None:
         """Return what the namespace of this name is; None if there is none."""

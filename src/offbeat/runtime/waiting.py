@@ -1,0 +1,85 @@
+"""Conditions and flags whose lock no signal handler can leave held.
+
+Python runs signal handlers in the main thread, between any two calls, and they may raise: KeyboardInterrupt,
+for one. `threading.Condition` takes its lock in a method written in Python; where an exception is raised in
+there, behind the call that takes the lock, it stays taken for good, and every thread that wants it stands
+still. Here the `with` statement itself takes the lock, and no handler runs between that and its block.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+_T = TypeVar("_T")
+_RLock: Final[Any] = type(threading.RLock())
+
+
+class Condition(_RLock):  # type: ignore[misc]
+    """A lock that a thread may take several times, and a condition: as `threading.Condition`."""
+
+    def __init__(self) -> None:
+        self._sleepers: deque[threading.Lock] = deque()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Let go of the lock until notified, and take it again; return whether that was in time."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
+        saved, is_woken = None, False
+        try:
+            saved = self._release_save()
+            is_woken = sleeper.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        finally:  # also where a handler has raised
+            if saved is not None:
+                self._acquire_restore(saved)
+            elif not self._is_owned():
+                self.acquire()
+            if not is_woken:
+                with suppress(ValueError):  # it was notified in between
+                    self._sleepers.remove(sleeper)
+        return is_woken
+
+    def wait_for(self, condition: Callable[[], _T], timeout_s: float | None = None) -> _T:
+        """Wait until the condition returns something that is true; return what it returned last."""
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (found := condition()):
+            left_s = None if limit_s is None else limit_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            self.wait(left_s)
+        return found
+
+    def notify_all(self) -> None:
+        """Wake all who wait; to be called with the lock."""
+        while self._sleepers:
+            self._sleepers.popleft().release()
+
+
+class Flag:
+    """Something that happens once: as `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Return whether it has happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """It has happened."""
+        with self._changed:
+            self._is_set = True
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has happened; return whether it has."""
+        if self._is_set:
+            return True
+        with self._changed:
+            return self._changed.wait_for(self.is_set, timeout_s)

@@ -1,0 +1,120 @@
+"""What a signal handler raises leaves no lock held, and no handler that was to be put back."""
+
+import signal
+import sys
+import threading
+
+import pytest
+
+from offbeat.runtime.interrupts import Held
+from offbeat.runtime.waiting import Condition, Flag
+
+DEADLINE_S = 30.0
+
+
+def is_free(lock):
+    """Whether another thread gets it."""
+    got = []
+    thread = threading.Thread(target=lambda: got.append(lock.acquire(timeout=DEADLINE_S)))
+    thread.start()
+    thread.join()
+    return got == [True]
+
+
+def test_nothing_written_in_python_runs_between_a_with_statement_and_its_block():
+    condition, ran = Condition(), []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: ran.append(frame.f_code.co_name) if event == "call" else None)
+    with condition:
+        pass
+    sys.setprofile(before)
+    assert ran == []
+
+
+@pytest.mark.parametrize("call", range(10))
+def test_an_interrupt_behind_any_call_of_a_wait_leaves_the_lock_free(call):
+    """Behind calls is where handlers run; a wait that times out makes eight of them."""
+    condition, calls = Condition(), []
+
+    def interrupt(frame, event, function):
+        if frame.f_code is Condition.wait.__code__ and event == "c_return":
+            calls.append(function.__name__)
+            if len(calls) == call + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    before = sys.getprofile()
+    try:
+        with condition:
+            sys.setprofile(interrupt)
+            condition.wait(0.001)
+    except KeyboardInterrupt:
+        assert len(calls) > call
+    else:
+        assert len(calls) <= call
+        assert {"_release_save", "_acquire_restore"} < set(calls)
+    finally:
+        sys.setprofile(before)
+    assert is_free(condition)
+
+
+def test_a_flag_wakes_who_waits_and_stays():
+    flag, woken = Flag(), []
+    threads = [threading.Thread(target=lambda: woken.append(flag.wait(DEADLINE_S))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not flag.wait(0.001)
+    flag.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert woken == [True] * 3
+    assert flag.is_set()
+    assert flag.wait(0.0)
+
+
+def test_waiting_for_a_condition_returns_what_it_returned_last():
+    condition = Condition()
+    with condition:
+        assert condition.wait_for(lambda: "there", 0.0) == "there"
+        assert condition.wait_for(lambda: None, 0.001) is None
+
+
+def test_a_lock_that_is_taken_twice_is_let_go_of_while_waiting():
+    condition, is_seen = Condition(), []
+
+    def notify():
+        with condition:
+            is_seen.append(True)
+            condition.notify_all()
+
+    with condition, condition:
+        threading.Thread(target=notify).start()
+        assert condition.wait_for(lambda: is_seen, DEADLINE_S)
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_an_interrupt_while_handlers_are_put_back_leaves_none_out_and_loses_no_signal(call):
+    came, calls = [], []
+    numbers = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    handlers = [signal.getsignal(number) for number in (*numbers, signal.SIGINT)]
+
+    def interrupt(frame, event, function):
+        if frame.f_code is Held._restore.__code__ and event == "c_return" and function.__name__ == "signal":
+            calls.append(function)
+            if len(calls) == call + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    def hold():
+        with Held(lambda: None):
+            signal.raise_signal(signal.SIGTERM)
+            sys.setprofile(interrupt)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hold()
+        sys.setprofile(None)
+        assert [signal.getsignal(number) for number in (*numbers, signal.SIGINT)] == handlers
+        assert came == [signal.SIGTERM]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
