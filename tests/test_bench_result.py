@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import io
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from offbeat.bench.gloo import bound_s
 from offbeat.bench.result import Result, check_writable, machine, percentile, percentiles
@@ -142,20 +140,20 @@ def test_checking_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "old.json").read_text() == "old"
 
 
-def test_the_table_shows_every_figure_and_row_as_it_is() -> None:
-    out = io.StringIO()
-    _result(rows=[{"method": "[bold]ring", "size_bytes": 35_000}]).print(Console(file=out, width=100))
+def test_the_table_shows_every_figure_and_row_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    _result(rows=[{"method": "[bold]ring", "size_bytes": 35_000}]).print()
+    out = capsys.readouterr().out
     for shown in ("step_s_p50", "0.0125", "54,000", "[bold]ring", "35,000", "timed", "seed 7"):
-        assert shown in out.getvalue()
+        assert shown in out
 
 
-def test_a_long_table_is_cut_and_says_so() -> None:
-    out = io.StringIO()
+def test_a_long_table_is_cut_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     result = _result(rows=[{"place": f"row {place}."} for place in range(43)])
-    result.print(Console(file=out, width=100))
-    assert "row 39." in out.getvalue()
-    assert "row 40." not in out.getvalue()
-    assert "and 3 more rows" in out.getvalue()
+    result.print()
+    out = capsys.readouterr().out
+    assert "row 39." in out
+    assert "row 40." not in out
+    assert "and 3 more rows" in out
     assert len(json.loads(result.to_json())["rows"]) == 43
 
 

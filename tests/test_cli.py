@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from disks import needs_disk, small_disk
 from offbeat import record
 from offbeat.cli import main
 from offbeat.events import Group, Joined, Left, Ready
@@ -167,6 +168,28 @@ def test_replay_tells_the_first_difference(capsys):
     assert said.startswith("entry 1 (line 2)")
     assert '"step":3' in said
     assert '"step":0' in said
+
+
+@needs_disk
+def test_in_a_folder_that_cannot_be_written_the_run_log_goes_to_the_temporary_files(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    line = "train --workers 1 --epochs 1 --batch-size 512"
+    with small_disk(tmp_path / "disk") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=60)
+        done = subprocess.run(
+            [*OFFBEAT, *line.split()],
+            cwd=disk,
+            env=os.environ | {"TMPDIR": str(temporary), "COLUMNS": "300"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    (log,) = temporary.glob("offbeat-*/log.jsonl")
+    said = f"offbeat: {disk} cannot be written, so the run log goes to {log.parent}"
+    assert said in done.stderr.splitlines()
+    assert str(log) in done.stdout
 
 
 def joined_pid(log, worker):

@@ -18,7 +18,8 @@ from jobs import MARK, coordinator, job
 from offbeat.events import Recalled
 from offbeat.policies.follower import Follower
 from offbeat.runtime import link_exchange
-from offbeat.strategies import PartialAllReduce
+from offbeat.runtime.feed import epoch_order
+from offbeat.strategies import AllReduce, PartialAllReduce
 from runlogs import entries_of, wait_for_group_without
 from test_groups import compute
 
@@ -96,6 +97,15 @@ def once(ended, epochs=4):
         assert uses == [float(epochs)] * SAMPLES
 
 
+def once_but_for_the_rest(ended, kept, epochs=4):
+    """Each epoch leaves out what is at the end of its order, behind the first `kept` samples."""
+    expected = torch.zeros(SAMPLES)
+    for epoch in range(epochs):
+        expected[epoch_order(SAMPLES, seed=0, epoch=epoch, shuffle=True)[:kept]] += 1
+    for uses, _ in values(ended):
+        assert uses == expected.tolist()
+
+
 class Misdeed:
     """Sends this process a signal when a step comes, once."""
 
@@ -120,8 +130,9 @@ def test_with_a_slow_worker_that_is_left_out_and_perhaps_comes_back(slow):
     once(run(count, 3, env={"OFFBEAT_SLOW": slow}))
 
 
-def dies(rank, say, steps):
-    return count(rank, say, misdeed=Misdeed(say, steps[rank]) if rank in steps else None)
+def dies(rank, say, steps, options=None):
+    misdeed = Misdeed(say, steps[rank]) if rank in steps else None
+    return count(rank, say, misdeed=misdeed, options=options)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +143,17 @@ def dies(rank, say, steps):
 def test_with_workers_that_are_killed(steps):
     with job(dies, 4, steps) as running:
         once([one for one in running.ends() if one.rank not in steps])
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [(CALM, 100), (AllReduce(), 96)])
+def test_with_drop_last_what_does_not_fill_a_batch_is_left_out(strategy, kept):
+    """101 samples in batches of 4: of one worker where they are dealt, else of three together."""
+    once_but_for_the_rest(run(count, 3, strategy, 2, None, 0.0, None, {"drop_last": True}), kept, 2)
+
+
+def test_with_drop_last_what_a_killed_worker_had_goes_to_others_and_the_rest_to_nobody():
+    with job(dies, 4, {1: 5, 3: 5}, {"drop_last": True}) as running:
+        once_but_for_the_rest([one for one in running.ends() if one.rank not in (1, 3)], 100)
 
 
 def dies_in_the_exchange(rank, say, victim, at_step, share):

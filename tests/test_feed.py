@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.feed import EqualShards, load_batches
+from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
 
 
 def shards(samples, workers, batch_size, **more):
@@ -26,10 +26,61 @@ def test_each_sample_comes_once_and_all_workers_take_equally_many_steps(workers,
     assert {len(batches) for batches in dealt} == {plan.steps}
     sizes = [len(batch) for batches in dealt for batch in batches]
     assert min(sizes) >= 1
-    assert max(sizes) <= batch_size + 1
+    assert max(sizes) <= (batch_size if batch_size > 3 else batch_size + min(2, batch_size))
     for step in range(plan.steps):
         in_step = [len(batches[step]) for batches in dealt]
         assert max(in_step) - min(in_step) <= 1
+
+
+@given(st.integers(1, 9), st.integers(0, 300), st.integers(2, 40))
+def test_no_batch_holds_a_single_sample_where_there_are_two_a_worker(workers, extra, batch_size):
+    plan = shards(2 * workers + extra, workers, batch_size)
+    assert min(len(batch) for worker in range(workers) for batch in plan.batches(worker)) >= 2
+
+
+@given(st.integers(1, 9), st.integers(0, 300), st.integers(1, 40), st.booleans())
+def test_with_drop_last_every_batch_is_whole_and_the_end_of_the_order_is_left_out(
+    workers, extra, batch_size, shuffle
+):
+    samples = workers * batch_size + extra
+    plan = shards(samples, workers, batch_size, shuffle=shuffle, drop_last=True)
+    dealt = [plan.batches(worker) for worker in range(workers)]
+    assert {len(batch) for batches in dealt for batch in batches} == {batch_size}
+    assert {len(batches) for batches in dealt} == {plan.steps} == {samples // (workers * batch_size)}
+    taken = sorted(index for batches in dealt for batch in batches for index in batch)
+    kept = plan.steps * workers * batch_size
+    assert taken == sorted(epoch_order(samples, seed=0, epoch=0, shuffle=shuffle)[:kept].tolist())
+    assert samples - kept < workers * batch_size
+
+
+def test_with_drop_last_other_samples_are_left_out_every_epoch():
+    def left_out(epoch):
+        plan = shards(30, 2, 4, epoch=epoch, drop_last=True)
+        return set(range(30)) - {
+            index for worker in (0, 1) for batch in plan.batches(worker) for index in batch
+        }
+
+    assert [len(left_out(epoch)) for epoch in range(9)] == [6] * 9
+    assert set().union(*map(left_out, range(9))) > left_out(0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "workers", "batch_size", "steps"),
+    [
+        (10, 2, 4, [[3, 2], [3, 2]]),  # not 4 and 1
+        (34, 4, 8, [[5, 4, 4, 4], [5, 4, 4, 4]]),
+        (40, 4, 8, [[8] * 4, [2] * 4]),  # two a worker are enough
+        (7, 2, 3, [[4, 3]]),
+        (11, 2, 2, [[2, 2], [4, 3]]),
+        (5, 2, 1, [[1, 1], [2, 1]]),
+        (3, 2, 4, [[2, 1]]),  # there is no more
+    ],
+)
+def test_the_last_steps_are_shared_so_that_a_worker_has_two_samples(samples, workers, batch_size, steps):
+    plan = shards(samples, workers, batch_size, shuffle=False)
+    assert [
+        [len(plan.batches(worker)[step]) for worker in range(workers)] for step in range(plan.steps)
+    ] == steps
 
 
 def test_the_joined_batches_do_not_depend_on_how_the_batch_is_split():
@@ -55,8 +106,8 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_without_shuffling_the_order_is_the_data_sets():
-    assert shards(6, 2, 2, shuffle=False).batches(0) == [[0, 1], [4]]
-    assert shards(6, 2, 2, shuffle=False).batches(1) == [[2, 3], [5]]
+    assert shards(8, 2, 2, shuffle=False).batches(0) == [[0, 1], [4, 5]]
+    assert shards(8, 2, 2, shuffle=False).batches(1) == [[2, 3], [6, 7]]
 
 
 def test_fewer_samples_than_workers_and_empty_batches_are_refused():
@@ -64,6 +115,8 @@ def test_fewer_samples_than_workers_and_empty_batches_are_refused():
         shards(3, 4, 1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         shards(3, 1, 0)
+    with pytest.raises(ValueError, match="drop_last leaves nothing of 7 samples for 2 workers, which fill 8"):
+        shards(7, 2, 4, drop_last=True)
 
 
 class Squares(Dataset):
@@ -89,7 +142,7 @@ def test_a_tensor_data_set_gives_the_same_batches_either_way():
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_size", "drop_last"])
+@pytest.mark.parametrize("option", ["shuffle", "sampler", "batch_size"])
 def test_an_option_that_the_session_decides_is_refused(option):
     with pytest.raises(OffbeatError, match=option):
         list(load_batches(Squares(), [[1]], seed=(0,), loader_options={option: 1}))

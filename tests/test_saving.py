@@ -12,7 +12,7 @@ from cluster import run, values
 from offbeat.runtime.group_synchronizer import GroupSynchronizer
 from offbeat.runtime.grouping import Grouping
 from offbeat.strategies import AllReduce, PartialAllReduce
-from test_data_once import CALM, SAMPLES, STRATEGY, count, once
+from test_data_once import CALM, SAMPLES, STRATEGY, count, once, once_but_for_the_rest
 
 EPOCHS = 4
 EQUAL = PartialAllReduce(limit=10**6, shards="equal")
@@ -70,6 +70,13 @@ def test_with_a_worker_left_out_be_it_the_first(tmp_path):
 def test_through_a_data_loader_that_loads_ahead(tmp_path):
     once(run(saves, 2, CALM, tmp_path, 20, None, {"num_workers": 1}))
     once(run(goes_on, 2, CALM, tmp_path / "20.pt", {"num_workers": 1}))
+
+
+def test_with_drop_last_a_state_goes_on_with_what_it_lacks_and_leaves_out_the_same(tmp_path):
+    options = {"drop_last": True}
+    once_but_for_the_rest(run(saves, 3, CALM, tmp_path, 13, None, options), 100)
+    assert torch.load(tmp_path / "13.pt")["epoch"] == 1
+    once_but_for_the_rest(run(goes_on, 2, CALM, tmp_path / "13.pt", options), 100)
 
 
 class SaverOutside:

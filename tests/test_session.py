@@ -15,9 +15,9 @@ import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
 from offbeat.runtime.checks import describe
-from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.feed import EqualShards, epoch_order
 from offbeat.runtime.trained import Trained
-from offbeat.strategies import AllReduce
+from offbeat.strategies import AllReduce, PartialAllReduce
 
 WORKERS = 4
 STEPS = 50
@@ -119,14 +119,14 @@ def test_an_uneven_last_batch_counts_by_samples():
 
 
 def test_fewer_samples_at_the_end_than_workers_are_all_used():
-    """Two samples over in 162: they join the last step, whose batches hold 9, 9, 8 and 8."""
+    """Two samples over in 162: the last two steps share theirs and the last 32, so batches hold 5 or 4."""
     samples = WORKERS * 8 * 5 + 2
-    results = values(run(train, WORKERS, Net, plain_loop, 5, (samples,), {}))
+    results = values(run(train, WORKERS, Net, plain_loop, 6, (samples,), {}))
     model = Net()
     optimizer = sgd(model)
     plan = EqualShards(samples=samples, workers=1, batch_size=1, seed=0, epoch=0, shuffle=True)
     order = [index for batch in plan.batches(0) for index in batch]
-    for start, stop in [(0, 32), (32, 64), (64, 96), (96, 128), (128, 162)]:
+    for start, stop in [(0, 32), (32, 64), (64, 96), (96, 128), (128, 145), (145, 162)]:
         x, y = data(samples)[order[start:stop]]
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -134,6 +134,56 @@ def test_fewer_samples_at_the_end_than_workers_are_all_used():
     for final, _ in results:
         assert final == results[0][0]
         assert torch.allclose(torch.tensor(final, dtype=torch.float64), flat(model), rtol=0, atol=1e-10)
+
+
+def normalises(rank, say, strategy, options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer, sizes = sgd(model), []
+    dataset = TensorDataset(torch.randn(10, 5), torch.randn(10, 2))
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(2):
+            for x, y in session.batches(dataset, 4, **options):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                sizes.append(len(x))
+    return sizes, flat(model).tolist()
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(limit=10**6)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_model_that_normalises_over_batches_trains_though_two_of_ten_samples_are_over(strategy, drop_last):
+    (first, final), (second, other) = values(run(normalises, 2, strategy, {"drop_last": drop_last}))
+    assert final == other
+    assert min(first + second) >= (4 if drop_last else 2)
+    if not drop_last:
+        assert sum(first + second) >= 2 * 10
+
+
+def test_with_drop_last_a_state_from_the_middle_of_an_epoch_goes_on_with_the_other_whole_batches():
+    """Eleven samples in batches of three: two are left out, the same after the state was loaded."""
+    model, dataset, taken = nn.Linear(1, 1), TensorDataset(torch.arange(11.0)[:, None]), []
+
+    def go_on(state, batches):
+        optimizer = sgd(model)
+        with offbeat.join(model, optimizer, AllReduce()) as session:
+            if state is not None:
+                session.load_state_dict(state)
+            for (x,) in session.batches(dataset, 3, drop_last=True):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                taken.append(x[:, 0].long().tolist())
+                batches -= 1
+                if not batches:
+                    break
+            return session.state_dict()
+
+    go_on(go_on(None, 1), 9)
+    assert [len(batch) for batch in taken] == [3, 3, 3]
+    order = epoch_order(11, seed=0, epoch=0, shuffle=True)
+    assert [index for batch in taken for index in batch] == order[:9].tolist()
 
 
 def clipping_loop(session, model, optimizer, dataset, batch, steps):

@@ -36,6 +36,11 @@ def ids(dealt: list[Dealt]) -> dict[int, list[int]]:
     return {worker: [block.id for block in blocks] for worker, blocks, _ in dealt}
 
 
+def most(batch_size: int) -> int:
+    """Positions in a block at most."""
+    return 3 if batch_size == 2 else batch_size
+
+
 def pool(scheduler: WorkScheduler, epoch: int = 0) -> list[int]:
     """What nobody has."""
     for one in scheduler.state_dict()["epochs"]:
@@ -134,6 +139,64 @@ def test_the_last_two_hands_are_cut_into_equal_parts(samples, expected):
     assert [dealt[worker] for worker in range(4)] == expected
 
 
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (35, [[4, 4]] * 4),
+        (31, [[4, 4], [4, 4], [4, 4], [4]]),
+        (11, [[4], [4], [], []]),
+        (4, [[4], [], [], []]),
+        (3, [[], [], [], []]),
+    ],
+)
+def test_where_the_rest_is_dropped_blocks_are_whole_and_what_does_not_fill_one_is_left_out(samples, expected):
+    scheduler = WorkScheduler()
+    scheduler.set_members(range(4))
+    for worker in range(4):
+        scheduler.begin(worker, 0, samples, 4, drop_last=True)
+    dealt = scheduler.deal()
+    assert [sizes(dealt).get(worker, []) for worker in range(4)] == expected
+    blocks = [block for _, blocks, _ in dealt for block in blocks]
+    assert sorted([*positions(*blocks), *pool(scheduler)]) == list(range(samples - samples % 4))
+    assert scheduler.finished(0) == (samples < 4)
+
+
+def test_an_epoch_whose_rest_is_dropped_goes_on_where_a_state_was_taken_and_drops_no_more():
+    first = WorkScheduler()
+    first.set_members([0])
+    first.begin(0, 0, 27, 4, drop_last=True)
+    first.deal()
+    assert first.contributed(0, 0, [0])
+    first.completed(0)
+    used = first.used_before(1)[0]
+    assert used == ((0, 4), (24, 27))
+
+    second = WorkScheduler(ahead=9)
+    second.set_members([0, 1])
+    for worker in (0, 1):
+        second.begin(worker, 0, 27, 4, used=used, drop_last=True)
+    dealt = [block for _, blocks, _ in second.deal() for block in blocks]
+    assert {block.samples for block in dealt} == {4}
+    assert sorted(positions(*dealt)) == list(range(4, 24))
+
+
+def test_an_epoch_that_goes_on_with_other_batches_drops_what_does_not_fill_one_of_those():
+    scheduler = WorkScheduler(ahead=9)
+    scheduler.set_members([0])
+    scheduler.begin(0, 0, 27, 6, used=((0, 4), (10, 12)), drop_last=True)
+    ((_, blocks, _),) = scheduler.deal()
+    assert [block.samples for block in blocks] == [6, 6, 6]
+    assert positions(*blocks) == [*range(4, 10), *range(12, 24)]
+
+
+def test_who_drops_the_rest_where_others_do_not_is_refused_in_words():
+    scheduler = WorkScheduler()
+    scheduler.begin(0, 0, 10, 4)
+    words = "worker 0 began it with 10 samples in batches of 4, worker 1 .* 4, the rest dropped: .* drop_last"
+    with pytest.raises(ProtocolError, match=words):
+        scheduler.begin(1, 0, 10, 4, drop_last=True)
+
+
 def test_before_the_last_two_hands_blocks_hold_a_batch():
     scheduler = running(members=2, samples=17, batch_size=4, ahead=3)
     assert sizes(scheduler.deal()) == {0: [4, 3, 2], 1: [4, 2, 2]}
@@ -184,13 +247,17 @@ def test_members_that_take_equally_many_end_the_epoch_in_the_same_round_after_th
                 deal()
         scheduler.completed(len(rounds))
     assert sorted(used) == list(range(samples))
-    assert len(rounds) == -(-samples // (members * batch_size))
+    blocks = (
+        max(1, samples // 2) if batch_size == 2 else -(-samples // batch_size)
+    )  # none of a single position
+    assert len(rounds) == -(-blocks // members)
     counts = [len(parts) for parts in rounds]
     assert counts[:-1] == [members] * (len(rounds) - 1)
     last_hands = min(2, len(rounds))
     left = samples - (len(rounds) - last_hands) * members * batch_size
     assert counts[-1] == members or left < 2 * members * last_hands
-    assert all(max(parts) <= batch_size and max(parts) - min(parts) <= 1 for parts in rounds)
+    assert all(max(parts) <= most(batch_size) and max(parts) - min(parts) <= 1 for parts in rounds)
+    assert batch_size == 1 or samples == 1 or min(map(min, rounds)) >= 2
     assert [len(set(parts)) for parts in rounds[:-2]] == [1] * len(rounds[:-2])
 
 
@@ -817,11 +884,13 @@ class Cluster(RuleBasedStateMachine):
         batch_size=st.integers(1, 6),
         ahead=st.integers(1, 3),
         epochs_open_max=st.integers(1, 3),
+        drop_last=st.booleans(),
     )
-    def start(self, workers, samples, batch_size, ahead, epochs_open_max):
+    def start(self, workers, samples, batch_size, ahead, epochs_open_max, drop_last):
         self.arguments = {"ahead": ahead, "epochs_open_max": epochs_open_max}
         self.schedulers = [WorkScheduler(**self.arguments)]
-        self.samples, self.batch_size = samples, batch_size
+        self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
+        self.opened: set[int] = set()
         self.blocks: dict[int, Block] = {}
         self.queues: dict[int, list[int]] = {}  # living workers: untaken blocks, as the worker sees it
         self.working: dict[int, list[int]] = {}  # taken
@@ -837,13 +906,18 @@ class Cluster(RuleBasedStateMachine):
         for _ in range(workers):
             self.join(0)
 
-    def ask(self, call, *arguments):
-        answers = [getattr(scheduler, call)(*arguments) for scheduler in self.schedulers]
+    def ask(self, call, *arguments, **named):
+        answers = [getattr(scheduler, call)(*arguments, **named) for scheduler in self.schedulers]
         assert all(answer == answers[0] for answer in answers)
         return answers[0]
 
     def begin(self, worker, epoch):
-        self.ask("begin", worker, epoch, self.samples[epoch], self.batch_size, epoch == self.EPOCHS - 1)
+        samples, is_last = self.samples[epoch], epoch == self.EPOCHS - 1
+        self.ask("begin", worker, epoch, samples, self.batch_size, is_last, drop_last=self.drop_last)
+        if self.drop_last and epoch not in self.opened:  # the rest counts as used
+            rest = range(samples - samples % self.batch_size, samples)
+            self.used.update((epoch, position) for position in rest)
+        self.opened.add(epoch)
         self.epoch[worker] = epoch
         self.over.discard(worker)
 
@@ -879,7 +953,8 @@ class Cluster(RuleBasedStateMachine):
 
     def give(self, worker, block):
         assert block.id not in self.blocks
-        assert 1 <= block.samples <= self.batch_size
+        assert 1 <= block.samples <= most(self.batch_size)
+        assert block.samples == self.batch_size or not self.drop_last
         assert block.epoch <= self.epoch[worker]
         self.blocks[block.id] = block
         self.queues[worker].append(block.id)

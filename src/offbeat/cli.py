@@ -1,7 +1,8 @@
 """The command line: it reads arguments, calls the public functions and prints; every decision is elsewhere.
 
 Bad input ends with one line on standard error and exit code 2, before anything is started; a run that fails
-with one line and exit code 1; Ctrl-C with 130. Progress goes to standard error, results to standard output.
+with one line and exit code 1, and so does a result that cannot be written; Ctrl-C with 130. Progress goes to
+standard error, results to standard output, both through `offbeat.output`.
 torch is imported when a command needs it, so that `--help` and a mistyped option answer at once.
 """
 
@@ -11,16 +12,17 @@ import contextlib
 import os
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
+from rich.text import Text
 
-from offbeat import simulating
+from offbeat import output, simulating
 from offbeat.bench.commands import bench
 from offbeat.errors import OffbeatError, WorkerError
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat.training import Settings
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+_BOXED_HELP_FROM_COLUMNS = 80
 
 app = typer.Typer(
     add_completion=False,
@@ -125,16 +128,14 @@ def train(
     steps = training.steps_per_epoch(len(splits.train))
     folder = job.open_run_dir(run_dir or _new_folder(strategy))
     notes: list[str] = []
-    with _progress() as (progress, beside):
-        shown = _EpochLines(beside, training.world)
+    with output.progress() as progress:
+        shown = _EpochLines(progress, training.world)
         label = f"{model} on {data}, {strategy}"
         sheet = _run(training, folder, progress, label, steps * epochs, shown, notes.append)
     for note in notes:
         print(f"offbeat: {note}", file=sys.stderr)
     figures = timesheet.figures(sheet)
-    console = Console()
-    console.print(tables.parts(sheet))
-    console.print(tables.findings(figures, _short(folder / job.LOG_NAME)))
+    output.show(tables.parts(sheet), tables.findings(figures, _short(folder / job.LOG_NAME)))
     if json is not None:
         rows = timesheet.plain_rows(sheet)
         result = Result(name="train", command=_command(), kind="real", seed=seed, figures=figures, rows=rows)
@@ -224,7 +225,7 @@ def compare(
         jobs = [job_of(case, repeat) for case in cases]
     del splits
     rows = []
-    with _progress() as (progress, _):
+    with output.progress() as progress:
         for case, training, folder in zip(cases, jobs, folders, strict=True):
             label = f"{case.strategy}, {comparing.in_words(case.slow)}"
             sheet = _run(training, folder, progress, label, steps * epochs)
@@ -239,12 +240,8 @@ def compare(
         figures=comparing.figures(rows),
         rows=comparing.plain_rows(rows),
     )
-    console = Console()
-    console.print(tables.comparison(rows, title))
-    for note in tables.comparison_notes(rows, result.machine["cores"]):
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
-    for sentence in comparing.sentences(rows):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    notes = [Text(note, style="dim") for note in tables.comparison_notes(rows, result.machine["cores"])]
+    output.show(tables.comparison(rows, title), *notes, *comparing.sentences(rows))
     if json is not None:
         result.write(json)
 
@@ -476,7 +473,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default the process's own.
     """
+    columns = output.columns_max()
+    has_room = columns is None or columns >= _BOXED_HELP_FROM_COLUMNS
+    app.rich_markup_mode = "rich" if has_room else None  # boxes would cut the names of options
+    with output.guarded():
+        try:
+            code = _run_command(arguments)
+            sys.stdout.flush()
+        except output.ReaderGoneError:
+            return 0
+        except output.OutputError as error:
+            return _complain(str(error), FAILED)
+        return code
+
+
+def _run_command(arguments: Sequence[str] | None) -> int:
     try:
+        _check_where_we_are()
         code = app(
             args=None if arguments is None else list(arguments), prog_name="offbeat", standalone_mode=False
         )
@@ -484,7 +497,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except typer.Abort:  # what older typers make of a Ctrl-C
         return INTERRUPTED
-    except WorkerError as error:
+    except output.OutputError:
+        raise
+    except (WorkerError, OSError) as error:  # of the system: what it says, and about which file
         return _complain(str(error), FAILED)
     except (OffbeatError, ValueError) as error:
         return _complain(str(error), BAD_INPUT)
@@ -494,6 +509,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _complain(message(), BAD_INPUT) if message() else BAD_INPUT  # empty: the help was shown
     return code if isinstance(code, int) else 0
+
+
+def _check_where_we_are() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise OffbeatError("the current folder has been removed: change to one that is there") from error
 
 
 def _complain(message: str, code: int) -> int:
@@ -513,17 +535,25 @@ def _short(path: Path) -> str:
 
 
 def _data_dir(given: Path | None, download: bool) -> str:
-    from offbeat.data import DEFAULT_DIR
+    from offbeat.data import data_folder
 
-    folder = (given or DEFAULT_DIR).expanduser().absolute()
-    if given is not None and not download and not folder.is_dir():
+    folder = data_folder(given)
+    if given is not None and not download and not Path(folder).is_dir():
         raise ValueError(f"the data folder {given} is not there: name one that is, or add --download")
-    return str(folder)
+    return folder
 
 
 def _new_folder(what: str) -> Path:
-    name = "".join(letter if letter.isalnum() else "-" for letter in what)
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    """A folder for a run, in runs; with the temporary files where that cannot be written."""
+    plain = "".join(letter if letter.isalnum() else "-" for letter in what)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain}"
+    runs = Path("runs")
+    above = runs if runs.exists() else runs.parent
+    if os.access(above, os.W_OK | os.X_OK):
+        return runs / name
+    folder = Path(tempfile.mkdtemp(prefix=f"offbeat-{name}-"))
+    print(f"offbeat: {above.absolute()} cannot be written, so the run log goes to {folder}", file=sys.stderr)
+    return folder
 
 
 def _load(settings: Settings, download: bool) -> Splits:
@@ -535,20 +565,12 @@ def _load(settings: Settings, download: bool) -> Splits:
 
         def show(name: str, received_bytes: int, size_bytes: int) -> None:
             if not bars:
-                bars.append(stack.enter_context(_progress())[0])
+                bars.append(stack.enter_context(output.progress()))
             if name not in tasks:
                 tasks[name] = bars[0].add_task(f"fetching {name}", total=size_bytes)
             bars[0].update(tasks[name], completed=received_bytes)
 
         return job.load_data(settings, download=download, progress=show)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[tuple[Progress, Console]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        yield progress, console
 
 
 def _run(
@@ -576,8 +598,8 @@ def _run(
 class _EpochLines:
     """Prints a line for every epoch that all workers have ended."""
 
-    def __init__(self, console: Console, workers: int) -> None:
-        self._console = console
+    def __init__(self, progress: Progress, workers: int) -> None:
+        self._console = progress.console
         self._workers = workers
         self._printed = 0
 
@@ -611,20 +633,20 @@ def _start_here(arguments: list[str], replacements: int) -> int:
     if not given["no_python"]:
         command = [sys.executable, "-u", *(["-m"] if given["module"] else []), *command]
 
+    lost: list[output.OutputError] = []
+
     def show(rank: int, line: str) -> None:
         try:
             print(f"[{rank}] {line}", flush=True)
-        except BrokenPipeError:  # whoever reads has seen enough
-            raise
-        except OSError as error:  # a full disk ends what is shown, and not the workers
-            _complain(f"what the workers say is not shown any more: {error.strerror or error}", FAILED)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except output.OutputError as error:  # a full disk ends what is shown, and not the workers
+            _complain(f"what the workers say is not shown any more: {error.reason}", FAILED)
+            lost.append(error)
 
     with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
         outcomes = running.wait()
     if all(outcome.is_good or outcome.replaced_by is not None for outcome in outcomes):
         print(f"offbeat: {summary(outcomes)}", file=sys.stderr)
-        return 0
+        return FAILED if lost else 0
     return _complain(summary(outcomes), FAILED)
 
 

@@ -73,6 +73,8 @@ class Wants:
     Attributes:
         samples: in the epoch; the same for all workers.
         batch_size: samples in a block at most; the same for all workers.
+        drop_last: blocks hold `batch_size` samples, and what does not fill one is left out of the epoch; the
+            same for all workers.
         is_last: the loop has no epoch after this one.
         skips: the loop has left the epoch before early: nobody is to be dealt the rest of it.
         ahead: how many blocks the worker can use at once, 0 for as many as usual.
@@ -92,6 +94,7 @@ class Wants:
     taken: tuple[int, ...]
     round: int
     used: tuple[tuple[int, int], ...]
+    drop_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

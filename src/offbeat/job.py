@@ -142,7 +142,12 @@ def open_run_dir(path: Path) -> Path:
     Raises:
         OffbeatError: it cannot be written, or holds a run log already, which is never overwritten.
     """
-    folder = path.expanduser().absolute()
+    try:
+        folder = path.expanduser().absolute()
+    except RuntimeError as error:
+        raise OffbeatError(
+            f"{path}: there is no such home folder; name another folder with --run-dir"
+        ) from error
     if (folder / LOG_NAME).exists() or finished_parts(folder / LOG_NAME):
         raise OffbeatError(f"{path} holds the log of another run: name another folder with --run-dir")
     try:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offbeat import output
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from offbeat.policies import Policy
     from offbeat.policies.caches import Terms
     from offbeat.simulator.bounded import BoundedCluster
@@ -278,7 +277,7 @@ def _row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
 
 def _watch(cluster: Cluster, what: str, steps: int | None) -> None:
     """Runs to the end, and shows how far it is."""
-    with _progress() as progress:
+    with output.progress() as progress:
         task = progress.add_task(f"{what}, {cluster.setting.world} workers", total=steps)
 
         def show(_: Any = None) -> None:
@@ -340,7 +339,7 @@ def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> di
 
     begin_s = time.process_time()
     found: Counter[str] = Counter()
-    with _progress() as progress:
+    with output.progress() as progress:
         task = progress.add_task(f"{count} runs from seed {seed}", total=count)
         for one in range(seed, seed + count):
             try:
@@ -359,14 +358,6 @@ def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> di
 def _fail(text: str) -> None:
     print(f"offbeat: {text}", file=sys.stderr)
     raise typer.Exit(1)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
 
 
 def _report(figures: dict[str, float], rows: list[dict[str, Any]], seed: int, json: Path | None) -> None:

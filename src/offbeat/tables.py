@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from rich.table import Table
-
 from offbeat import comparing, timesheet
 from offbeat.comparing import Row
+from offbeat.output import NONE, Table
 from offbeat.timesheet import PARTS, Entry, TimeSheet
 
 _NAMED_WORKERS_MAX: Final = 8
@@ -41,14 +40,13 @@ def epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
 
 def parts(sheet: TimeSheet) -> Table:
     """Return where each worker's time went, as shares of it; parts in which nobody was are left out."""
-    table = Table("worker", title="where each worker's time went", title_justify="left")
     totals = sheet.totals()
     shown = [part for part in PARTS if any(entry.parts_s[part] for entry in totals)]
-    for part in shown:
-        table.add_column(part.replace("_", " "), justify="right")
-    for entry in totals:
-        table.add_row(str(entry.worker), *(f"{entry.share(part):.1%}" for part in shown))
-    return table
+    return Table(
+        title="where each worker's time went",
+        heads=("worker", *(part.replace("_", " ") for part in shown)),
+        rows=[(str(entry.worker), *(f"{entry.share(part):.1%}" for part in shown)) for entry in totals],
+    )
 
 
 def findings(figures: Mapping[str, float], log: str) -> Table:
@@ -58,31 +56,26 @@ def findings(figures: Mapping[str, float], log: str) -> Table:
         figures: see `timesheet.figures`.
         log: where the run log is.
     """
-    table = Table(show_header=False)
-    for title, name, form in _FINDINGS:
-        if name in figures:
-            table.add_row(title, form.format(figures[name]))
-    table.add_row("run log", log)
-    return table
+    rows = [(title, form.format(figures[name])) for title, name, form in _FINDINGS if name in figures]
+    return Table(rows=[*rows, ("run log", log)], words=frozenset({0, 1}))
 
 
 def comparison(rows: Sequence[Row], title: str) -> Table:
     """Return the cases of a comparison side by side."""
     base = comparing.baseline(rows)
-    table = Table("strategy", "slowness", title=title, title_justify="left", pad_edge=False)
-    for column in ("seconds\nan epoch", "times\nslower", "time\nwaiting", "test\naccuracy"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        ratio = comparing.ratio(row, base)
-        table.add_row(
+    heads = ("strategy", "slowness", "seconds\nan epoch", "times\nslower", "time\nwaiting", "test\naccuracy")
+    cells = [
+        (
             row.case.strategy,
             comparing.in_words(row.case.slow),
             f"{row.epoch_s:.3g}",
-            "–" if ratio is None else comparing.times(ratio),
+            NONE if (ratio := comparing.ratio(row, base)) is None else comparing.times(ratio),
             f"{row.wait_share:.0%}",
-            "–" if row.accuracy is None else f"{row.accuracy:.1%}",
+            NONE if row.accuracy is None else f"{row.accuracy:.1%}",
         )
-    return table
+        for row in rows
+    ]
+    return Table(title=title, heads=heads, rows=cells, words=frozenset({0, 1}))
 
 
 def comparison_notes(rows: Sequence[Row], cores: int) -> list[str]:

@@ -337,14 +337,14 @@ def accuracy(
 ) -> None:
     """Test accuracy against time with one slow worker, in lockstep and around it; real gradients."""
     from offbeat.bench.accuracy import run
-    from offbeat.data import DEFAULT_DIR
+    from offbeat.data import data_folder
 
     _report(
         json,
         lambda command: run(
             command=command,
             data=data,
-            data_dir=str((data_dir or DEFAULT_DIR).expanduser().absolute()),
+            data_dir=data_folder(data_dir),
             model=model,
             workers=workers,
             factor=factor,
@@ -476,7 +476,7 @@ def staleness(
 ) -> None:
     """BSP, SSP, DTSSP and ASP on a parameter server, with slow workers: the second paper's tables 1 and 2."""
     from offbeat.bench.staleness import SETTINGS, STRATEGIES, Plan, run
-    from offbeat.data import DEFAULT_DIR
+    from offbeat.data import data_folder
 
     plan = Plan(
         strategies=tuple(strategy or STRATEGIES),
@@ -484,7 +484,7 @@ def staleness(
         threads=tuple(threads or (1, 2)),
         model=model,
         data=data,
-        data_dir=str((data_dir or DEFAULT_DIR).expanduser().absolute()),
+        data_dir=data_folder(data_dir),
         workers=workers,
         batch_size=batch_size,
         factor=factor,
@@ -541,7 +541,7 @@ def validate(
     """Validating beside the next epoch, and after each, with three input pipelines: MNIST."""
     from offbeat.bench.inputs import LOADS
     from offbeat.bench.validate import SIDES, Plan, run
-    from offbeat.data import DEFAULT_DIR
+    from offbeat.data import data_folder
 
     plan = Plan(
         loads=tuple(load or [name for name in LOADS if name != "repeated"]),
@@ -555,7 +555,7 @@ def validate(
         step_s=None if _compute(compute) == "real" else step_ms / 1e3,
         runs=runs,
         data=data,
-        data_dir=str(data_dir or DEFAULT_DIR),
+        data_dir=data_folder(data_dir),
         seed=seed,
     )
     _report(json, lambda command: run(plan, command=command))

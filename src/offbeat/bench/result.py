@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
+from offbeat import output
 from offbeat.errors import OffbeatError
 from offbeat.runtime.environment import cores
 
@@ -100,28 +99,34 @@ class Result:
                     file.write(data)
                 beside.replace(target.resolve())
 
-    def print(self, console: Console | None = None) -> None:
-        """Print the figures and the first 40 rows as tables, and in one line how they came about."""
-        console = console or Console()
+    def print(self) -> None:
+        """Print the figures and the first 40 rows as tables, and in one line how they came about.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        shown: list[output.Table | str | Text] = []
         if self.rows:
-            names = list(dict.fromkeys(name for row in self.rows for name in row))
-            table = Table(title=self.name, title_justify="left")
-            for name in names:
-                is_text = any(isinstance(row.get(name), str) for row in self.rows)
-                table.add_column(name, justify="left" if is_text else "right")
-            for row in self.rows[:_SHOWN_ROWS]:
-                table.add_row(*(_shown(row.get(name)) for name in names))
-            console.print(table)
+            shown.append(self._table_of_rows())
             if len(self.rows) > _SHOWN_ROWS:
-                console.print(f"and {len(self.rows) - _SHOWN_ROWS:,} more rows", style="dim", highlight=False)
+                shown.append(Text(f"and {len(self.rows) - _SHOWN_ROWS:,} more rows", style="dim"))
         if self.figures:
-            table = Table("figure", title=None if self.rows else self.name, title_justify="left")
-            table.add_column("value", justify="right")
-            for name, value in self.figures.items():
-                table.add_row(name, _shown(value))
-            console.print(table)
+            figures = [(name, _shown(value)) for name, value in self.figures.items()]
+            shown.append(output.Table(title="" if self.rows else self.name, rows=figures))
         where = f"{self.machine.get('cores', '?')} cores, {self.machine.get('cpu', '?')}"
-        console.print(f"{self.kind}, seed {self.seed}, {where}", style="dim", markup=False, highlight=False)
+        output.show(*shown, Text(f"{self.kind}, seed {self.seed}, {where}", style="dim"))
+
+    def _table_of_rows(self) -> output.Table:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        words = {
+            at for at, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self.rows)
+        }
+        return output.Table(
+            title=self.name,
+            heads=tuple(names),
+            rows=[tuple(_shown(row.get(name)) for name in names) for row in self.rows[:_SHOWN_ROWS]],
+            words=frozenset(words),
+        )
 
 
 def machine(**more: str | float | None) -> dict[str, Any]:
@@ -201,12 +206,12 @@ def _is_number(value: object) -> bool:
 
 def _shown(value: object) -> str:
     if value is None:
-        return "–"
+        return output.NONE
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return escape(str(value))
+    return str(value)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Nothing here shards, shuffles, augments or batches; nothing goes to the network 
 """
 
 from offbeat.data.download import Progress
-from offbeat.data.sets import DEFAULT_DIR, SETS, Splits, load
+from offbeat.data.sets import DEFAULT_DIR, SETS, Splits, data_folder, load
 from offbeat.errors import DataError
 
-__all__ = ["DEFAULT_DIR", "SETS", "DataError", "Progress", "Splits", "load"]
+__all__ = ["DEFAULT_DIR", "SETS", "DataError", "Progress", "Splits", "data_folder", "load"]

@@ -80,6 +80,19 @@ class Splits:
     sample_shape: tuple[int, ...]
 
 
+def data_folder(given: Path | None) -> str:
+    """Return the absolute folder of the data; where there is no home folder `~` stays, for `load` to refuse.
+
+    Args:
+        given: where they are; by default `DEFAULT_DIR`.
+    """
+    path = given or DEFAULT_DIR
+    try:
+        return str(path.expanduser().absolute())
+    except RuntimeError:
+        return str(path)
+
+
 def load(
     name: str,
     data_dir: str | Path = DEFAULT_DIR,

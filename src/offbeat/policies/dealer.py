@@ -51,6 +51,7 @@ class Dealer:
             ahead=event.ahead,
             early=event.skips,
             used=event.used,
+            drop_last=event.drop_last,
         )
         self._in[worker] = (event.epoch, event.samples)
         for block_id in event.taken:

@@ -38,6 +38,7 @@ class _Epoch:
     pool: list[tuple[int, int]]  # their ranges, the first last, disjoint and not touching
     is_cut: bool = False  # what comes back is not dealt again
     used_before: tuple[tuple[int, int], ...] = ()  # when it was opened
+    drop_last: bool = False  # all blocks hold `batch_size` positions
 
     def take(self, count: int) -> tuple[tuple[int, int], ...]:
         self.pooled -= count
@@ -54,6 +55,11 @@ class _Epoch:
             if end < stop:
                 self.pool.append((end, stop))
         return tuple(taken)
+
+    def keep(self, count: int) -> None:
+        """Keep the first of what nobody has used; for an epoch of which nothing has been dealt."""
+        self.pool = list(self.take(count)[::-1]) if count else []
+        self.unused = self.pooled = count
 
     def put(self, ranges: Iterable[tuple[int, int]]) -> None:
         merged: list[tuple[int, int]] = []
@@ -100,8 +106,10 @@ class WorkScheduler:
     served out of turn, because others may wait for it. Blocks hold `batch_size` positions until two hands or
     less are left; these are cut into equal parts (sizes differ by one at most), so that members who take
     equally many end the epoch in the same round, after as few rounds as there can be, and no part is much
-    less than half a batch unless the epoch is. Who joins gets as many as the others have. With fewer than two
-    positions a member some get none; those go on to the next epoch, and a round may mix the two.
+    less than half a batch unless the epoch is. With `drop_last` nothing is cut: the last positions, which do
+    not fill a block, are left out when the epoch is opened, and count as used. Who joins gets as many as the
+    others have. With fewer than two positions a member, or fewer blocks than members, some get none; those go
+    on to the next epoch, and a round may mix the two.
 
     Source: self-scheduling with chunks of a fixed size. Compared with C. D. Polychronopoulos and D. J. Kuck,
     "Guided self-scheduling: a practical scheduling scheme for parallel supercomputers", IEEE Transactions on
@@ -256,6 +264,7 @@ class WorkScheduler:
         *,
         early: bool = False,
         used: Sequence[tuple[int, int]] = (),
+        drop_last: bool = False,
     ) -> None:
         """Say that a worker is in an epoch from now on; the first to be in it opens it.
 
@@ -264,19 +273,21 @@ class WorkScheduler:
         Args:
             epoch: the first may be any; then each in turn. Who comes late may begin a finished one.
             samples: positions in the epoch, at least 1.
-            batch_size: positions in a block at most, at least 1.
+            batch_size: positions in a block at most, at least 1; an odd number in blocks of 2 makes one of 3,
+                so that none holds a single position.
             hold: tell the worker that its epoch is over only when every position is used. For the last
                 epoch: else the blocks of who dies at the very end would find nobody.
             ahead: untaken blocks that the worker can use at once, if they are more than all others'.
             early: it has not waited to be told that the epoch before is over.
             used: ranges of positions, ascending, that an earlier job has used; not dealt again.
+            drop_last: all blocks hold `batch_size` positions; the last, which do not fill one, are left out.
 
         Raises:
             ProtocolError: other values than who opened the epoch has, ranges that cannot be, an epoch out of
-                turn, or one
-                that nobody has begun `epochs_open_max` after one that is not finished, unless `early`.
+                turn, or one that nobody has begun `epochs_open_max` after one that is not finished, unless
+                `early`.
         """
-        self._check_begin(worker, epoch, samples, batch_size, early)
+        self._check_begin(worker, epoch, samples, batch_size, early, drop_last)
         self._check_used(worker, epoch, samples, tuple(used))
         if self._first is None:
             self._first = self._next = epoch
@@ -285,6 +296,9 @@ class WorkScheduler:
             left = _between(used, samples)
             unused = sum(stop - start for start, stop in left)
             opened = _Epoch(samples, batch_size, worker, unused, unused, left[::-1], used_before=tuple(used))
+            if drop_last:
+                opened.drop_last = True
+                opened.keep(unused - unused % batch_size)
             self._epochs[epoch] = opened
             self._see_whether_finished(epoch, opened)
         one = self._workers.setdefault(worker, _Worker())
@@ -561,6 +575,7 @@ class WorkScheduler:
                     "pool": list(map(list, one.pool)),
                     "is_cut": one.is_cut,
                     "used_before": list(map(list, one.used_before)),
+                    "drop_last": one.drop_last,
                 }
                 for number, one in self._epochs.items()
             ],
@@ -609,6 +624,7 @@ class WorkScheduler:
                 ranges,
                 one["is_cut"],
                 tuple((start, stop) for start, stop in one["used_before"]),
+                one["drop_last"],
             )
         self._rounds = {
             round_: {worker: tuple(blocks_of(blocks).values()) for worker, blocks in contributions}
@@ -719,7 +735,7 @@ class WorkScheduler:
         """Who is to be dealt a block each, of which size: those with the fewest so far, else the starving.
 
         A size is a batch, or an equal part of what is left if that is for this hand and the next at most, but
-        not of a single position: layers that normalise over a batch need more than one sample.
+        not a single position: layers that normalise over a batch need more than one sample.
         """
         number = self._source()
         if number is None or not self._count:
@@ -737,10 +753,11 @@ class WorkScheduler:
         if not turn or epoch.pooled <= absent * hands_missed * epoch.batch_size:
             turn, extra = self._starving, len(self._starving)
         workers = sorted(turn)
+        if epoch.drop_last:
+            return workers, [epoch.batch_size] * min(epoch.pooled // epoch.batch_size, len(workers))
         for parts in (extra + this_hand, extra + next_hand):
             if epoch.pooled <= parts * epoch.batch_size:
-                enough = -(-epoch.pooled // epoch.batch_size)
-                parts = min(parts, max(enough, epoch.pooled // 2))
+                parts = min(parts, max(1, epoch.pooled // min(2, epoch.batch_size)))
                 least, larger = divmod(epoch.pooled, parts)
                 return workers, [least + (part < larger) for part in range(min(parts, len(workers)))]
         return workers, [epoch.batch_size] * len(workers)
@@ -823,8 +840,11 @@ class WorkScheduler:
 
     # Refusing --------------------------------------------------------------------------------------------
 
-    def _check_begin(self, worker: int, epoch: int, samples: int, batch_size: int, early: bool) -> None:
-        said = f"worker {worker} begins epoch {epoch} with {samples} samples in batches of {batch_size}"
+    def _check_begin(
+        self, worker: int, epoch: int, samples: int, batch_size: int, early: bool, drop_last: bool
+    ) -> None:
+        size = batches_in_words(batch_size, drop_last)
+        said = f"worker {worker} begins epoch {epoch} with {samples} samples in batches of {size}"
         if samples < 1 or batch_size < 1:
             raise ProtocolError(f"expected at least 1 sample in batches of at least 1, {said}")
         one = self._workers.get(worker)
@@ -834,10 +854,15 @@ class WorkScheduler:
             first, last = (0, "any") if self._first is None else (self._first, str(self._next))
             raise ProtocolError(f"expected an epoch from {first} to {last}, {said}")
         opened = self._epochs.get(epoch)
-        if opened is not None and (samples, batch_size) != (opened.samples, opened.batch_size):
+        if opened is not None and (samples, batch_size, drop_last) != (
+            opened.samples,
+            opened.batch_size,
+            opened.drop_last,
+        ):
+            size = batches_in_words(opened.batch_size, opened.drop_last)
             raise ProtocolError(
-                f"worker {opened.opened_by} began it with {opened.samples} samples in batches of "
-                f"{opened.batch_size}, {said}: give every worker the same data set and batch size"
+                f"worker {opened.opened_by} began it with {opened.samples} samples in batches of {size}, "
+                f"{said}: give every worker the same data set, batch size and drop_last"
             )
         oldest = next(iter(self._epochs), epoch)
         if epoch >= max(oldest + self._epochs_open_max, self._next) and not early:
@@ -883,6 +908,11 @@ class WorkScheduler:
         if one is None:
             raise ProtocolError(f"worker {worker} has begun no epoch, or is gone")
         return one
+
+
+def batches_in_words(batch_size: int, drop_last: bool) -> str:
+    """Say which batches an epoch is cut into."""
+    return f"{batch_size}, the rest dropped" if drop_last else str(batch_size)
 
 
 def _between(ranges: Iterable[tuple[int, int]], samples: int) -> list[tuple[int, int]]:

@@ -45,6 +45,7 @@ class DealtBatches:
         order: maps an epoch to the samples at its positions, int64.
         dataset: map-style.
         batch_size: samples in a batch at most.
+        drop_last: samples in a batch, always; what does not fill one is left out.
         loader_options: for torch's DataLoader.
         seed: of the loader's processes.
         is_last: the loop has no epoch after this one.
@@ -66,6 +67,7 @@ class DealtBatches:
         dataset: Dataset[Any],
         batch_size: int,
         *,
+        drop_last: bool,
         epoch: int,
         loader_options: dict[str, Any],
         seed: tuple[int, ...],
@@ -81,7 +83,7 @@ class DealtBatches:
         self._member, self._hand, self._follower = member, member.hand, member.follower
         self._order = order
         self._orders: dict[int, Tensor] = {}
-        self._batch_size, self._epoch = batch_size, epoch
+        self._batch_size, self._drop_last, self._epoch = batch_size, drop_last, epoch
         self._is_last, self._skips, self._used = is_last, skips, used
         self._late, self._is_clear = late, is_clear
         self._deadline_s = deadline_s
@@ -199,6 +201,7 @@ class DealtBatches:
                 taken=taken,
                 round=round_,
                 used=self._used,
+                drop_last=self._drop_last,
             )
         )
         self._skips = False

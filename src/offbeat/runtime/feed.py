@@ -23,11 +23,14 @@ class EqualShards:
 
     Step s takes the next `workers * batch_size` samples of the epoch's order and gives each worker an equal
     part of them, so that training in lockstep equals training with the large batch. What is left at the end
-    makes a smaller step; fewer samples than workers join the step before, whose batches then hold one more.
+    makes a smaller step. Where that would give a worker one sample or none, the last two steps share what
+    they have equally, since layers that normalise over a batch need two; where batches of 3 or less are too
+    small for that, it joins the step before, whose batches then hold up to two more.
 
     Args:
-        samples: samples in the data set, at least one a worker.
+        samples: samples in the data set, at least one a worker; with `drop_last`, a whole batch a worker.
         batch_size: samples a worker and step.
+        drop_last: what does not fill a batch of every worker is left out.
     """
 
     samples: int
@@ -36,6 +39,7 @@ class EqualShards:
     seed: int
     epoch: int
     shuffle: bool
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -44,24 +48,38 @@ class EqualShards:
             raise ValueError(
                 f"the data set has {self.samples} samples for {self.workers} workers: each needs at least one"
             )
+        if self.drop_last and self.samples < self.workers * self.batch_size:
+            raise ValueError(
+                f"drop_last leaves nothing of {self.samples} samples for {self.workers} workers, which fill "
+                f"{self.workers * self.batch_size} with batches of {self.batch_size}: give a smaller "
+                "batch_size, or leave drop_last out"
+            )
 
     @property
     def steps(self) -> int:
         """Steps in the epoch, the same for all workers."""
-        whole, left = divmod(self.samples, self.workers * self.batch_size)
-        return whole + (left >= self.workers or not whole)
+        return len(self._sizes())
 
     def batches(self, worker: int) -> list[list[int]]:
         """The sample indices of each of the worker's batches, in order."""
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
-        stride = self.workers * self.batch_size
+        sizes = self._sizes()
         dealt = []
-        for step in range(self.steps):
-            last = step == self.steps - 1
-            taken = order[step * stride :] if last else order[step * stride : (step + 1) * stride]
+        for taken in order[: sum(sizes)].split(sizes):
             start, stop = segments(len(taken), self.workers)[worker]
             dealt.append(taken[start:stop].tolist())
         return dealt
+
+    def _sizes(self) -> list[int]:
+        """Samples of all workers together, step by step."""
+        stride, least = self.workers * self.batch_size, self.workers * min(2, self.batch_size)
+        whole, left = divmod(self.samples, stride)
+        if self.drop_last or not left:
+            return [stride] * whole
+        if left >= least or not whole:
+            return [stride] * whole + [left]
+        last = segments(stride + left, 2 if stride + left >= 2 * least else 1)
+        return [stride] * (whole - 1) + [stop - start for start, stop in last]
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
@@ -105,9 +123,7 @@ def check_options(loader_options: dict[str, Any]) -> None:
     Raises:
         OffbeatError: one does not.
     """
-    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"} & set(
-        loader_options
-    )
+    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "generator"} & set(loader_options)
     if taken:
         raise OffbeatError(f"session.batches decides {sorted(taken)[0]!r} itself: leave it out")
 

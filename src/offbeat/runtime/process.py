@@ -27,7 +27,7 @@ from offbeat.runtime.starting import start_server
 from offbeat.runtime.state import Place
 from offbeat.runtime.synchronizer import Loop
 
-_PLACE: Final = ("round", "epoch", "seed", "samples", "batch_size")
+_PLACE: Final = ("round", "epoch", "seed", "samples", "batch_size")  # whole numbers
 _LOOK_S: Final = 0.05
 _processes: dict[str, Process] = {}  # by job
 _opening = threading.Lock()
@@ -119,12 +119,14 @@ class Process:
     def tell_place(self, loop: Loop) -> None:
         """Say to those who come later how far the job is."""
         place = loop.place(0)
-        self._place().push([1.0, *(float(getattr(place, name)) for name in _PLACE)])
+        numbers = [float(getattr(place, name)) for name in _PLACE]
+        self._place().push([1.0, float(place.drop_last), *numbers])
 
     def take_place(self, loop: Loop) -> None:
         """Let a newcomer begin where the job is."""
-        numbers = map(int, self._wait_for_place(loop))
-        loop.take_place(Place(**dict(zip(_PLACE, numbers, strict=True))))
+        drop_last, *numbers = self._wait_for_place(loop)
+        whole = dict(zip(_PLACE, map(int, numbers), strict=True))
+        loop.take_place(Place(**whole, drop_last=bool(drop_last)))
 
     def _wait_for_place(self, loop: Loop) -> list[float]:
         """Wait until the first worker has put its parameters on the servers; return where the job is."""
@@ -150,7 +152,7 @@ class Process:
 
     def _place(self) -> Namespace:
         """Whether the place in the training was told, and the place, in numbers that hold whole ones."""
-        return self._namespace("place", 1 + len(_PLACE))
+        return self._namespace("place", 2 + len(_PLACE))
 
     def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Namespace | None:
         """Likewise, where the buffers are; None where there are none."""

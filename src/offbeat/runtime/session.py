@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Evaluated, Event, Finished, Preempted, Saving, StepTimed
 from offbeat.policies.slowness import Slowness, parse
+from offbeat.policies.work import batches_in_words
 from offbeat.runtime.checks import Watch, check_all_stepped, check_trainable, describe
 from offbeat.runtime.coordinator import Configuration, PolicySpec
 from offbeat.runtime.dealt import DealtBatches
@@ -181,6 +182,7 @@ class Session:
         self._batches_taken = self._batches_used = 0  # in the epoch; by the last step
         self._batches_in_epoch: int | None = None
         self._samples_in_epoch = self._batch_size = 0
+        self._drop_last = False
         self._joined_at: Place | None = None  # a newcomer, until it has begun its first epoch
         # By epoch: ranges of positions that the state has used that was loaded.
         self._used: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -309,6 +311,7 @@ class Session:
             seed=self._seed,
             samples=self._samples_in_epoch,
             batch_size=self._batch_size,
+            drop_last=self._drop_last,
         )
 
     def take_place(self, place: Place) -> None:
@@ -497,7 +500,13 @@ class Session:
         self._is_used_up = False
 
     def batches(
-        self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **loader_options: Any
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **loader_options: Any,
     ) -> Iterator[Any]:
         """Yields this worker's batches of the current epoch; over all workers each sample comes once.
 
@@ -505,6 +514,10 @@ class Session:
         what a lost one had goes to others; one that is left out, or that others wait for at the end, gets a
         batch that it had before, which counts for nothing. Else every worker gets the same number of batches,
         and which samples they hold depends on the seed and the epoch alone.
+
+        The last batches of an epoch may be smaller. With a batch size of 2 or more and at least two samples a
+        worker none holds a single sample, with which BatchNorm cannot train; for that, what is left over may
+        join batches of 2 or 3, which then hold up to two more.
 
         A batch that is smaller than others counts for less in the mean; which one a backward pass belongs to
         is taken to be the last one that was taken, so do not take batches ahead. A loop that breaks off gives
@@ -515,10 +528,14 @@ class Session:
             dataset: map-style, the same on every worker.
             batch_size: samples in this worker's batch, the same on every worker.
             shuffle: draw a new order every epoch.
+            drop_last: every batch holds `batch_size` samples. The end of the epoch's order that does not fill
+                a batch of each worker is left out; where samples are dealt as they are needed, what does not
+                fill one batch. So with `shuffle` other samples are left out every epoch.
             loader_options: for torch's DataLoader, such as `num_workers` or `collate_fn`.
 
         Raises:
-            ValueError: fewer samples than workers, or a batch size below 1.
+            ValueError: fewer samples than workers, or with `drop_last` than a batch each, or a batch size
+                below 1.
             OffbeatError: the data set has no length, an option is the session's own to decide, or the epoch's
                 batches are being dealt already or are used up.
         """
@@ -540,12 +557,13 @@ class Session:
             seed=self._seed,
             epoch=self.epoch,
             shuffle=shuffle,
+            drop_last=drop_last,
         )
-        self._check_data(len(dataset), batch_size)
+        self._check_data(len(dataset), batch_size, drop_last)
         self._batches_in_epoch, self._samples_in_epoch = shards.steps, shards.samples
-        self._batch_size = batch_size
+        self._batch_size, self._drop_last = batch_size, drop_last
         taken = (
-            self._dealt(dataset, batch_size, shuffle, loader_options)
+            self._dealt(dataset, batch_size, shuffle, drop_last, loader_options)
             if self._synchronizer.deals
             else self._shared_out(dataset, shards, loader_options)
         )
@@ -572,7 +590,7 @@ class Session:
             if not self._is_used_up:
                 self._give_up_the_rest()
 
-    def _check_data(self, samples: int, batch_size: int) -> None:
+    def _check_data(self, samples: int, batch_size: int, drop_last: bool) -> None:
         """Fails a worker that has other data than what it goes on from, before anybody hears of its own."""
         if self._used.get(self.epoch) and samples != self._samples_loaded:
             raise OffbeatError(
@@ -582,11 +600,13 @@ class Session:
         place, self._joined_at = self._joined_at, None
         if place is None or not place.samples or place.epoch != self.epoch:
             return
-        if (samples, batch_size) != (place.samples, place.batch_size):
+        if (samples, batch_size, drop_last) != (place.samples, place.batch_size, place.drop_last):
+            theirs = batches_in_words(place.batch_size, place.drop_last)
+            own = batches_in_words(batch_size, drop_last)
             raise OffbeatError(
                 f"expected the data of the job that worker {self.worker} joins, {place.samples} samples in "
-                f"batches of {place.batch_size}, got {samples} in batches of {batch_size}: start newcomers "
-                "with the same data set and batch size"
+                f"batches of {theirs}, got {samples} in batches of {own}: start newcomers with the same data "
+                "set, batch size and drop_last"
             )
 
     def _shared_out(
@@ -602,7 +622,12 @@ class Session:
             yield next(loaded), len(taken)
 
     def _dealt(
-        self, dataset: Dataset[Any], batch_size: int, shuffle: bool, loader_options: dict[str, Any]
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        loader_options: dict[str, Any],
     ) -> Iterator[tuple[Any, int]]:
         """Yields what this worker is dealt, with sizes."""
         assert self._member is not None
@@ -612,6 +637,7 @@ class Session:
             lambda epoch: epoch_order(samples, seed=self._seed, epoch=epoch, shuffle=shuffle),
             dataset,
             batch_size,
+            drop_last=drop_last,
             epoch=self.epoch,
             loader_options=loader_options,
             seed=(self._seed, self.epoch, self.worker),

@@ -31,7 +31,7 @@ class Place:
         epoch: the epoch under way.
         seed: of the order of the data.
         samples: in that epoch, 0 where that is not known.
-        batch_size: likewise.
+        batch_size, drop_last: likewise.
     """
 
     round: int
@@ -39,6 +39,7 @@ class Place:
     seed: int
     samples: int
     batch_size: int
+    drop_last: bool
 
 
 class _Row(msgspec.Struct, frozen=True):

@@ -1,0 +1,234 @@
+"""Where the commands write: what a terminal can show, and what becomes of what cannot be written.
+
+Results go to standard output, progress and complaints to standard error. `guarded` is around every command:
+what is lost of a result ends the command with an error of this module, what is lost of progress ends nothing,
+and no text fails over a character that the encoding lacks. Nothing here decides what is shown.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, TextIO, cast
+
+from rich import table as rich_table
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from offbeat.errors import OffbeatError
+
+NONE: Final = "-"  # in a cell of which there is no value
+_BAR_FROM_COLUMNS: Final = 80
+
+
+class OutputError(OffbeatError):
+    """What a command has to show cannot be written.
+
+    Attributes:
+        reason: what the system says.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"cannot write to standard output: {reason}")
+        self.reason = reason
+
+
+class ReaderGoneError(Exception):
+    """The process that read standard output has closed it and wants no more."""
+
+
+# Streams -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Writes to standard output and standard error, and their failures, go through `_Guard` inside.
+
+    Of the three standard streams those that are closed are opened on /dev/null, so that no file or socket
+    gets their numbers and what a child process prints.
+    """
+    _open_what_is_closed()
+    before = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, _Guard(before[0], is_result=True))
+    sys.stderr = cast(TextIO, _Guard(before[1], is_result=False))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Guard:
+    """A text stream whose first failure is its last: what follows goes to /dev/null.
+
+    Args:
+        is_result: a failure is an error; else nobody hears of it, for there is nowhere left to say so.
+    """
+
+    def __init__(self, stream: TextIO, *, is_result: bool) -> None:
+        self._stream, self._is_result = stream, is_result
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text.
+
+        Raises:
+            OutputError: it cannot be written.
+            ReaderGoneError: nobody reads it.
+        """
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand on what was written; raises as `write` does."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        with suppress(OSError):  # a stream that is no file has no number
+            _point_at_nothing(self._stream.fileno())
+        if not self._is_result:
+            return
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGoneError from error
+        raise OutputError(error.strerror or str(error)) from error
+
+
+def _point_at_nothing(number: int) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _open_what_is_closed() -> None:
+    names = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for _ in names:  # each gets the lowest number that is free: that of the stream
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in names:
+        # A result for a standard output that is closed is lost: it cannot be written, as on a full disk.
+        mode = os.O_RDONLY if name == "stdout" else os.O_RDWR
+        setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "r" if name == "stdin" else "w"))
+
+
+def columns_max() -> int | None:
+    """Return how many columns a line has room for: as COLUMNS or the terminal says; None without a limit."""
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+# Tables --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text under heads.
+
+    Attributes:
+        title: a line above, "" for none.
+        heads: of the columns; a line feed breaks one. With two columns and no heads each row is a name and
+            its value.
+        rows: as many cells each as there are columns.
+        words: which columns are text, which begins at the left; the others are numbers.
+    """
+
+    title: str = ""
+    heads: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]]
+    words: frozenset[int] = frozenset({0})
+
+
+def show(*shown: Table | str | Text) -> None:
+    """Write tables and lines to standard output.
+
+    A table that does not fit into the terminal breaks its text between words; where that is not enough, each
+    cell becomes a line `head: cell`, and an empty line ends a row. So no number and no name is ever cut.
+    Where standard output is no terminal, and COLUMNS says nothing, there is no limit.
+
+    Raises:
+        OutputError: it cannot be written.
+        ReaderGoneError: nobody reads it.
+    """
+    for one in shown:
+        if isinstance(one, Table):
+            _show_table(one, columns_max())
+        else:
+            _console().print(one, soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _show_table(table: Table, columns: int | None) -> None:
+    widths = _widths(table, columns)
+    if table.title:
+        _console().print(Text(table.title, style="italic"), soft_wrap=True)
+    if widths is None:
+        _console().print("\n".join(_lines(table)), soft_wrap=True)
+    else:
+        _console(_boxed_columns(widths)).print(_boxed(table, widths))
+
+
+def _console(columns: int = 80) -> Console:
+    return Console(file=sys.stdout, width=columns, height=25, highlight=False, markup=False, emoji=False)
+
+
+def _widths(table: Table, columns: int | None) -> list[int] | None:
+    """How wide the columns of a table are, None where no table fits."""
+    cells = list(zip(*([table.heads] if table.heads else []), *table.rows, strict=True))
+    widths = [max(cell_len(line) for cell in column for line in [*cell.splitlines(), ""]) for column in cells]
+    least = [max(cell_len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
+    over = 0 if columns is None else _boxed_columns(widths) - columns
+    for at in sorted(range(len(widths)), key=lambda at: least[at] - widths[at]):
+        if at in table.words and over > 0:
+            cut = min(over, widths[at] - least[at])
+            widths[at] -= cut
+            over -= cut
+    return widths if over <= 0 else None
+
+
+def _boxed_columns(widths: list[int]) -> int:
+    return sum(widths) + 3 * len(widths) + 1
+
+
+def _boxed(table: Table, widths: list[int]) -> rich_table.Table:
+    drawn = rich_table.Table(show_header=bool(table.heads))
+    for at, width in enumerate(widths):
+        head = Text(table.heads[at]) if table.heads else ""
+        drawn.add_column(head, width=width, justify="left" if at in table.words else "right")
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def _lines(table: Table) -> Iterator[str]:
+    if not table.heads:
+        yield from (": ".join(row) for row in table.rows)
+        return
+    heads = [" ".join(head.split()) for head in table.heads]
+    for number, row in enumerate(table.rows):
+        if number:
+            yield ""
+        yield from (f"{head}: {cell}" for head, cell in zip(heads, row, strict=True))
+
+
+# Progress ------------------------------------------------------------------------------------------------
+
+
+def progress() -> Progress:
+    """Bars on standard error, which the terminal has room for; what is said beside them is whole."""
+    console = Console(file=sys.stderr)
+    what = TextColumn("{task.description}", markup=False, table_column=rich_table.Column(overflow="fold"))
+    bar = [BarColumn()] if console.width >= _BAR_FROM_COLUMNS else []
+    return Progress(what, *bar, TimeElapsedColumn(), console=console)
