@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import Outcome, Workers, free_port, launch, summary, tied
+from offbeat.runtime.child import tied
+from offbeat.runtime.launch import Outcome, Workers, free_port, launch, summary
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
 

@@ -64,6 +64,20 @@ def test_what_is_pushed_is_added_and_what_never_was_is_zero(ps, name):
     assert w.pull().result().dtype == np.float32
 
 
+def test_keys_and_values_may_be_tensors_wherever_there_are_any(ps, name):
+    w = ps.namespace(name, keys=10, dtype="float64")
+    some = torch.tensor([3, 4])
+    w.put(torch.ones(10, requires_grad=True)).result()
+    w.push(torch.tensor([1.0, 2.0], requires_grad=True), keys=some).result()
+    assert w.pull(keys=some).result().tolist() == [2, 3]
+    assert w.pull(keys=some.to(torch.int32)).result().tolist() == [2, 3]
+    for request in (lambda: w.pull(keys=some.float()), lambda: w.push(torch.ones(2), keys=some.float())):
+        with pytest.raises(ValueError, match="expected whole numbers as keys, got float32"):
+            request()
+    with pytest.raises(ValueError, match="expected values as an array or a tensor on the CPU"):
+        w.push(torch.ones(2, dtype=torch.bfloat16), keys=some)
+
+
 def test_rows_have_as_many_numbers_as_the_namespace_says(ps, name):
     w = ps.namespace(name, keys=50, width=3, dtype="float64")
     w.push([[1, 2, 3], [4, 5, 6]], keys=[7, 49]).result()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,7 +166,11 @@ def test_another_process_reads_the_values_where_they_are():
     read = read_model(snapshot.structure, snapshot.places, snapshot.blocks)
     same(model, read)
     assert not read.training
-    assert all(block.is_shared() for block in snapshot.blocks.values())
+    theirs = ForkingPickler.loads(ForkingPickler.dumps(snapshot.lent))
+    same(model, read_model(snapshot.structure, snapshot.places, theirs))
+    for device, block in snapshot.blocks.items():
+        block.fill_(7)
+        assert theirs[device].eq(7).all()  # the same memory
     assert not any(parameter.is_shared() for parameter in model.parameters())
     assert not model.table.is_shared()
     starts = {block.data_ptr() for block in snapshot.blocks.values()}
@@ -208,3 +214,13 @@ def test_a_digest_tells_snapshots_apart_by_every_bit_and_by_nothing_else():
     second.overwrite(first.to_bytes())
     assert first.digest() == second.digest()
     assert torch.equal(second.model()[1].running_mean, first.model()[1].running_mean)
+
+
+def test_a_shared_snapshot_lies_in_memory_without_a_file():
+    def mapped(what):
+        return sum(what in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    files, memory = mapped("/dev/shm/"), mapped("memfd:offbeat")
+    snapshot = Snapshot(shared=True)
+    snapshot.take(Odd())
+    assert (mapped("/dev/shm/"), mapped("memfd:offbeat")) == (files, memory + 1)

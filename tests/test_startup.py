@@ -1,8 +1,10 @@
 """Promises of a job that cannot start: every worker that is there says in one line why, in time."""
 
 import os
+import resource
 import signal
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -14,7 +16,7 @@ from torch import nn
 import offbeat
 from cluster import run, values
 from jobs import job
-from offbeat.runtime import rendezvous
+from offbeat.runtime import rendezvous, session
 from offbeat.runtime.environment import JOB, NEWCOMER, START_S
 from offbeat.strategies import AllReduce
 
@@ -105,6 +107,66 @@ def test_a_coordinator_that_cannot_start_says_why():
         "/no such folder/run.jsonl"
     )
     assert second.error == f"rank 0 could not open the job: {first.error}"
+
+
+@contextmanager
+def no_files_left():
+    """In here, this process can open nothing more."""
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+def without_files(rank, say, odd_rank, where, name):
+    """Joins; on one worker, a function of a module runs when no more files can be opened."""
+    where = sys.modules[where]
+    function = getattr(where, name)
+
+    def starved(*args, **options):
+        with no_files_left():
+            return function(*args, **options)
+
+    if rank == odd_rank:
+        setattr(where, name, starved)
+    return join(rank, say, None)
+
+
+@pytest.mark.parametrize(
+    ("odd_rank", "where", "name", "odd_text", "text"),
+    [
+        (
+            0,
+            rendezvous.__name__,
+            "start_coordinator",
+            "the coordinator did not start: too many open files: raise `ulimit -n`",
+            "rank 0 could not open the job: the coordinator did not start: too many open files: raise",
+        ),
+        (
+            1,
+            session.__name__,
+            "Member",
+            "cannot open its connections: too many open files",
+            "worker 1: worker-1.",
+        ),
+        (
+            1,
+            rendezvous.__name__,
+            "own_address",
+            "leads nowhere: too many open files: raise",
+            "worker 1: '127.0.0.1'",
+        ),
+    ],
+)
+def test_a_worker_that_can_open_no_more_files_tells_all_of_them(odd_rank, where, name, odd_text, text):
+    with job(without_files, 3, odd_rank, where, name, env={START_S: str(LIMIT_S)}) as running:
+        ended = running.ends()
+    for one in ended:
+        assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
+        assert "too many open files: raise `ulimit -n`" in one.error
+        assert (odd_text if one.rank == odd_rank else text) in one.error
 
 
 def hangs_before_it_opens(rank, say):

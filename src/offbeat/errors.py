@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+import errno
+from typing import Final, Literal, TypeAlias
 
 # A session that was open broke, or another one with the peer begins at this moment; or dialling failed: the
 # peer's process has ended, nothing answers, or another process does, or one that does not want this node.
 LinkFailure: TypeAlias = Literal["broken", "replaced", "ended", "unreachable", "refused"]
+
+_REMEDIES: Final = {
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.ENFILE: "too many open files on this machine: raise the kernel's fs.file-max",
+}
+
+
+def explain(error: OSError) -> str:
+    """Return what the operating system says, and what to do about it where that is known."""
+    return _REMEDIES.get(error.errno or 0, str(error))
 
 
 class OffbeatError(Exception):

@@ -6,7 +6,6 @@ The run log is the only way in which workers tell this side how they do. Nothing
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from offbeat.errors import OffbeatError, WorkerError
 from offbeat.models import build
 from offbeat.policies.slowness import Slowness, SlowRule, parse
 from offbeat.record import finished_parts, from_plain
-from offbeat.runtime import environment
+from offbeat.runtime import child, environment
 from offbeat.runtime.feed import EqualShards
 from offbeat.runtime.launch import launch, summary
 from offbeat.timesheet import TimeSheet
@@ -182,7 +181,7 @@ def run(
     """
     log = LogReader(run_dir / LOG_NAME)
     sheet = TimeSheet()
-    command = [sys.executable, "-m", "offbeat.training", msgspec.json.encode(job.settings).decode()]
+    command = child.program("offbeat.training", msgspec.json.encode(job.settings).decode())
     env = {
         environment.SLOW: ";".join(job.slow),
         environment.RUN_LOG: str(run_dir / LOG_NAME),

@@ -34,8 +34,7 @@ from offbeat.bench.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
 from offbeat.record import read_log
-from offbeat.runtime import environment
-from offbeat.runtime.launch import tied
+from offbeat.runtime import child, environment
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 
@@ -227,7 +226,7 @@ class _Job:
             **place,
         }
         arguments = [json.dumps(vars(self.settings)), str(answer)]
-        process = subprocess.Popen(tied([sys.executable, "-m", "offbeat.bench.chaos", *arguments]), env=env)
+        process = subprocess.Popen(child.tied(child.program("offbeat.bench.chaos", *arguments)), env=env)
         self._processes.append(_Process(worker, process, answer))
 
     def run(self, chance: random.Random | None, *, every_s: float, stop_s: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.launch import tied
+from offbeat.runtime import child
 
 HEAR_S = 60.0  # for which one side waits for the other at most
 
@@ -86,9 +85,7 @@ class Child:
     """
 
     def __init__(self, module: str, *, name: str, prefix: Sequence[str] = ()) -> None:
-        self._process = subprocess.Popen(
-            tied([*prefix, sys.executable, "-m", module]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._process = child.start(child.tied([*prefix, *child.program(module)]), name)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.lines = Lines(self._process.stdout.fileno(), self._process.stdin.fileno(), name)
@@ -110,6 +107,6 @@ class Child:
 def ask_all(children: Iterable[Child], said: Any) -> list[Any]:
     """Say something to several, and wait for the answer of each."""
     asked = list(children)
-    for child in asked:
-        child.lines.tell(said)
-    return [child.lines.hear() for child in asked]
+    for one in asked:
+        one.lines.tell(said)
+    return [one.lines.hear() for one in asked]

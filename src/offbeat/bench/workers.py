@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime import child
 from offbeat.runtime.launch import launch, summary
 
 _ANSWER = "OFFBEAT_BENCH_ANSWER"
@@ -26,7 +27,7 @@ def run_workers(
     master_addr: str = "127.0.0.1",
     deadline_s: float = 1800.0,
 ) -> Any:
-    """Runs `python -m module SETTINGS` in every worker and returns what rank 0 answered.
+    """Runs `module SETTINGS` in every worker and returns what rank 0 answered.
 
     Args:
         module: has a `main` that calls `settings_of` and, in rank 0, `answer`.
@@ -43,7 +44,7 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         variables = {_ANSWER: str(path), "TORCH_CPP_LOG_LEVEL": "ERROR", **(env or {})}
-        command = [sys.executable, "-m", module, json.dumps(dict(settings))]
+        command = child.program(module, json.dumps(dict(settings)))
         with launch(
             command,
             workers,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import quote, unquote, urlsplit
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, explain
 
 BACKLOG = 512
 HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
@@ -162,7 +162,9 @@ def own_address(master_addr: str) -> str:
     try:
         address = _source(master_addr)
     except OSError as error:
-        raise OffbeatError(f"{master_addr!r} (MASTER_ADDR, or the manager) leads nowhere: {error}") from error
+        raise OffbeatError(
+            f"{master_addr!r} (MASTER_ADDR, or the manager) leads nowhere: {explain(error)}"
+        ) from error
     if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
         with suppress(OSError):
             return _source(_SOMEWHERE)

@@ -78,7 +78,7 @@ from offbeat.runtime.control import Tally, decode_tally, encode_tally
 from offbeat.runtime.journal import Journal
 from offbeat.runtime.links import UNREACHABLE_S, Endpoint
 from offbeat.runtime.run_log import LogPlace, RunLog
-from offbeat.runtime.starting import say
+from offbeat.runtime.starting import failure, given, say
 from offbeat.runtime.supervisor import supervise
 
 
@@ -663,9 +663,9 @@ def _texts(event: Event) -> Iterator[str]:
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     """Reads the configuration, answers with addresses or an error, serves and is started again if killed."""
     try:
-        coordinator = Coordinator(msgspec.json.decode(source.readline(), type=Configuration))
+        coordinator = Coordinator(given(source, Configuration))
     except (OffbeatError, ValueError, OSError) as error:
-        say(answer, {"error": str(error)})
+        say(answer, failure(error))
         return 1
     say(answer, {"addresses": coordinator.addresses})
     answer.close()

@@ -6,28 +6,35 @@ training. The process is spawned, not forked, and reads nothing but what its par
 
 from __future__ import annotations
 
+import io
 import multiprocessing as mp
 import os
 import signal
 import threading
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import popen_spawn_posix, resource_tracker, spawn, util
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.multiprocessing  # teaches multiprocessing to share tensors
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value
+from offbeat.runtime import child
 from offbeat.runtime.evaluators import Evaluate, Part, evaluated
 from offbeat.runtime.parts import Data
-from offbeat.runtime.snapshot import Blocks, Place, Snapshot, read_model
+from offbeat.runtime.snapshot import Blocks, Lent, Place, Snapshot, read_model
 from offbeat.runtime.threads import start_thread
 
 _START_S: Final = 120.0
 _END_S: Final = 5.0
+_SHARED_MEMORY: Final = "shared memory"  # which torch says that it cannot open or allocate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +42,7 @@ class _Task:
     """A part as it is sent; `blocks` only where the process does not know this room."""
 
     slot: int
-    blocks: Blocks | None
+    blocks: Mapping[torch.device, Lent | torch.Tensor] | None  # arrive as `Blocks`
     places: list[Place]
     structure: bytes
     positions: range
@@ -49,6 +56,65 @@ class _Answer:
     metrics: dict[str, Value] | None
     error: BaseException | None = None
     where: str = ""
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """Starts a process as multiprocessing does, by the command of `child`."""
+
+    _fds: list[int]  # that what is written refers to
+
+    def _launch(self, process_obj: Any) -> None:
+        content = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            ForkingPickler(content).dump(spawn.get_preparation_data(process_obj.name))
+            ForkingPickler(content).dump(process_obj)
+        finally:
+            set_spawning_popen(None)
+        tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)  # where one runs
+        self.sentinel, ended = os.pipe()
+        given, ours = os.pipe()
+        # Closed when this object is gone: the process ends when nobody has the end to write any more.
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, ours))
+        try:
+            code = (
+                "from multiprocessing.spawn import spawn_main\n"
+                f"spawn_main(pipe_handle={given}, tracker_fd={tracker})"
+            )
+            descriptors = [ended, given, *self._fds, *([] if tracker is None else [tracker])]
+            command = child.evaluation(code, "--multiprocessing-fork")
+            self._process = child.start_evaluation(command, process_obj.name, descriptors)
+        except BaseException:
+            self.finalizer()
+            raise
+        finally:
+            os.close(ended)
+            os.close(given)
+        self.pid = self._process.pid
+        with (
+            suppress(BrokenPipeError),
+            open(ours, "wb", closefd=False) as file,
+        ):  # else it is found to be dead
+            file.write(content.getbuffer())
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code, of a process that has ended or, without that flag, will."""
+        if self.returncode is None:
+            self.returncode = self._process.poll() if flag == os.WNOHANG else self._process.wait()
+        return self.returncode
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class _Process(SpawnProcess):
+    @staticmethod
+    def _Popen(  # noqa: N802 (multiprocessing calls it so)
+        process_obj: Any,
+    ) -> Any:
+        return _Popen(process_obj)
 
 
 class InAProcess:
@@ -74,9 +140,8 @@ class InAProcess:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
+        self._connection, theirs = mp.Pipe()
+        self._process = _Process(
             target=_serve,
             args=(theirs, self._evaluate, self._data, self._threads),
             name=f"offbeat validation {self._number}",
@@ -86,7 +151,15 @@ class InAProcess:
         self._is_ready = False
         try:
             self._process.start()
+        except OffbeatError:
+            raise
         except Exception as error:
+            if _SHARED_MEMORY in str(error):
+                raise OffbeatError(
+                    f"the validation set cannot be shared with another process ({error}): make /dev/shm "
+                    "larger and writable (docker run --shm-size=1g, mount -o remount,rw,size=1g "
+                    "/dev/shm), or use backend='thread'"
+                ) from error
             raise OffbeatError(
                 f"evaluate and the validation set cannot be sent to another process ({type(error).__name__}: "
                 f"{error}): define them at the top level of a module, or use backend='thread'"
@@ -126,7 +199,7 @@ class InAProcess:
         self._rooms[slot] = room
         return _Task(
             slot=slot,
-            blocks=None if is_known else snapshot.blocks,
+            blocks=None if is_known else snapshot.lent,
             places=snapshot.places,
             structure=snapshot.structure,
             positions=part.positions,
@@ -177,7 +250,7 @@ def _serve(connection: Connection, evaluate: Evaluate, data: Data, threads: int)
         except (EOFError, OSError):
             return
         if task.blocks is not None:
-            known[task.slot] = task.blocks
+            known[task.slot] = cast(Blocks, task.blocks)
         connection.send(_answer(evaluate, data, task, known[task.slot]))
 
 

@@ -11,7 +11,7 @@ because one failed (they must end with an error of their own, which names the pe
 lets a worker wait for somebody to read its output.
 
 How workers are kept from outliving the process that launched them, even if that is killed by SIGKILL: each
-worker asks the kernel to be killed when its parent ends (`PR_SET_PDEATHSIG`). The request is made by a
+worker asks the kernel to be killed when its parent ends (`child.tied`). The request is made by a
 few lines of Python that run before the worker's command and then become it by exec: `preexec_fn` would run
 Python code between fork and exec, which can deadlock in a process with threads, and a pipe whose end is
 watched would need a thread in every worker. The kernel means the parent *thread*, so workers are started by
@@ -39,7 +39,8 @@ from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, explain
+from offbeat.runtime.child import start_tied
 from offbeat.runtime.environment import JOB, NEWCOMER
 from offbeat.runtime.threads import start_thread
 from offbeat.runtime.waiting import Condition, Flag
@@ -54,21 +55,6 @@ _DRAIN_READS = 16  # up to 1 MiB, the most that an unprivileged process may make
 _UNDELIVERED_LINES = 10_000  # for an `on_output` that is slower than the workers
 _BATCH_LINES = 100
 _FINISH_S = 10.0
-_PR_SET_PDEATHSIG = 1
-_TIE = f"""\
-import ctypes, os, signal, sys
-if ctypes.CDLL(None, use_errno=True).prctl({_PR_SET_PDEATHSIG}, int(signal.SIGKILL)) != 0:
-    sys.exit("prctl(PR_SET_PDEATHSIG) failed: " + os.strerror(ctypes.get_errno()))
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would hand on
-    signal.signal(number, signal.SIG_DFL)
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    print(f"cannot start {{sys.argv[2]}}: {{error.strerror}}", file=sys.stderr)
-    os._exit(127)
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +81,6 @@ class Outcome:
     def is_good(self) -> bool:
         """Whether the worker ended by itself and well."""
         return self.returncode == 0 and self.ended_because is None
-
-
-def tied(command: Sequence[str]) -> list[str]:
-    """Return `command` changed so that the kernel kills it as soon as the thread that started it is gone.
-
-    For a process that must not outlive its parent: `subprocess.Popen(tied([...]))`. Start it from a thread
-    that lives as long as the process shall. What it starts in turn is not covered.
-    """
-    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
 def free_port() -> int:
@@ -440,7 +417,7 @@ class Workers:
         self._end_waiting(started)
 
     def _give_up(self, started: Flag, error: BaseException) -> None:
-        self._error = error
+        self._error = _told(error)
         for worker in self._workers:
             worker.signal_group(signal.SIGKILL)
         self._end_waiting(started)
@@ -452,15 +429,7 @@ class Workers:
         started.set()
 
     def _start(self, rank: int, start: _Start, selector: selectors.BaseSelector) -> None:
-        process = subprocess.Popen(
-            tied(start.command),
-            env=start.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        process = start_tied(start.command, f"worker {rank}", start.env)
         assert process.stdout is not None
         assert process.stderr is not None
         worker = _Worker(
@@ -645,6 +614,15 @@ class _Delivery:
             self._left_out.clear()
             lines = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH_LINES))]
             return notes + lines
+
+
+def _told(error: BaseException) -> BaseException:
+    """Return an error as it is raised: what the operating system refuses, with what to do."""
+    if not isinstance(error, OSError):
+        return error
+    told = OffbeatError(f"the workers cannot be watched: {explain(error)}")
+    told.__cause__ = error
+    return told
 
 
 def _returncode(worker: _Worker) -> int:

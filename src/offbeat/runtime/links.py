@@ -35,14 +35,15 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from time import monotonic
 from typing import Any
 
-from offbeat.errors import LinkError, LinkFailure, ProtocolError
+from offbeat.errors import LinkError, LinkFailure, OffbeatError, ProtocolError, explain
 from offbeat.runtime import addresses as places
 from offbeat.runtime.connections import (
     TCP_FRAME_BYTES,
@@ -124,7 +125,7 @@ class Endpoint:
 
     Raises:
         ValueError: an argument makes no sense.
-        OSError: it is impossible to listen there.
+        OffbeatError: it is impossible to listen there, or to open anything; says why.
     """
 
     def __init__(
@@ -179,7 +180,8 @@ class Endpoint:
         self._flushing: list[Flag] = []
         self._closing = False
         self._failure: BaseException | None = None
-        self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended, spins=spins)
+        with _as_told(name):
+            self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended, spins=spins)
         self._regions = Regions(partial(self._loop.call, self._released))
         self._has_neighbours = False
         self._opening = Opening(
@@ -933,7 +935,8 @@ class Endpoint:
         listeners: Sequence[tuple[socket.socket, str]] | None,
     ) -> tuple[str, ...]:
         try:
-            found = places.listen(host, port, unix=unix) if listeners is None else listeners
+            with _as_told(self.name):
+                found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
             self._loop.abandon()
             raise
@@ -953,6 +956,15 @@ class Endpoint:
 
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+@contextmanager
+def _as_told(name: str) -> Iterator[None]:
+    """Say of a node what the operating system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        raise OffbeatError(f"{name} cannot open its connections: {explain(error)}") from error
 
 
 def _keep_from_children(endpoint: Endpoint) -> None:

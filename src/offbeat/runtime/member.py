@@ -59,6 +59,7 @@ _GOODBYE_S = 5.0
 # the job: times `silent_s`. After that they end it themselves.
 _PATIENCE = 3.0
 _REACH_AGAIN_S = 1.0
+_LOOK_S = 0.5  # into the store, for workers that could not tell the coordinator why they do not come
 _LAST_WORD_S = 20.0  # the coordinator may be silent for 10 s, and then has 10 s to be reached again
 
 
@@ -131,7 +132,7 @@ class Member:
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._reported: set[str] = set()  # whom this worker has reported as unreachable
         self._silent_s = silent_s
-        self._host, self._start_s = meeting.host, meeting.start_s
+        self._host, self._start_s, self._meeting_failure = meeting.host, meeting.start_s, meeting.failure
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
             job=meeting.job,
@@ -169,9 +170,22 @@ class Member:
             )
         )
         deadline_s = self._start_s + _ANSWER_MARGIN_S
-        self.wait_for(lambda: self._start is not None, deadline_s, "the coordinator to start the job")
+        limit_s = time.monotonic() + deadline_s
+        while not self._has_started(min(_LOOK_S, limit_s - time.monotonic())):
+            if (cause := self._meeting_failure()) is not None:
+                raise WorkerError(cause)
+            if time.monotonic() > limit_s:
+                what = "the coordinator to start the job"
+                raise WorkerError(f"worker {self.worker} waited {deadline_s:g} s for {what} in vain")
         assert self._start is not None
         return self._start
+
+    def _has_started(self, wait_s: float) -> bool:
+        """Waits for the start, for so many seconds at most, and returns whether it has come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._start is not None or self.failure is not None, wait_s)
+        self.check()
+        return self._start is not None
 
     @property
     def lock(self) -> Condition:

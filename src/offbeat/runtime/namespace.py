@@ -165,7 +165,7 @@ class Namespace:
         """
         rows = self._rows(values)
         self._check_size(1)
-        given = {name: np.ascontiguousarray(one, self._dtype) for name, one in (states or {}).items()}
+        given = {name: _array(one, name, self._dtype) for name, one in (states or {}).items()}
         for name, one in given.items():
             if one.shape != rows.shape:
                 raise ValueError(f"expected {name} of shape {rows.shape}, beside the values, got {one.shape}")
@@ -208,10 +208,9 @@ class Namespace:
             ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
             OffbeatError: this client is out of the parameter server; there was no room in 60 s.
         """
-        count = 1 if keys is None else np.size(keys)
-        arrays = 1 + len(self._states) if states else 1
-        self._check_size(count * arrays)
         listed = None if keys is None else self._listed(keys)
+        arrays = 1 + len(self._states) if states else 1
+        self._check_size((1 if listed is None else len(listed)) * arrays)
         if listed is not None and not len(listed):
             rows = np.zeros((0, *self._shape), self._dtype)
             empty = dict.fromkeys(("values", *self._states), rows) if states else rows
@@ -366,7 +365,7 @@ class Namespace:
         )
 
     def _rows(self, values: ArrayLike) -> Rows:
-        rows: Rows = np.ascontiguousarray(values, dtype=self._dtype)
+        rows: Rows = _array(values, "values", self._dtype)
         if rows.shape[1:] != self._shape or rows.ndim != 1 + len(self._shape):
             raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
         return rows
@@ -391,7 +390,7 @@ class Namespace:
             )
 
     def _listed(self, keys: ArrayLike) -> Keys:
-        found = np.ascontiguousarray(keys)
+        found = _array(keys, "keys")
         if found.dtype.kind not in "iu" and len(found):
             raise ValueError(f"expected whole numbers as keys, got {found.dtype}")
         listed: Keys = found.astype(np.int64, copy=False)
@@ -411,6 +410,16 @@ class Namespace:
 
     def _nothing(self, value: Any, after: Iterable[Future]) -> Future:
         return self._requests.when_done(after, lambda: value)
+
+
+def _array(given: ArrayLike, name: str, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+    """Return keys or numbers as an array; a tensor as its values, whether it requires a gradient or not."""
+    try:
+        return np.ascontiguousarray(given.detach() if hasattr(given, "detach") else given, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(given).__name__
+        what = f"expected {name} as an array or a tensor on the CPU, of a type that numpy has"
+        raise ValueError(f"{what}, got a {kind}: {error}") from error
 
 
 def _ends(listed: Keys) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from offbeat.errors import LinkFailure, ProtocolError
+from offbeat.errors import LinkFailure, ProtocolError, explain
 from offbeat.runtime.addresses import Address, SocketAddress, parse
 from offbeat.runtime.connections import Dial, Link, Peer, Session, prepare, receive, share
 from offbeat.runtime.handshake import Acceptor, Dialler, Position, RefusedError, refuse
@@ -513,4 +513,6 @@ def _fail_with(error: BaseException) -> None:
 
 
 def _why(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return explain(error)
     return (error.strerror or str(error)).lower()

@@ -12,7 +12,9 @@ told which jobs are there instead.
 from __future__ import annotations
 
 import datetime
+import errno
 import json
+import os
 import queue
 import time
 from collections import Counter
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, explain
 from offbeat.runtime.addresses import own_address
 from offbeat.runtime.coordinator import Configuration
 from offbeat.runtime.environment import Environment
@@ -34,6 +36,7 @@ from offbeat.runtime.starting import new_secrets, start_coordinator
 from offbeat.runtime.threads import start_thread
 
 _KEY = "meeting"
+_FAILED = "failed"  # why a worker that has reached the store cannot take part
 _COUNT = "workers"
 _JOBS = "offbeat/jobs"  # how many jobs have been opened here; with a number, the name of each
 # Where the job meets that has started last, and with a job's name, where that one does; without the prefix of
@@ -44,6 +47,7 @@ _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that n
 _joins: Counter[tuple[int, int]] = Counter()
 _inside = HashStore()  # where the threads of a world of one process meet
 _hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
+_NO_DESCRIPTORS = os.strerror(errno.EMFILE).lower()  # which torch's errors quote
 _NAMED_MAX = 8
 _LOOK_S = 5.0  # how long to look which job has taken the port
 _T = TypeVar("_T")
@@ -89,6 +93,20 @@ class Meeting:
             for key in {_RUNNING, _running(self.job_name)}:
                 _root(self.store).set(key, json.dumps(place))
 
+    def tell_failure(self, error: BaseException) -> None:
+        """Says to all who still wait for the start why this worker cannot take part; see `failure`."""
+        if self.store is not None:
+            with suppress(RuntimeError):  # the store is gone, and with it those who would look
+                self.store.set(_FAILED, json.dumps(f"worker {self.worker}: {error}"))
+
+    def failure(self) -> str | None:
+        """Why a worker cannot take part that could not tell the coordinator; None as far as is known."""
+        with suppress(RuntimeError):
+            if self.store is not None and self.store.check([_FAILED]):
+                told: str = json.loads(self.store.get(_FAILED))
+                return told
+        return None
+
     def outlast_the_late(self) -> None:
         """Waits until every worker has met the coordinator, where the store would go with this process.
 
@@ -110,26 +128,30 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         OffbeatError: the store or the coordinator could not be reached or started in time.
     """
     limit_s = time.monotonic() + environment.start_s
-    host = own_address(environment.master_addr)
     if environment.is_newcomer:
-        return _meet_as_newcomer(environment, host, limit_s)
+        return _meet_as_newcomer(environment, own_address(environment.master_addr), limit_s)
     hosts_store = environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
-    found: dict[str, Any]
-    if environment.rank == 0:
-        if store is not None:
-            _list_job(store, environment, hosts_store)
-        job, token = new_secrets()
-        try:
-            addresses = start_coordinator(configure(job, token, host))
-            found = {"job": job, "token": token, "coordinator": addresses}
-        except OffbeatError as error:
+    found: dict[str, Any] = {}
+    try:
+        host = own_address(environment.master_addr)
+        if environment.rank == 0:
             if store is not None:
-                store.set(_KEY, json.dumps({"error": str(error)}))
-                _count(store, environment)
-                if hosts_store:
-                    _wait_for_everybody(store, limit_s, environment.start_s)
-            raise
+                _list_job(store, environment, hosts_store)
+            job, token = new_secrets()
+            found = {
+                "job": job,
+                "token": token,
+                "coordinator": start_coordinator(configure(job, token, host)),
+            }
+    except Exception as error:
+        told = as_told(error)
+        if store is not None:
+            _tell_failure(store, environment, told)
+            if hosts_store:
+                _wait_for_everybody(store, limit_s, environment.start_s)
+        raise told from error
+    if environment.rank == 0:
         if store is not None:
             store.set(_KEY, json.dumps(found))
             _count(store, environment)
@@ -151,6 +173,13 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         limit_s=limit_s,
         job_name=environment.job_name,
     )
+
+
+def as_told(error: Exception) -> OffbeatError:
+    """Return an error as all workers of a job are told of it."""
+    if isinstance(error, OffbeatError):
+        return error
+    return OffbeatError(explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
 
 
 def open_store(host: str, port: int, *, hosts_it: bool, timeout_s: float = Environment.start_s) -> Store:
@@ -239,6 +268,9 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     try:
         store = _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
+        if _NO_DESCRIPTORS in str(error).lower():
+            cause = explain(OSError(errno.EMFILE, ""))
+            raise OffbeatError(f"rank {environment.rank} cannot open the job's store: {cause}") from error
         if hosts_it:
             raise OffbeatError(_why_taken(environment, limit_s)) from error
         raise OffbeatError(
@@ -271,6 +303,16 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
             f"rank {environment.rank} lost the job's store at {where} before rank 0 opened the job: "
             "see what rank 0 wrote"
         ) from error
+
+
+def _tell_failure(store: Store, environment: Environment, error: OffbeatError) -> None:
+    """Says to all who come to the store why this worker cannot take part."""
+    with suppress(RuntimeError):  # the store is lost, which the others see
+        if environment.rank == 0:
+            store.set(_KEY, json.dumps({"error": str(error)}))
+            _count(store, environment)
+        else:
+            store.set(_FAILED, json.dumps(f"worker {environment.rank}: {error}"))
 
 
 def _list_job(store: Store, environment: Environment, hosts_store: bool) -> None:
@@ -356,7 +398,7 @@ def _called(name: str | None) -> str:
 
 
 def _quoted(name: str | None) -> str:
-    return quote(name or "", safe="")
+    return quote(name or "", safe="", errors="surrogateescape")
 
 
 def _running(name: str | None) -> str:

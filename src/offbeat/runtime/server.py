@@ -26,7 +26,7 @@ from offbeat.policies.placement import Space
 from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refused
 from offbeat.runtime.node import Cluster, Node
 from offbeat.runtime.parcelling import Array, Encoded
-from offbeat.runtime.starting import say
+from offbeat.runtime.starting import failure, given, say
 from offbeat.runtime.threads import start_thread
 from offbeat.runtime.waiting import Condition
 
@@ -236,9 +236,9 @@ def serve(server: Server, is_there: Callable[[], None]) -> None:
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
     """Read the configuration, answer with the server's id or an error, and serve."""
     try:
-        server = Server(msgspec.json.decode(source.readline(), type=ServerConfiguration))
+        server = Server(given(source, ServerConfiguration))
     except (OffbeatError, ProtocolError, ValueError, OSError) as error:
-        say(answer, {"error": str(error)})
+        say(answer, failure(error))
         return 1
     try:
         serve(server, lambda: say(answer, {"server": server.server}))

@@ -206,6 +206,8 @@ class Session:
         try:
             self._enter(environment)
         except BaseException as error:
+            if self._meeting is not None and self._member is None:
+                self._meeting.tell_failure(error)
             self._leave(error)
             if self._meeting is not None and isinstance(error, OffbeatError):
                 self._meeting.outlast_the_late()

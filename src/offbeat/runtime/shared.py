@@ -101,7 +101,7 @@ class Regions:
         if not HAS_SHARED or size < MIN_SHARED_BYTES or len(self._sorted[0]) >= MAX_REGIONS:
             return None
         try:
-            descriptor, memory = _allocated(size)
+            descriptor, memory = allocated(size)
         except OSError:
             return None
         region = Region(next(self._numbers), descriptor, memory)
@@ -193,7 +193,7 @@ class Borrowed:
                 raise ProtocolError(f"expected a new region, got {number} again")
             if len(self._regions) >= MAX_REGIONS:
                 raise ProtocolError(f"expected at most {MAX_REGIONS} regions, got one more")
-            self._regions[number] = _mapped(_checked(descriptor, size), size, PROT_READ, MAP_SHARED)
+            self._regions[number] = mapped(_checked(descriptor, size), size, PROT_READ, MAP_SHARED)
         except OSError as error:
             raise ProtocolError(f"cannot map region {number} of {size} bytes: {error.strerror}") from error
         finally:
@@ -238,7 +238,7 @@ class Borrowed:
             os.close(self._descriptors.popleft())
 
 
-def _allocated(size: int) -> tuple[int, Any]:
+def allocated(size: int) -> tuple[int, Any]:
     """Return new memory and its descriptor.
 
     Raises:
@@ -248,7 +248,7 @@ def _allocated(size: int) -> tuple[int, Any]:
     try:
         os.posix_fallocate(descriptor, 0, size)  # what is lacking is an error now, and no deadly signal later
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return descriptor, _mapped(descriptor, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE)
+        return descriptor, mapped(descriptor, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE)
     except BaseException:
         os.close(descriptor)
         raise
@@ -277,7 +277,7 @@ def _checked(descriptor: int, size: int) -> int:
     return descriptor
 
 
-def _mapped(descriptor: int, size: int, protection: int, flags: int) -> Any:
+def mapped(descriptor: int, size: int, protection: int, flags: int) -> Any:
     """Map memory and return it as a buffer; when nobody holds that any more, it is unmapped.
 
     The standard library's mmap keeps a descriptor for each mapping, of which there may be many; and it shows

@@ -11,18 +11,22 @@ import copy
 import hashlib
 import io
 import itertools
+import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
+from mmap import MAP_SHARED, PROT_READ, PROT_WRITE
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, explain
+from offbeat.runtime.shared import HAS_SHARED, allocated, mapped
 
 Blocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
@@ -120,6 +124,7 @@ class Snapshot:
 
     Attributes:
         blocks: of memory, by device, in which the values lie.
+        lent: what arrives in other processes of this program as these blocks; empty unless shared.
         places: of the values in them.
         room: a number that these blocks alone have, for processes that have seen them before.
         structure: the model without these values, for `read_model` in another process; empty unless shared.
@@ -129,6 +134,7 @@ class Snapshot:
 
     def __init__(self, *, shared: bool) -> None:
         self.blocks: dict[torch.device, Tensor] = {}
+        self.lent: dict[torch.device, Lent | Tensor] = {}
         self.places: list[Place] = []
         self.room = -1
         self.structure = b""
@@ -167,17 +173,21 @@ class Snapshot:
 
     def _make_room(self, values: Sequence[Tensor]) -> None:
         self.places, sizes = _lay_out(values)
-        self.room = next(_rooms)
+        self.room, self.lent = next(_rooms), {}
         self.blocks = {
-            device: torch.zeros(
-                -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, dtype=torch.uint8, device=device
-            )
+            device: self._block(device, -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
             for device, size_bytes in sizes.items()
         }
-        if self.shared:
-            for block in self.blocks.values():
-                block.share_memory_()
         self._tensors = [place.view(self.blocks) for place in self.places]
+
+    def _block(self, device: torch.device, size_bytes: int) -> Tensor:
+        if self.shared and HAS_SHARED and device.type == "cpu" and size_bytes:
+            lent = self.lent[device] = Lent(size_bytes)
+            return lent.block
+        block = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        if self.shared:
+            self.lent[device] = block.share_memory_()
+        return block
 
     def model(self) -> nn.Module:
         """Return a module of its own that reads these values, set to evaluate, without gradients.
@@ -256,6 +266,40 @@ def _copied(model: nn.Module, values: Sequence[Tensor], instead: Sequence[Tensor
 
 
 # Between processes of one program -----------------------------------------------------------------------
+
+
+class Lent:
+    """A block of memory on the CPU that other processes of this program map.
+
+    It has no file in /dev/shm, which may be small (64 MiB in a container) or not there to be written.
+
+    Raises:
+        OffbeatError: there is not so much memory.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        try:
+            self._descriptor, memory = allocated(size_bytes)
+        except OSError as error:
+            raise OffbeatError(
+                f"cannot share {size_bytes} bytes with the processes that validate: {explain(error)}; or use "
+                "backend='thread'"
+            ) from error
+        self._size_bytes = size_bytes
+        self.block = torch.frombuffer(memory, dtype=torch.uint8)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    def __reduce__(self) -> Any:
+        return _borrowed, (DupFd(self._descriptor), self._size_bytes)
+
+
+def _borrowed(descriptor: Any, size_bytes: int) -> Tensor:
+    number = descriptor.detach()
+    try:
+        memory = mapped(number, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED)
+    finally:
+        os.close(number)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Writer(ForkingPickler):

@@ -205,7 +205,7 @@ def check_can_travel(trained: Trained) -> None:
     Raises:
         OffbeatError: names what it keeps that is neither a tensor nor plain data.
     """
-    place = Place(round=0, epoch=0, seed=0, samples=0, batch_size=0)
+    place = Place(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
     try:
         described, _ = _describe(trained, place)
         msgspec.msgpack.encode(described)
