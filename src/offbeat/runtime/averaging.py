@@ -21,9 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.numerics.buckets import plan_buckets
 from offbeat.runtime.averager import LANES, WORD_S, Host, gathered, spread
-from offbeat.runtime.backward import BackwardPass, check_dense, watch
+from offbeat.runtime.backward import BackwardPass, Onlookers, check_dense, watch
+from offbeat.runtime.checks import Forms
 from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
-from offbeat.runtime.hooks import Hook, do_nothing
+from offbeat.runtime.hooks import ForwardHook, Hook, Scripting, do_nothing
 from offbeat.runtime.slots import BufferList, Slot
 from offbeat.runtime.writes import check_all_wrote
 
@@ -81,17 +82,20 @@ class GradientAverager:
         self._exchange_id: int | None = None  # of the pass under way
         self._share: float | None = None  # by what gradients of the round under way are multiplied
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
+        self._forms = Forms(model)
         self._buffers = BufferList(model)
         self._make_slots()
         self._late = None if grouping is None else grouping.late
         if self._late is not None:
             self._late.bind(self._parameters, self._buffers)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Scripting] = []
         self._ready_entries: set[int] = set()
         self._launched = 0
         self._stale = False
         self._backward = BackwardPass(self._backward_ended)
         self._accumulated = False  # the backward pass under way has reached a parameter
+        self._onlookers: Onlookers  # from `attach` on
+        self._stay = False  # the gradients of the pass under way, for somebody may look at them
         self._quiet = False
         self._fresh_weight = 0.0
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
@@ -162,8 +166,10 @@ class GradientAverager:
         for entry, parameter in enumerate(self._parameters):
             hook = Hook(partial(self._gradient_ready, entry))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
-        self._handles.append(self._model.register_forward_hook(Hook(self._after_forward)))
+        self._handles.append(self._model.register_forward_pre_hook(ForwardHook(self._before_forward)))
+        self._handles.append(self._model.register_forward_hook(ForwardHook(self._after_forward)))
+        self._handles.append(Scripting(self._model))
+        self._onlookers = Onlookers(self._model, self._parameters)
 
     def detach(self) -> None:
         """Takes every hook off the model again."""
@@ -234,7 +240,11 @@ class GradientAverager:
         self._forget_failed_pass()
         if not self._backward.is_under_way:
             self._backward.begin()
-        self._accumulated = True
+        if not self._accumulated:
+            self._forms.check()
+            self._accumulated, self._stay = True, self._onlookers.are_there
+        if self._stay or parameter.grad is None:  # somebody's hook may have taken it
+            return
         if self._kept is not None:
             parameter.grad = self._kept[entry]
         if self._quiet or self._grouping is None or not self._sit(wait=False):
@@ -266,6 +276,9 @@ class GradientAverager:
         if not self._accumulated:  # torch.autograd.grad, which leaves `param.grad` alone
             return
         self._accumulated = False
+        if self._stay and self._kept is not None:
+            for parameter, kept in zip(self._parameters, self._kept, strict=True):
+                parameter.grad = kept
         self._fresh_weight += self._batch_weight
         timer = self._host.timer
         timer.switch("compute")
@@ -289,6 +302,7 @@ class GradientAverager:
             WorkerError: a member was lost, or did not come within the deadline.
         """
         self._forget_failed_pass()
+        self._forms.check()
         self._written = self._host.writes.take()
         if not self._fresh_weight and self._were_set_by_hand():
             self._fresh_weight = self._batch_weight

@@ -1,17 +1,21 @@
-"""When backward passes begin and end, and what they must not bring."""
+"""When backward passes begin and end, who looks at gradients meanwhile, and what they must not bring."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence, Sized
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as of_all_modules
 from torch.utils._pytree import tree_leaves
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.hooks import do_nothing
+
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class BackwardPass:
@@ -59,6 +63,32 @@ class BackwardPass:
         if id_ == self._id:
             self._id = None
             self._ended()
+
+
+class Onlookers:
+    """Hooks of the program that may look at gradients while a backward pass goes on.
+
+    What they find in `param.grad`, and what they make of it, is what it is without a session as long as
+    gradients stay there until the pass is over. Hooks that get a gradient before it is accumulated do not
+    count: they have it from torch.
+
+    Args:
+        model: its modules' hooks on the backward pass count, and those of all modules.
+        parameters: each has one hook of the session that is called when its gradient is accumulated; others
+            count.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        self._of_parameters: list[Sized] = [
+            hooks for one in parameters if (hooks := one._post_accumulate_grad_hooks) is not None
+        ]
+        of_one = [getattr(one, name, {}) for one in model.modules() for name in _BACKWARD_HOOKS]
+        self._of_modules = [*of_one, *(getattr(of_all_modules, f"_global{name}") for name in _BACKWARD_HOOKS)]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is one now."""
+        return any(self._of_modules) or any(len(hooks) > 1 for hooks in self._of_parameters)
 
 
 def watch(output: Any, begins: Callable[[torch.Tensor], None]) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.hooks import do_nothing
 from offbeat.runtime.hyperparameters import Group, plain_settings
 from offbeat.runtime.trained import Trained
 
@@ -24,6 +25,7 @@ def check_trainable(trained: Trained) -> None:
     Raises:
         OffbeatError: says what was found and what to do.
     """
+    _check_hooks(trained.model)
     for module in trained.model.modules():
         name = type(module).__name__
         if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
@@ -43,6 +45,16 @@ def check_trainable(trained: Trained) -> None:
         )
     _check_tensors(trained.model)
     _check_optimizers(trained)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    try:
+        model.register_forward_pre_hook(do_nothing).remove()
+    except Exception as error:
+        raise OffbeatError(
+            f"the model is a {type(model).__name__}, which takes no hooks ({error}): join the module that it "
+            "was made of, or, with another strategy than hybrid, one that has it as a part"
+        ) from error
 
 
 def _check_tensors(model: nn.Module) -> None:
@@ -109,6 +121,41 @@ def check_all_stepped(trained: Trained) -> None:
         )
 
 
+class Forms:
+    """Notices when a parameter becomes one of another type, shape or device under a session.
+
+    One whose memory is where it was is taken to be as it was, for that is quick to tell.
+
+    Args:
+        model: as joined.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._forms = [_form_and_device(parameter) for parameter in self._parameters]
+        self._remember()
+
+    def check(self) -> None:
+        """Raises OffbeatError, with the parameter's name, if one has."""
+        if self._now() == self._places:
+            return
+        for name, parameter, was in zip(self._names, self._parameters, self._forms, strict=True):
+            if (now := _form_and_device(parameter)) != was:
+                raise OffbeatError(
+                    f"the parameter {name!r} was {was} at join and is {now}: leave the session and join again"
+                )
+        self._remember()
+
+    def _remember(self) -> None:
+        self._held = [parameter.detach() for parameter in self._parameters]  # so that nobody gets this memory
+        self._places = self._now()
+
+    def _now(self) -> list[object]:
+        return [one.data_ptr() or one.dtype for one in self._parameters]
+
+
 class Watch:
     """Notices when the set of trained parameters changes under a session.
 
@@ -171,6 +218,10 @@ def describe(trained: Trained) -> tuple[str, ...]:
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _form_and_device(tensor: torch.Tensor) -> str:
+    return f"{_form(tensor)} on {tensor.device}"
 
 
 def _settings(group: Group) -> str:

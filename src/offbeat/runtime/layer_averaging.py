@@ -24,10 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError
 from offbeat.numerics.plans import Policy
 from offbeat.runtime.averager import Host
-from offbeat.runtime.backward import BackwardPass, check_dense, leads_to, watch
+from offbeat.runtime.backward import BackwardPass, Onlookers, check_dense, leads_to, watch
+from offbeat.runtime.checks import Forms
 from offbeat.runtime.deferred_step import DeferredStep, StepsAhead
 from offbeat.runtime.grouping import Grouping
-from offbeat.runtime.hooks import Hook
+from offbeat.runtime.hooks import ForwardHook, Hook, Scripting
 from offbeat.runtime.layer_layout import Order, Plan, check_layers, plan_by_layer, plan_by_type
 from offbeat.runtime.layer_rounds import LayerRounds, Round
 from offbeat.runtime.partial_step import PartialSteps
@@ -90,10 +91,11 @@ class LayerAverager:
         self._puts_steps_off = overlap == "forward" and len(optimizers) == 1
         self._steps = PartialSteps(optimizers[0])
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._forms = Forms(model)
         self._rounds = LayerRounds(model, self._parameters, grouping, host, deadline_s=deadline_s)
         check_layers(model)
         self._uses = Uses(model, self._parameters, time.perf_counter)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | Scripting] = []
         self._is_planned = False
         self._batch_weight, self._fresh_weight = 1.0, 0.0
         self._quiet = False
@@ -112,6 +114,8 @@ class LayerAverager:
         self._came_s, self._ended_s = [0.0] * count, 0.0
         self._pass = BackwardPass(self._end_pass)
         self._has_accumulated = False
+        self._onlookers: Onlookers  # from `attach` on
+        self._stay = False  # the gradients of the pass under way, for somebody may look at them
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
         self.line = self._rounds.measured_line(workers)
         self._rounds.adopt(plan_by_type(self._parameters), order)
@@ -156,10 +160,13 @@ class LayerAverager:
         for one in stateful:
             self._handles.append(one.register_state_dict_pre_hook(drain))
             self._handles.append(one.register_load_state_dict_pre_hook(drain))
-        self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
-        after = Hook(self._after_forward)
+        before = ForwardHook(self._before_forward, self._before_showing)
+        self._handles.append(self._model.register_forward_pre_hook(before))
+        after = ForwardHook(self._after_forward)
         self._handles.append(self._model.register_forward_hook(after, always_call=True))
         self._uses.attach()
+        self._handles.append(Scripting(self._model, self.drain))
+        self._onlookers = Onlookers(self._model, self._parameters)
         _drains[self._model] = self.drain
         self._model.train = MethodType(train, self._model)  # type: ignore[method-assign]
 
@@ -186,7 +193,7 @@ class LayerAverager:
         """Lets each module wait for what it owns and for the parameters that it is the first to use."""
         needs = self._rounds.layout.needs(self._model, self._parameters, self._uses.modules)
         for module, indices in needs.items():
-            hook = Hook(partial(self._before_module, indices))
+            hook = ForwardHook(partial(self._before_module, indices), self._before_showing)
             self._handles.append(module.register_forward_pre_hook(hook))
         self._ahead = StepsAhead(self._rounds.grouping.start_thread)
 
@@ -207,11 +214,20 @@ class LayerAverager:
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._rounds.check()
+        self._forms.check()
         if torch.is_grad_enabled():
             self._is_in_forward = True
             self._host.timer.switch("compute")
         else:
             self.drain()
+
+    def _before_showing(self) -> None:
+        """A tool records what a forward pass does, in which nothing may be changed."""
+        if self._deferred is not None:
+            raise OffbeatError(
+                "the model is traced or exported while the last step is put off, so that its parameters are "
+                "old ones: call session.refresh() before that"
+            )
 
     def _before_module(self, indices: Sequence[int], *_: Any) -> None:
         """A module's forward pass begins: what it needs of the last step is done now."""
@@ -285,11 +301,17 @@ class LayerAverager:
         self._rounds.check()
         check_dense(parameter.grad)
         self._begin_pass()
-        self._has_accumulated = True
+        if not self._has_accumulated:
+            self._forms.check()
+            self._has_accumulated, self._stay = True, self._onlookers.are_there
         index, _ = self._rounds.layout.place_of[entry]
         if self._deferred is not None and not self._deferred.is_reached(index):
             raise self._used_too_early(entry)
         if self._quiet:
+            return
+        assert self._round is not None
+        if self._stay or parameter.grad is None:  # somebody's hook may have taken it
+            self._round.leave(entry)
             return
         now_s = self._came_s[entry] = time.perf_counter()
         if self._host.tracer is not None:
@@ -342,6 +364,7 @@ class LayerAverager:
 
     def _exchange_now(self) -> None:
         """Averages what was accumulated or set by hand; every member has to call it."""
+        self._forms.check()
         weight = self._fresh_weight
         if not weight and any(parameter.grad is not None for parameter in self._parameters):
             weight = self._batch_weight
@@ -476,8 +499,10 @@ class LayerAverager:
 
         Raises:
             WorkerError: a member was lost, or did not come within the deadline.
+            OffbeatError: a parameter has changed its form since join.
         """
         if self._deferred is not None:
+            self._forms.check()
             part = self._host.timer.part
             self._deferred.reach_all()
             self._deferred = None

@@ -28,10 +28,11 @@ def check_layers(model: nn.Module) -> None:
     """Refuses a model whose layers cannot be waited for one by one.
 
     Raises:
-        OffbeatError: a part of it is compiled, or it does not lie on the CPU.
+        OffbeatError: a part of it is compiled or scripted, or it does not lie on the CPU.
     """
     for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        if is_compiled or isinstance(module, torch.jit.ScriptModule):
             what = f"the part {name!r} of the model" if name else "the model"
             raise OffbeatError(
                 f"{what} is compiled, and its layers cannot be waited for one by one: "

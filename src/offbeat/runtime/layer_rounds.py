@@ -200,6 +200,7 @@ class Round:
         self._written: list[str] = []  # by the program, since the last round
         self._has: list[bool] = []  # by parameter, whether this worker has a gradient
         self._copies: dict[int, torch.Tensor] = {}  # of means that lie in another order than their parameters
+        self._is_taken = [False] * len(rounds.parameters)
         self.fired = [0] * len(rounds.parameters)
         self.is_sent = False
         self.weight: float | None = None
@@ -232,12 +233,17 @@ class Round:
             )
         with torch.no_grad():
             if not self._leave_in_place(entry):
-                self._pack(entry, add=self.fired[entry] > 0)
+                self._pack(entry, add=self._is_taken[entry])
         self.fired[entry] += 1
+        self._is_taken[entry] = True
         if self.fired[entry] != rounds.fires[entry]:
             return None
         self._missing[index] -= 1
         return None if self._missing[index] else index
+
+    def leave(self, entry: int) -> None:
+        """Leaves a gradient that has come with its parameter until all are sent (`send_rest`)."""
+        self.fired[entry] += 1
 
     def _leave_in_place(self, entry: int) -> bool:
         """Leaves a large gradient that comes once where it lies, if it can be sent from there."""
@@ -249,7 +255,7 @@ class Round:
             Contribution(slot.own.flat, [kept.pop(entry)]).settle()
         is_kept = (
             rounds.fires[entry] == 1
-            and not self.fired[entry]
+            and not self._is_taken[entry]
             and gradient.nbytes >= _KEPT_BYTES
             and gradient.is_contiguous()
             and self._share != 0.0
@@ -299,14 +305,14 @@ class Round:
         rounds = self._rounds
         self._written = rounds.host.writes.take()
         self._has = [
-            bool(self._share) and (bool(fired) or parameter.grad is not None)
-            for fired, parameter in zip(self.fired, rounds.parameters, strict=True)
+            bool(self._share) and (is_taken or parameter.grad is not None)
+            for is_taken, parameter in zip(self._is_taken, rounds.parameters, strict=True)
         ]
         with torch.no_grad():
             for index in range(rounds.layout.parcels):
                 if self._pending[index] is None:
                     for entry in rounds.slots[index].entries:
-                        if not self.fired[entry]:
+                        if not self._is_taken[entry]:
                             self._pack(entry)
                     self.launch(index)
             self._send_along()

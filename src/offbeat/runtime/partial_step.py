@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_all_optimizers
 
 from offbeat.errors import OffbeatError
 
@@ -34,8 +35,12 @@ class PartialSteps:
     @property
     def are_possible(self) -> bool:
         """Whether the optimizer steps each parameter alone, and nobody else looks on before or after."""
+        own = vars(self._optimizer).get("step")  # a learning rate scheduler's changes nothing
         return (
             self._steps_alone
+            and (own is None or getattr(own, "__wrapped__", None) is type(self._optimizer).step)
+            and not of_all_optimizers._global_optimizer_pre_hooks
+            and not of_all_optimizers._global_optimizer_post_hooks
             and len(self._optimizer._optimizer_step_pre_hooks) == _OWN_HOOKS
             and len(self._optimizer._optimizer_step_post_hooks) == _OWN_HOOKS
         )

@@ -26,8 +26,9 @@ from offbeat.numerics.tables import Aggregate
 from offbeat.numerics.tensors import Offsets
 from offbeat.numerics.translation import settings_of, states_of, take_states, translate
 from offbeat.policies.caches import CacheDirectory, Terms
+from offbeat.runtime.checks import Forms
 from offbeat.runtime.future import Future
-from offbeat.runtime.hooks import Hook
+from offbeat.runtime.hooks import ForwardHook, Scripting
 from offbeat.runtime.late import LateGradients
 from offbeat.runtime.member import Member
 from offbeat.runtime.process import Process
@@ -76,7 +77,8 @@ class ServerSynchronizer:
             raise OffbeatError(str(error)) from error
         self._check_disjoint()
         self._writes = Writes(trained)
-        self._handles: list[RemovableHandle] = []
+        self._forms = Forms(trained.model)
+        self._handles: list[RemovableHandle | Scripting] = []
         self._has_begun = self._is_open = False  # the job for this worker; a step that may compute
         self._is_reporting = False  # a step is done, and the answer to that is still to come
         self._own: list[Sequence[Array]] = []  # of each update in this thread's log: what it has added
@@ -235,7 +237,8 @@ class ServerSynchronizer:
 
     def attach(self) -> None:
         """See `Synchronizer.attach`."""
-        self._handles.append(self._model.register_forward_pre_hook(Hook(self._before_forward)))
+        self._handles.append(self._model.register_forward_pre_hook(ForwardHook(self._before_forward)))
+        self._handles.append(Scripting(self._model))
 
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
@@ -327,6 +330,7 @@ class ServerSynchronizer:
         self._loop.check()
         if not (model.training and torch.is_grad_enabled()):
             return
+        self._forms.check()
         if not self._is_open:
             self._start()
         if self._weight:

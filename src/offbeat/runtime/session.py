@@ -30,7 +30,7 @@ from offbeat.runtime.dealt import DealtBatches
 from offbeat.runtime.environment import Environment, of_thread, read_environment
 from offbeat.runtime.evaluators import Evaluate
 from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
-from offbeat.runtime.hooks import Hook
+from offbeat.runtime.hooks import ForwardHook, Hook
 from offbeat.runtime.interrupts import check_between_steps
 from offbeat.runtime.member import Member
 from offbeat.runtime.parts import Data
@@ -245,15 +245,15 @@ class Session:
             self._steps_taken = self.step
         self._watch = Watch(self._trained)
         if len(self._trained.optimizers) > 1:  # before the hooks of the synchronizer, to which a step begins
-            hook = Hook(self._before_forward)
+            hook = ForwardHook(self._before_forward)
             self._handles.append(self._trained.model.register_forward_pre_hook(hook))
         self._synchronizer.attach()
         self._handles += [
             handle
             for optimizer in self._trained.optimizers
             for handle in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_step_pre_hook(Hook(self._before_step)),
+                optimizer.register_step_post_hook(Hook(self._after_step)),
             )
         ]
         self.timer.lap()
@@ -810,6 +810,11 @@ class Session:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
+        if torch._C._current_graph_task_id() != -1:
+            raise OffbeatError(
+                "expected optimizer.step() after the backward pass, got it within one, before gradients are "
+                "averaged: take the step when backward() has returned"
+            )
         if optimizer in self._stepped:
             self._end_step()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

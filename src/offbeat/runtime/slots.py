@@ -17,13 +17,13 @@ class BufferList:
     """The buffers of a model by the places where they are: layers may put new tensors there."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
         seen: set[int] = set()
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.numel() and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    self._places.append((module._buffers, name, torch.empty_like(buffer, device="meta")))
+                    self._places.append((module, name, torch.empty_like(buffer, device="meta")))
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers as they are now.
@@ -32,8 +32,8 @@ class BufferList:
             OffbeatError: one has changed its form since join.
         """
         found = []
-        for buffers, name, form in self._places:
-            buffer = buffers.get(name)
+        for module, name, form in self._places:
+            buffer = getattr(module, name, None)
             if buffer is None or buffer.shape != form.shape or buffer.dtype != form.dtype:
                 now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
                 raise OffbeatError(

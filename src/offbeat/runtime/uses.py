@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.runtime.hooks import Hook
+from offbeat.runtime.hooks import ForwardHook
 
 
 class _Watcher(TorchFunctionMode):
@@ -75,8 +75,8 @@ class Uses:
     def attach(self) -> None:
         """Begins to watch."""
         for module in self._model.modules():
-            self._handles.append(module.register_forward_pre_hook(Hook(partial(self._enter, module))))
-            self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(ForwardHook(partial(self._enter, module))))
+            self._handles.append(module.register_forward_hook(ForwardHook(self._leave), always_call=True))
 
     def detach(self) -> None:
         """Watches no longer; what was seen last stays."""
