@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from offbeat.runtime.checks import describe
 from offbeat.runtime.trained import Trained
 from offbeat.strategies import ASP, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 from runlogs import groups_of
+from test_groups import compute
 
 WORKERS, STEPS, BATCH = 2, 6, 4
 STRATEGIES = {
@@ -123,7 +123,7 @@ def falls_behind(rank, say):
         for _ in session.epochs(12):
             for (x,) in session.batches(data, BATCH):
                 before = session.step
-                time.sleep(0.01)  # as long as a computation would take; slowness is a multiple of it
+                compute(0.01)
                 together(model, optimizers, x)
                 if session.step > before:
                     states[session.step] = bits(model, optimizers), float(optimizers[0].param_groups[0]["lr"])

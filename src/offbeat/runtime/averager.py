@@ -94,6 +94,10 @@ class Averager(Protocol):
     def after_step(self) -> None:
         """A step is over: an optimizer, or several, have stepped since the last call."""
 
+    @property
+    def puts_off(self) -> bool:
+        """Whether the last step is yet to be taken with some parameters."""
+
     def drain(self) -> None:
         """Takes what has been put off of the last step."""
 

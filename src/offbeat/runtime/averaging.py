@@ -108,6 +108,7 @@ class GradientAverager:
         self._contribution = (0, 0)  # dealt blocks behind the gradients of the round: own, and others' for it
         self._kept: list[torch.Tensor | None] | None = None  # gradients from before a pass of weight zero
         self._written: list[str] = []  # by the program, since the last round
+        self._generation = -1  # of the group that has finished the last round
         self._round = 0
         self.rounds_since_step = 0
         self.is_outside = self.is_preempted = False
@@ -335,12 +336,16 @@ class GradientAverager:
             self.exchange()
         if self.is_outside:
             self.drop()
-        self._host.writes.collect()
 
     def after_step(self) -> None:
         """See `Averager.after_step`."""
         self._host.writes.note()
         self.rounds_since_step = 0
+
+    @property
+    def puts_off(self) -> bool:
+        """See `Averager.puts_off`."""
+        return False
 
     def drain(self) -> None:
         """See `Averager.drain`: nothing is put off."""
@@ -515,7 +520,10 @@ class GradientAverager:
         """Makes the means the gradients, and the first member's buffers the buffers."""
         assert self._seat is not None
         mean_weight = epilogue[0]
-        check_all_wrote(self._written, epilogue[2], self._seat.size)
+        assert self._grouping is not None
+        generation, self._generation = self._generation, self._grouping.follower.generation
+        if generation == self._generation:  # else somebody may have joined who has what was written already
+            check_all_wrote(self._written, epilogue[2], self._seat.size)
         self.is_preempted |= epilogue[3] > 0
         used = epilogue[self._header :]
         lanes = used[len(self._parameters) :]

@@ -294,6 +294,8 @@ class GroupSynchronizer:
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """See `Synchronizer.before_step`."""
+        if not self.averager.puts_off:
+            self.writes.collect(optimizer)
         self.averager.before_step(has_closure=has_closure)
 
     def after_step(self) -> None:

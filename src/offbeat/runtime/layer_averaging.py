@@ -379,7 +379,8 @@ class LayerAverager:
         round_, timer = self._round, self._host.timer
         assert round_ is not None
         compute_s = timer.total_s("compute") - self._compute_mark_s
-        self._collect_writes()
+        if not self.puts_off:
+            self._host.writes.collect()
         self.drain()  # where no forward pass has come
         timer.switch("communicate")
         round_.send_rest(compute_s)
@@ -438,7 +439,6 @@ class LayerAverager:
         self._forget_failed_pass()
         if has_closure:
             return
-        self._collect_writes()
         self.drain()  # there may be another step before the next pass
         if self._fresh_weight or not self._rounds_since_step:
             self._exchange_now()
@@ -451,11 +451,6 @@ class LayerAverager:
         else:
             for entry in range(len(self._parameters)):
                 self._keep_promise(entry)
-
-    def _collect_writes(self) -> None:
-        """Takes note of what the program has written; a step that is put off sees itself what it must not."""
-        if self._deferred is None:
-            self._host.writes.collect()
 
     def _can_wait(self, round_: Round) -> bool:
         """Whether the step may be taken layer by layer: nobody has looked at a gradient or replaced one."""
@@ -493,6 +488,11 @@ class LayerAverager:
         self.is_preempted = first is not None and first < self._steps_taken - 1
         if not self._is_planned and self._finished >= _WATCHED_ROUNDS:
             self._share_plan()
+
+    @property
+    def puts_off(self) -> bool:
+        """See `Averager.puts_off`; a parameter that it is yet to be taken with must not be changed."""
+        return self._deferred is not None
 
     def drain(self) -> None:
         """Takes what is left of the last step.

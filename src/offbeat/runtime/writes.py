@@ -38,10 +38,12 @@ class Writes:
         self._collected: list[str] = []
         self.note()
 
-    def collect(self) -> None:
-        """Keeps what has been written since the last `note`, for `take`."""
-        self._collected += self.found()
-        self.note()
+    def collect(self, optimizer: Optimizer | None = None) -> None:
+        """Keeps what has been written since the last `note`, for `take`; see `found`."""
+        self._collected += self.found(optimizer)
+        for place, ((_, _, owner), now) in enumerate(zip(self._watched, self._now(), strict=True)):
+            if optimizer is None or owner is optimizer:
+                self._marks[place] = now
 
     def take(self) -> list[str]:
         """Returns what has been written since the last call of this."""
