@@ -889,6 +889,8 @@ class Cluster(RuleBasedStateMachine):
     def start(self, workers, samples, batch_size, ahead, epochs_open_max, drop_last):
         self.arguments = {"ahead": ahead, "epochs_open_max": epochs_open_max}
         self.schedulers = [WorkScheduler(**self.arguments)]
+        if drop_last:  # a session refuses an epoch of which nothing is left
+            samples = [max(one, batch_size) for one in samples]
         self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
         self.opened: set[int] = set()
         self.blocks: dict[int, Block] = {}
