@@ -96,13 +96,6 @@ def test_children_heed_no_variable_that_this_process_does_not(tmp_path):
     assert done.stdout == "[1.0, 2.0, 3.0]\n", done.stderr
 
 
-def test_a_folder_that_is_gone_is_no_matter(tmp_path):
-    (tmp_path / "gone").mkdir()
-    script = program(tmp_path, f"import os, offbeat\nos.rmdir(os.getcwd())\n{SERVED}")
-    done = run(sys.executable, script, cwd=tmp_path / "gone")
-    assert done.stdout == "[1.0, 2.0, 3.0]\n", done.stderr
-
-
 def test_without_standard_error_children_have_the_null_device(tmp_path):
     script = program(
         tmp_path,
