@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -278,11 +278,9 @@ def test_a_worker_that_it_does_not_hear_is_reported_until_it_is_heard(tmp_path):
 
 
 def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tmp_path):
-    """It is called back, and what either side has missed is said again. Nobody can dial it directly."""
+    """It is called back, and what either side has missed is said again."""
     log = tmp_path / "log"
-    with coordinator(1, log, silent_s=1000.0) as process:
-        host, _, port = process.addresses[-1].removeprefix("tcp://").rpartition(":")
-        line = Line((host, int(port)))
+    with coordinator(1, log, silent_s=1000.0) as process, ExitStack() as stack:
         gone, heard = queue.SimpleQueue(), queue.SimpleQueue()
         links = Endpoint(
             "w0",
@@ -290,27 +288,34 @@ def test_a_worker_that_has_given_its_connection_up_and_dials_anew_is_not_lost(tm
             token="secret",
             on_message=lambda _, payload: [heard.put(action) for action in control.hear(payload)],
             on_lost=lambda error: control.lost(error),
-            listeners=[],
             silent_s=3.0,
         )
-        control = ControlLine(links, Coordinator.NAME, [line.address], on_gone=gone.put)
-        try:
-            peer = SimpleNamespace(name="w0", links=links)
-            control.tell(joined(peer, 1, 0))
-            assert isinstance(heard.get(timeout=DEADLINE_S), Start)
+        stack.callback(links.close)
+        there, back = (line_to(addresses[-1], stack) for addresses in (process.addresses, links.addresses))
+        control = ControlLine(links, Coordinator.NAME, [there.address], on_gone=gone.put)
+        place = SimpleNamespace(name="w0", links=SimpleNamespace(addresses=(back.address,)))
+        control.tell(joined(place, 1, 0))
+        assert isinstance(heard.get(timeout=DEADLINE_S), Start)
+        for line in (there, back):
             line.cut(new_ones_too=True)
-            wait_until(lambda: not control.is_open, "the worker to give the connection up")
-            control.tell(ready(0))
-            line.mend()
-            wait_for_entry(log, "what it said meanwhile", lambda entry: isinstance(entry, Ready))
-            control.tell(Left(now_s=0.0, worker=0, step=1))
-            control.settle(DEADLINE_S)
-        finally:
-            links.close()
-            line.close()
+        wait_until(lambda: not control.is_open, "the worker to give the connection up")
+        control.tell(ready(0))
+        there.reset()  # now the coordinator knows that it is broken, and cannot dial
+        there.mend()
+        wait_for_entry(log, "what it said meanwhile", lambda entry: isinstance(entry, Ready))
+        control.tell(Left(now_s=0.0, worker=0, step=1))
+        control.settle(DEADLINE_S)
+        links.close()
         assert process.ended() == (0, "")
         assert gone.empty()
     assert not entries_of(log, Lost)
+
+
+def line_to(address, stack):
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    line = Line((host, int(port)))
+    stack.callback(line.close)
+    return line
 
 
 def test_a_worker_may_not_say_what_only_the_coordinator_observes():
