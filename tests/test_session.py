@@ -608,6 +608,11 @@ def test_sparse_gradients_are_refused():
     assert "sparse=False" in refusal(model, torch.optim.SGD(model.parameters(), lr=1))
 
 
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_are_normalised_in_the_forward_pass_are_refused(make):
+    assert "max_norm=1" in refusal(make(4, 2, max_norm=1.0))
+
+
 def test_lbfgs_is_refused():
     model = nn.Linear(2, 2)
     assert "LBFGS" in refusal(model, torch.optim.LBFGS(model.parameters()))

@@ -38,6 +38,11 @@ def check_trainable(trained: Trained) -> None:
                 f"a layer {name}(sparse=True) makes sparse gradients, which cannot be averaged: "
                 "use sparse=False"
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise OffbeatError(
+                f"a layer {name}(max_norm={module.max_norm:g}) changes its weights in the forward pass, by "
+                "each worker's own batch, so that workers would drift apart: scale them after the step"
+            )
     if any(isinstance(optimizer, LBFGS) for optimizer in trained.optimizers):
         raise OffbeatError(
             "LBFGS decides its step from each worker's own loss, so that workers would drift apart: "
