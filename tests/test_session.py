@@ -652,7 +652,7 @@ def test_unfreezing_or_adding_parameters_in_a_session_is_an_error():
             optimizer.step()
         model.frozen.requires_grad_(False)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-        with pytest.raises(OffbeatError, match="held 13 parameters at join and holds 14"):
+        with pytest.raises(OffbeatError, match="held 13 parameters at join and hold 14"):
             optimizer.step()
 
 

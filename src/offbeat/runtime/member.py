@@ -262,6 +262,11 @@ class Member:
             self.endpoint.flush(_GOODBYE_S)
         self.endpoint.close()
 
+    @property
+    def has_raised(self) -> bool:
+        """Whether the program has met the job's failure already."""
+        return self.failure is not None and self.failure.__traceback__ is not None
+
     def wait_for(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Waits until what was heard makes the condition true.
 

@@ -439,6 +439,8 @@ class Session:
         is_alone = self.world == 1 and not self._strategy.needs_coordinator
         if is_alone or self._member is None:
             return
+        if self._member.has_raised and not self._strategy.survives:
+            return  # the program has caught that, and leaves in order
         epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
         self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
         if not self._strategy.survives:
