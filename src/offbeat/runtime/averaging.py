@@ -37,12 +37,11 @@ class GradientAverager:
 
     Every backward pass ends in one *round*: the mean of the members' gradients, weighted by samples where
     the session dealt them. Buffers follow the first member's, as in DistributedDataParallel. The last
-    bucket ends in an epilogue of a few numbers (weights, whether a worker is preempted, which parameters have
-    a gradient, how long each
-    worker took and how many dealt blocks it used, the first member's hyperparameters), so that none of it
-    costs a message of its own. A round that is abandoned because the group has changed is repeated in the
-    new group with the same gradients; a worker that no group counts on keeps its gradients to itself, and
-    `drop` throws them away.
+    bucket ends in an epilogue of a few numbers (weights, how much programs have written, whether a worker is
+    preempted, which parameters have a gradient, how long each worker took and how many dealt blocks it used,
+    the first member's hyperparameters), so that none of it costs a message of its own. A round that is
+    abandoned because the group has changed is repeated in the new group with the same gradients; a worker
+    that no group counts on keeps its gradients to itself, and `drop` throws them away.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
     follow the reversed order of registration and are not rebuilt; parameters without a gradient are always
@@ -520,10 +519,9 @@ class GradientAverager:
         """Makes the means the gradients, and the first member's buffers the buffers."""
         assert self._seat is not None
         mean_weight = epilogue[0]
-        assert self._grouping is not None
-        generation, self._generation = self._generation, self._grouping.follower.generation
-        if generation == self._generation:  # else somebody may have joined who has what was written already
+        if self._seat.generation == self._generation:  # else who has joined has what was written already
             check_all_wrote(self._written, epilogue[2], self._seat.size)
+        self._generation = self._seat.generation
         self.is_preempted |= epilogue[3] > 0
         used = epilogue[self._header :]
         lanes = used[len(self._parameters) :]

@@ -33,12 +33,14 @@ class Seat:
         position: this worker's place among them.
         size: how many they are.
         weight: this worker's weight in the mean, relative to the others'.
+        generation: of the group.
     """
 
     exchange: Exchange
     position: int
     size: int
     weight: float
+    generation: int
 
 
 class Grouping:
@@ -228,7 +230,9 @@ class Grouping:
         size = len(group.members)
         exchange = self._open_exchange(group.members)
         weight = group.weights[position] * size
-        self._seat = Seat(exchange=exchange, position=position, size=size, weight=weight)
+        self._seat = Seat(
+            exchange=exchange, position=position, size=size, weight=weight, generation=group.generation
+        )
         self._seat_generation = group.generation
         self._end_with_the_job(exchange)
         self._end_if_overtaken(exchange, group)
