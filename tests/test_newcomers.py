@@ -672,8 +672,8 @@ def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path)
 # State that cannot be handed over -------------------------------------------------------------------------
 
 
-class Listing(torch.optim.SGD):
-    """Keeps a list from its step `first` on."""
+class Collecting(torch.optim.SGD):
+    """Keeps a set from its step `first` on."""
 
     def __init__(self, parameters, first):
         super().__init__(parameters, lr=1.0)
@@ -684,12 +684,12 @@ class Listing(torch.optim.SGD):
         self._left -= 1
         if self._left < 0:
             for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["factors"] = [torch.eye(2)]
+                self.state[parameter]["factors"] = {1, 2}
 
 
-def trains_with_a_list(rank, say, first):
+def trains_with_a_set(rank, say, first):
     model = Counter()
-    optimizer = Listing(model.parameters(), first)
+    optimizer = Collecting(model.parameters(), first)
     has_passed = False
     with offbeat.join(model, optimizer, STEADY) as session:
         for _ in session.epochs(10**6):
@@ -702,28 +702,28 @@ def trains_with_a_list(rank, say, first):
                 optimizer.step()
 
 
-def joins_late_with_a_list(rank, say, log, first):
+def joins_late_with_a_set(rank, say, log, first):
     wait_for_entry(log, "the last step", lambda one: isinstance(one, Ready) and one.step >= GATE_STEP - 1)
-    return trains_with_a_list(rank, say, first)
+    return trains_with_a_set(rank, say, first)
 
 
 def test_state_that_cannot_be_handed_over_is_refused_on_all_workers_after_the_first_step():
-    with job(trains_with_a_list, 2, 0) as running:
+    with job(trains_with_a_set, 2, 0) as running:
         for one in running.ends():
             assert one.error_type == "OffbeatError", one.trace
-            assert one.error.startswith("the optimizer keeps 'factors' as list")
+            assert one.error.startswith("the optimizer keeps 'factors' as set")
             assert "as this strategy does when a worker joins or comes back" in one.error
 
 
 def test_what_kills_the_thread_that_hands_the_state_over_ends_all_in_words(gate):
     """Each in turn is the one who gives; none is waited for until a deadline of 600 s."""
-    with job(trains_with_a_list, 2, 1, env=gate.env) as running:
-        running.add(joins_late_with_a_list, gate.log, 1)
+    with job(trains_with_a_set, 2, 1, env=gate.env) as running:
+        running.add(joins_late_with_a_set, gate.log, 1)
         gate.open_for(2)
         *givers, newcomer = running.ends()
     for worker, one in enumerate(givers):
         assert one.error_type == "WorkerError", one.trace
-        cause = "OffbeatError: the optimizer keeps 'factors' as list"
+        cause = "OffbeatError: the optimizer keeps 'factors' as set"
         assert f"worker {worker} failed in its thread 'offbeat-state': {cause}" in one.error
     assert newcomer.error_type == "WorkerError", newcomer.trace
-    assert "the optimizer keeps 'factors' as list" in newcomer.error
+    assert "the optimizer keeps 'factors' as set" in newcomer.error

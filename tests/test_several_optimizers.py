@@ -263,6 +263,22 @@ def test_a_state_is_copied_to_the_parameters_of_the_same_names():
     assert first == second == [0.0, 1.0, 2.0, 3.0]
 
 
+def keeps_containers(rank, say):
+    model, optimizer = in_groups(NAMES)
+    for number, parameter in enumerate(model.parameters()):
+        value = torch.full((2,), float(number + 10 * rank))
+        optimizer.state[parameter]["factors"] = [value, (value + 1, {"a": value + 2, 3: None}), []]
+    with offbeat.join(model, optimizer, AllReduce()):
+        pass
+    return [str(optimizer.state[parameter]["factors"]) for parameter in model.parameters()]
+
+
+def test_a_state_of_lists_tuples_and_dicts_is_copied_as_it_is():
+    first, second = values(run(keeps_containers, WORKERS))
+    assert first == second
+    assert first[1] == "[tensor([1., 1.]), (tensor([2., 2.]), {'a': tensor([3., 3.]), 3: None}), []]"
+
+
 def keeps_a_rate_of_its_own(rank, say):
     torch.manual_seed(0)
     model = nn.Linear(5, 2)

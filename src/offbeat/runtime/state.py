@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.exchange import Exchange
 from offbeat.runtime.hyperparameters import plain_settings, take_settings
 from offbeat.runtime.trained import Trained
+
+_PLAIN = (bool, int, float, str, type(None))
+_SEQUENCES = (list, tuple)
 
 
 class _Mark(msgspec.Struct, frozen=True, tag=True):
@@ -150,8 +154,7 @@ class StateCopier:
         for row in described.rows:
             key: Any = row.key if row.parameter is None else named[row.parameter]
             optimizers[row.optimizer].state[key] = {
-                name: tensors[value["tensor"]] if "tensor" in value else value["plain"]
-                for name, value in row.entries.items()
+                name: _entry(value, tensors) for name, value in row.entries.items()
             }
         for group, settings in zip(self._trained.groups, described.settings, strict=True):
             take_settings(group, settings)
@@ -188,22 +191,41 @@ def _describe(trained: Trained, place: Place) -> tuple[_Described, list[torch.Te
 
 
 def _described_entry(name: str, value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Returns what `_entry` makes the value of again; its tensors are added to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, _PLAIN):
         return {"plain": value}
+    if type(value) in _SEQUENCES:
+        return {type(value).__name__: [_described_entry(name, one, tensors) for one in value]}
+    if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
+        return {"dict": [(key, _described_entry(name, one, tensors)) for key, one in value.items()]}
     raise OffbeatError(
-        f"the optimizer keeps {name!r} as {type(value).__name__}; only tensors and plain numbers can be "
-        "copied to other workers"
+        f"the optimizer keeps {name!r} as {type(value).__name__}; only tensors, plain numbers, and lists, "
+        "tuples and dicts of these can be copied to other workers"
     )
+
+
+def _entry(described: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+    ((kind, content),) = described.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "list":
+            return [_entry(one, tensors) for one in content]
+        case "tuple":
+            return tuple(_entry(one, tensors) for one in content)
+        case "dict":
+            return {key: _entry(one, tensors) for key, one in content}
+    return content
 
 
 def check_can_travel(trained: Trained) -> None:
     """Refuses an optimizer whose state, as it is now, cannot be copied to another worker.
 
     Raises:
-        OffbeatError: names what it keeps that is neither a tensor nor plain data.
+        OffbeatError: names what it keeps that is none of what `_described_entry` knows.
     """
     place = Place(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
     try:
