@@ -232,10 +232,17 @@ def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
     )
 
     def workers_of(strategy):
-        return [pid for pid in marked(mark) if "training {" in (said := command(pid)) and strategy in said]
+        return [
+            pid for pid in marked(mark) if "'offbeat.training'" in (said := command(pid)) and strategy in said
+        ]
 
     def kill_one():
-        wait_until(lambda: len(workers_of("ps-bsp")) == len(workers_of("ssp:s=3")) == 2, "both to train")
+        try:
+            wait_until(lambda: len(workers_of("ps-bsp")) == len(workers_of("ssp:s=3")) == 2, "both to train")
+        except AssertionError:  # else they would train for as long as they are to
+            for pid in marked(mark):
+                os.kill(pid, signal.SIGKILL)
+            raise
         os.kill(workers_of("ssp:s=3")[0], signal.SIGKILL)
 
     with ThreadPoolExecutor(1) as pool:
