@@ -285,6 +285,13 @@ def test_a_failed_worker_is_named_with_the_step_and_error_that_it_reports():
     ]
 
 
+def test_who_fails_after_it_has_finished_ends_those_who_may_wait_for_it():
+    policy = running()
+    answers(policy, finished(0, 0), finished(1, 0))
+    (stop,) = policy.handle(Failed(now_s=1.0, worker=0, step=0, error="ValueError: no metric"))
+    assert stop.reason == "worker 0 failed after 0 steps: ValueError: no metric"
+
+
 def test_before_the_group_stands_going_is_not_its_affair():
     policy = Lockstep(2)
     failed = Failed(now_s=0.0, worker=0, step=0, error="x")

@@ -23,6 +23,7 @@ from jobs import DEADLINE_S, job
 from offbeat.errors import OffbeatError
 from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready, Start
 from offbeat.record import read_log, replay
+from offbeat.runtime import trained
 from offbeat.runtime.environment import JOB, NEWCOMER, read_environment
 from offbeat.runtime.grouping import Grouping
 from offbeat.runtime.session import Session
@@ -240,9 +241,9 @@ def resumes(rank, say):
         load(
             self,
             {
-                "version": 1,
+                "version": 2,
                 "model": model.state_dict(),
-                "optimizer": Adding(model.parameters()).state_dict(),
+                "optimizers": trained.Trained(model, [Adding(model.parameters())]).optimizers_state(),
                 "epoch": 0,
                 "batches_taken": 0,
                 "used": {},
@@ -388,7 +389,9 @@ def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_
         again = running.end(running.add(has_id_3))
         gate.open()
         trained_once([running.end(rank) for rank in (0, 1, 2, new)])
-    assert "line 1 of model and optimizer is 'parameter uses_N float64 [101]' on worker" in odd.error
+    assert (
+        "line 1 of model and optimizer is 'parameter uses_N float64 [101], in group 0' on worker" in odd.error
+    )
     assert "its id, 3, has been used: give every newcomer one of its own" in again.error
     assert odd.error_type == again.error_type == "WorkerError"
 

@@ -20,6 +20,7 @@ from offbeat.errors import OffbeatError
 from offbeat.events import Clocked, Failed, Finished, Grant, Left, Lost, StepTimed
 from offbeat.record import read_log, replay
 from offbeat.runtime.feed import EqualShards, epoch_order
+from offbeat.runtime.trained import Trained
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
 from offbeat.timesheet import PARTS
 from test_groups import compute
@@ -94,7 +95,7 @@ def alone(optimizer, epochs=3, samples=SAMPLES, state=None, joins=True):
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if state is not None:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        Trained(model, [optimizer]).load_optimizers_state(state["optimizers"])
     skipped = 0 if state is None else state["step"]
     scheduler = halving(optimizer, skipped)
     for epoch in range(epochs):

@@ -103,12 +103,13 @@ def main() -> None:
                     cpu_s += time.process_time() - began_cpu_s
                     coordinator_cpu_s += sum(_cpu_s(process) for process in coordinators) - sum(before_s)
         steps = settings["blocks"] * settings["steps"]
+        tell_cpu_s = _tell_cpu_s(session)  # all do, for in lockstep all have as many rounds
         if session.worker == 0:
             result = {
                 "step_s": step_s,
                 "step_cpu_s": cpu_s / steps,
                 "coordinator_cpu_s": coordinator_cpu_s / steps,
-                "tell_cpu_s": _tell_cpu_s(session),
+                "tell_cpu_s": tell_cpu_s,
             }
             answer(result)
         dist.barrier()

@@ -341,7 +341,7 @@ class Lockstep:
         if not self._runs() or event.worker in self._left:
             return []
         self._check_known(event)
-        if event.worker in self._done:  # it had nothing more to give
+        if isinstance(event, Lost) and event.worker in self._done:  # it had nothing more to give
             self._leave(event.worker, self._done[event.worker])
             return []
         match event:

@@ -208,9 +208,10 @@ class Namespace:
             ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
             OffbeatError: this client is out of the parameter server; there was no room in 60 s.
         """
-        listed = None if keys is None else self._listed(keys)
+        given = None if keys is None else _array(keys, "keys")
         arrays = 1 + len(self._states) if states else 1
-        self._check_size((1 if listed is None else len(listed)) * arrays)
+        self._check_size((1 if given is None else given.size) * arrays)
+        listed = None if given is None else self._listed(given)
         if listed is not None and not len(listed):
             rows = np.zeros((0, *self._shape), self._dtype)
             empty = dict.fromkeys(("values", *self._states), rows) if states else rows
