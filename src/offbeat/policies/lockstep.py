@@ -59,9 +59,8 @@ class Lockstep:
     Stops the job, at most once, when a worker is lost or fails, when two workers are in different steps, or
     at different batches, in the same round, when a worker wants a round that can never complete because
     another has finished, or when two workers that both reach the coordinator cannot reach each other for too
-    long. After a Stop it is
-    silent. An outage that passes changes nothing: a worker that the coordinator does not hear is not late.
-    Who may join is not its affair (see `offbeat.policies.assembly`).
+    long. After a Stop it is silent. An outage that passes changes nothing: a worker that the coordinator does
+    not hear is not late. Who may join is not its affair (see `offbeat.policies.assembly`).
 
     Source: L. G. Valiant, "A bridging model for parallel computation", Communications of the ACM 33(8),
     1990: supersteps that end when all have ended. Deviation: no message closes a superstep; a worker knows

@@ -379,8 +379,6 @@ class LayerAverager:
         round_, timer = self._round, self._host.timer
         assert round_ is not None
         compute_s = timer.total_s("compute") - self._compute_mark_s
-        if not self.puts_off:
-            self._host.writes.collect()
         self.drain()  # where no forward pass has come
         timer.switch("communicate")
         round_.send_rest(compute_s)

@@ -96,8 +96,7 @@ class Meeting:
     def tell_failure(self, error: BaseException) -> None:
         """Says to all who still wait for the start why this worker cannot take part; see `failure`."""
         if self.store is not None:
-            with suppress(RuntimeError):  # the store is gone, and with it those who would look
-                self.store.set(_FAILED, json.dumps(f"worker {self.worker}: {error}"))
+            _set_failed(self.store, self.worker, error)
 
     def failure(self) -> str | None:
         """Why a worker cannot take part that could not tell the coordinator; None as far as is known."""
@@ -307,12 +306,17 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
 
 def _tell_failure(store: Store, environment: Environment, error: OffbeatError) -> None:
     """Says to all who come to the store why this worker cannot take part."""
+    if environment.rank:
+        _set_failed(store, environment.rank, error)
+        return
     with suppress(RuntimeError):  # the store is lost, which the others see
-        if environment.rank == 0:
-            store.set(_KEY, json.dumps({"error": str(error)}))
-            _count(store, environment)
-        else:
-            store.set(_FAILED, json.dumps(f"worker {environment.rank}: {error}"))
+        store.set(_KEY, json.dumps({"error": str(error)}))
+        _count(store, environment)
+
+
+def _set_failed(store: Store, worker: int, error: BaseException) -> None:
+    with suppress(RuntimeError):  # the store is lost, and with it those who would look
+        store.set(_FAILED, json.dumps(f"worker {worker}: {error}"))
 
 
 def _list_job(store: Store, environment: Environment, hosts_store: bool) -> None:

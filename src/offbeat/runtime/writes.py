@@ -40,10 +40,11 @@ class Writes:
 
     def collect(self, optimizer: Optimizer | None = None) -> None:
         """Keeps what has been written since the last `note`, for `take`; see `found`."""
-        self._collected += self.found(optimizer)
-        for place, ((_, _, owner), now) in enumerate(zip(self._watched, self._now(), strict=True)):
+        now = self._now()
+        self._collected += self._changed(now, optimizer)
+        for place, (_, _, owner) in enumerate(self._watched):
             if optimizer is None or owner is optimizer:
-                self._marks[place] = now
+                self._marks[place] = now[place]
 
     def take(self) -> list[str]:
         """Returns what has been written since the last call of this."""
@@ -61,9 +62,12 @@ class Writes:
         Args:
             optimizer: whose parameters alone are looked at; another one may have stepped its own.
         """
+        return self._changed(self._now(), optimizer)
+
+    def _changed(self, marks: Sequence[_Mark], optimizer: Optimizer | None) -> list[str]:
         return [
             name if now[:2] != before[:2] else f"the optimizer's state of {name}"
-            for (name, _, owner), now, before in zip(self._watched, self._now(), self._marks, strict=True)
+            for (name, _, owner), now, before in zip(self._watched, marks, self._marks, strict=True)
             if (optimizer is None or owner is optimizer)
             and (now[:2] != before[:2] or now.state is not before.state)
         ]
