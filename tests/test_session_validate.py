@@ -643,14 +643,18 @@ def test_an_error_in_evaluate_ends_the_job_and_names_the_worker():
     assert "ZeroDivisionError" in ended[0].error
 
 
-def fails_when_it_is_over(rank, say):
+def fails_when_it_is_over(rank, say, begun):
+    """Worker 1 has begun to evaluate a part before worker 0 has done any, and fails once all are done."""
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def judge(model, part):
         if is_worker(1):
+            begun.touch()
             wait_until(lambda: bool(session.validator.history), "the metrics")
             raise ZeroDivisionError("no samples of this class")
+        if is_worker(0):
+            wait_until(begun.exists, "a part for worker 1")
         return evaluate(model, part)
 
     with warnings.catch_warnings(record=True) as noted:
@@ -660,8 +664,8 @@ def fails_when_it_is_over(rank, say):
     return list(session.validator.history), [str(one.message) for one in noted]
 
 
-def test_an_error_that_another_worker_has_made_good_is_a_warning():
-    ended = values(run(fails_when_it_is_over, 2))
+def test_an_error_that_another_worker_has_made_good_is_a_warning(tmp_path):
+    ended = values(run(fails_when_it_is_over, 2, tmp_path / "begun"))
     assert [history for history, _ in ended] == [[0], [0]]
     (text,) = [text for text in ended[1][1] if "failed on worker 1" in text]
     assert "ZeroDivisionError: no samples of this class" in text

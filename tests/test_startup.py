@@ -275,15 +275,17 @@ def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
 
 
 def test_a_newcomer_of_another_job_is_told_so():
-    with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
+    with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER: "1"}))
+        values([running.end(running.add(trains, env=place(1, "a")))])
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
     assert "but job 'a' meets there" in stranger.error
 
 
 def test_a_worker_without_a_name_is_told_which_job_is_there():
-    with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
+    with job(trains, 1, env=place(0, "a")) as running:
         stranger = running.end(running.add(trains, env=place(1) | {JOB: ""}))
+        values([running.end(running.add(trains, env=place(1, "a")))])
     assert "expected a job without a name at 127.0.0.1:" in stranger.error
     assert "but job 'a' meets there" in stranger.error
 
