@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KERAS_VENV := .venv-keras
 KERAS_STAMP := $(KERAS_VENV)/.installed
 
-.PHONY: demo test test-network test-keras check format lint types clean
+.PHONY: demo test test-network test-gpu test-keras check format lint types clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -20,6 +20,10 @@ NETWORK_TESTS := OFFBEAT_TEST_NETWORK=1 $(BIN)/python -m pytest tests/test_netwo
 test-network: $(STAMP)
 	$(NETWORK_TESTS) -k 'not busy' --numprocesses 4 --dist worksteal
 	$(NETWORK_TESTS) -k busy
+
+# On a machine with a CUDA GPU and a torch that knows it.
+test-gpu: $(STAMP)
+	OFFBEAT_TEST_GPU=1 $(BIN)/python -m pytest tests/test_gpu.py
 
 test-keras: $(KERAS_STAMP)
 	KERAS_BACKEND=torch $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
