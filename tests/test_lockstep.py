@@ -17,10 +17,12 @@ from offbeat.events import (
     Group,
     Joined,
     Left,
+    LeftOut,
     Lost,
     PeerReachable,
     PeerUnreachable,
     Ready,
+    RoundNamed,
     StepTimed,
     Stop,
     Tick,
@@ -55,6 +57,15 @@ def ready(worker: int, round_: int, step: int | None = None, *, epoch: int = 0, 
         blocks=(),
         batch=batch,
     )
+
+
+def left_out(worker: int, round_: int, *, batch: int, count: int = 1, epoch: int = 0) -> LeftOut:
+    return LeftOut(now_s=1.0, worker=worker, epoch=epoch, step=round_, round=round_, batch=batch, count=count)
+
+
+def named(worker: int, round_: int, batch: int, first: int) -> RoundNamed:
+    reason = f"worker {first} takes part in it with that one"
+    return RoundNamed(worker=worker, round=round_, batch=batch, reason=reason)
 
 
 def left(worker: int, step: int) -> Left:
@@ -234,7 +245,7 @@ def test_a_worker_that_has_left_a_batch_out_is_named_in_the_round_in_which_it_di
     (stop,) = answers(policy, *(reversed(told) if first_is_ahead else told), ready(1, 1, batch=2))
     assert stop.reason.startswith(
         "worker 2 has gone on to batch 3 of epoch 0 while worker 0 is at batch 2 of epoch 0, both in round "
-        "1: worker 2 has left a batch out. Use every batch"
+        "1: worker 2 has left a batch out. Take batches from"
     )
 
 
@@ -242,6 +253,50 @@ def test_without_batches_of_the_session_a_batch_that_was_left_out_is_seen_in_the
     policy = running()
     (stop,) = answers(policy, ready(0, 0), ready(1, 0, epoch=1))
     assert stop.reason.startswith("worker 1 has gone on to epoch 1 while worker 0 is at epoch 0, both in")
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_who_has_left_batches_out_is_told_the_batch_of_who_is_ready(asks_first):
+    policy = running()
+    told = [ready(0, 0, batch=2), left_out(1, 0, batch=4, count=3)]
+    assert answers(policy, *(reversed(told) if asks_first else told)) == [named(1, 0, 2, first=0)]
+    assert answers(policy, ready(1, 0, batch=2), ready(0, 1, batch=3), ready(1, 1, batch=3)) == []
+
+
+def test_a_round_is_for_the_first_batch_that_not_all_have_left_out():
+    policy = running(3)
+    asking = [left_out(worker, 0, batch=batch, count=batch - 1) for worker, batch in enumerate((5, 3, 4))]
+    assert answers(policy, *asking) == [named(worker, 0, 3, first=1) for worker in (0, 1, 2)]
+    # Worker 1 leaves that one out, too: whether it is the round's, the two others say.
+    assert answers(policy, left_out(1, 0, batch=4, count=3)) == []
+    assert answers(policy, ready(2, 0, batch=3)) == [named(1, 0, 3, first=2)]
+
+
+def test_all_who_ask_again_are_told_anew():
+    policy = running()
+    assert len(answers(policy, left_out(0, 0, batch=2), left_out(1, 0, batch=2))) == 2
+    asking = [left_out(worker, 0, batch=3, count=2) for worker in (1, 0)]
+    assert answers(policy, *asking) == [named(worker, 0, 3, first=1) for worker in (1, 0)]
+
+
+@pytest.mark.parametrize("other", [{"epoch": 1, "batch": 2}, {"batch": 5}])
+def test_who_asks_for_a_round_of_a_batch_that_it_has_not_left_out_is_named(other):
+    (stop,) = answers(running(), ready(0, 0, batch=2), left_out(1, 0, **other))
+    assert "while worker 0 is at batch 2 of epoch 0, both in round 0: worker 1 has left" in stop.reason
+
+
+def test_who_asks_waits_no_longer_than_the_deadline_and_not_for_who_has_finished():
+    policy = running(deadline_s=5.0)
+    answers(policy, left_out(1, 0, batch=2))
+    assert policy.handle(Tick(now_s=5.9)) == []
+    answers(policy, unreachable(None, 0, 5.9))
+    assert policy.handle(Tick(now_s=6.1)) == []
+    policy.handle(PeerReachable(now_s=6.1, worker=None, peer=0))
+    assert policy.handle(Tick(now_s=11.0)) == []
+    (stop,) = policy.handle(Tick(now_s=11.2))
+    assert stop.reason.startswith("worker 0 did not finish computing step 1 within 5 s after worker 1 had")
+    (stop,) = answers(running(), finished(0, 0), left_out(1, 0, batch=2))
+    assert stop.reason.startswith("worker 0 has finished after 0 steps; worker 1 wants step 1")
 
 
 @pytest.mark.parametrize(
@@ -393,6 +448,7 @@ def anything(world: int = 3):
     return st.one_of(
         st.builds(joined, workers, st.just(world)),
         *[st.builds(ready, workers, small, st.none() | small)] * 4,
+        st.builds(left_out, workers, small, batch=small, count=small),
         st.builds(left, workers, small),
         st.builds(lost, workers),
         st.builds(Failed, now_s=now, worker=workers, step=small, error=st.just("x")),
@@ -443,7 +499,8 @@ def test_whatever_comes_it_answers_or_refuses_and_stops_at_most_once(events):
         except ProtocolError:
             assert policy.state_dict() == state
     assert all(action.reason for action in actions)
-    assert [type(action) for action in actions] in ([], [Group], [Group, Stop])
+    kinds = [type(action) for action in actions if not isinstance(action, RoundNamed)]
+    assert kinds in ([], [Group], [Group, Stop])
 
 
 def known(policy):

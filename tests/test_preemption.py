@@ -295,10 +295,10 @@ def call_in_the_midst(rank, say, strategy, where, what):
 )
 def test_a_call_in_the_midst_of_a_step_is_refused_in_words(strategy, where, what, doing):
     _, second = run(call_in_the_midst, 2, strategy, where, what)
-    assert second.error_type == "OffbeatError", second.trace
+    assert second.error_type == "WorkerError", second.trace
     assert second.error == (
-        f"session.{what}() was called in the midst of a step, which is {doing} now: call it between steps; "
-        "to save when a signal comes, use session.preempted"
+        f"session.{what}() was called on worker 1 in the midst of step 4, which is {doing} now: "
+        "call it between steps; to save when a signal comes, use session.preempted"
     )
 
 

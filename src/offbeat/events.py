@@ -67,6 +67,26 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A worker has left batches of its session out, and asks for which batch the next round is.
+
+    Attributes:
+        round: the next one of the worker.
+        batch: how many batches of the epoch it has taken, the one that it computes next among them; one more
+            than there are where the epoch has no more of them.
+        count: how many of those before were left out since its last round.
+    """
+
+    now_s: float
+    worker: int
+    epoch: int
+    step: int
+    round: int
+    batch: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wants:
     """A worker is in an epoch and has no samples left to compute with.
 
@@ -626,6 +646,7 @@ class ProgressWanted(WorkerEvent):
 Event: TypeAlias = (
     Joined
     | Ready
+    | LeftOut
     | Wants
     | Saving
     | Recalled
@@ -988,6 +1009,19 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundNamed:
+    """The next round of a worker that has left batches out is for the batch of this number.
+
+    Where that is one that it has left out, it takes part with weight 0.
+    """
+
+    worker: int
+    round: int
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dismiss:
     """Everybody has finished: take or give the final state, as the last Group says, and leave."""
 
@@ -1249,6 +1283,7 @@ Action: TypeAlias = (
     | MergeStates
     | Validated
     | EpochEnded
+    | RoundNamed
     | Dismiss
     | CloseServers
     | Stop

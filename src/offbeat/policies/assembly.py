@@ -21,6 +21,7 @@ from offbeat.events import (
     Halted,
     Joined,
     Left,
+    LeftOut,
     Lost,
     NodeEvent,
     Peer,
@@ -89,6 +90,7 @@ class Assembly:
         match event:
             case (
                 Ready()
+                | LeftOut()
                 | Wants()
                 | Brought()
                 | Saving()

@@ -24,6 +24,7 @@ from offbeat.events import (
     Halted,
     Joined,
     Left,
+    LeftOut,
     Lost,
     NodeEvent,
     PeerReachable,
@@ -31,6 +32,7 @@ from offbeat.events import (
     Preempted,
     Ready,
     Recalled,
+    RoundNamed,
     Saving,
     StepTimed,
     Stop,
@@ -55,6 +57,9 @@ class _OpenRound:
 
 class Lockstep:
     """One group of all workers, each with weight 1/W, from the moment the last one joins.
+
+    A round is for one batch of all workers. Who has left batches out asks which one that is, and is told once
+    somebody is Ready for it, or all have asked: then it is the first that not all have left out.
 
     Stops the job, at most once, when a worker is lost or fails, when two workers are in different steps, or
     at different batches, in the same round, when a worker wants a round that can never complete because
@@ -106,6 +111,7 @@ class Lockstep:
         self._left: dict[int, int] = {}  # who left, after how many steps
         self._done: dict[int, int] = {}  # who has finished, and stays until all have, after how many steps
         self._open: dict[int, _OpenRound] = {}
+        self._asking: dict[int, LeftOut] = {}  # who has left batches out and waits to be told of its round
         self._rounds_complete = 0
         self._reachability = Reachability()
         self._stopped = False
@@ -123,6 +129,8 @@ class Lockstep:
                 return self._handle_joined(event)
             case Ready():
                 return self._handle_ready(event)
+            case LeftOut():
+                return self._handle_left_out(event)
             case Left():
                 return self._handle_left(event)
             case Lost() | Failed():
@@ -154,6 +162,7 @@ class Lockstep:
             "left": [list(one) for one in self._left.items()],
             "done": [list(one) for one in self._done.items()],
             "open": [[round_, *vars(first).values()] for round_, first in self._open.items()],
+            "asking": [vars(asked) for asked in self._asking.values()],
             "rounds_complete": self._rounds_complete,
             "reachability": self._reachability.state_dict(),
             "stopped": self._stopped,
@@ -168,6 +177,7 @@ class Lockstep:
         self._left = dict(state["left"])
         self._done = dict(state["done"])
         self._open = {round_: _OpenRound(*first) for round_, *first in state["open"]}
+        self._asking = {asked["worker"]: LeftOut(**asked) for asked in state["asking"]}
         self._rounds_complete = state["rounds_complete"]
         self._reachability.load_state_dict(state["reachability"])
         self._stopped = state["stopped"]
@@ -197,23 +207,54 @@ class Lockstep:
         ]
 
     def _handle_ready(self, event: Ready) -> list[Action]:
-        self._check_ready(event)
-        for other, steps in (self._left | self._done).items():
-            if self._rounds[other] <= event.round:
-                return self._uneven(other, steps, event.worker, event.step)
+        self._check_next(event)
+        if (stop := self._stop_uneven(event)) is not None:
+            return stop
         first = _OpenRound(event.worker, event.step, event.epoch, event.batch, event.now_s, 0)
         open_ = self._open.get(event.round, first)
         if (open_.step, open_.epoch, open_.batch) != (event.step, event.epoch, event.batch):
             return self._out_of_step(open_, event)
+        self._asking.pop(event.worker, None)
         self._rounds[event.worker] += 1
         self._steps[event.worker] = event.step
         self._open[event.round] = replace(open_, count=open_.count + 1)
         if open_.count + 1 == self._world:
             del self._open[event.round]
             self._rounds_complete += 1
-        return []
+        return self._answer(event.round)
 
-    def _out_of_step(self, first: _OpenRound, event: Ready) -> list[Action]:
+    def _handle_left_out(self, event: LeftOut) -> list[Action]:
+        self._check_next(event)
+        if (stop := self._stop_uneven(event)) is not None:
+            return stop
+        self._asking[event.worker] = event
+        return self._answer(event.round)
+
+    def _answer(self, round_: int) -> list[Action]:
+        """Tell those who ask for which batch a round is, where that is known."""
+        asking = [asked for asked in self._asking.values() if asked.round == round_]
+        first: _OpenRound | LeftOut | None = self._open.get(round_)
+        if first is None and len(asking) == self._world:
+            first = min(asking, key=_place_of)
+        if first is None:
+            return []
+        answers: list[Action] = []
+        for asked in asking:
+            del self._asking[asked.worker]
+            if first.epoch != asked.epoch or not asked.batch - asked.count <= first.batch <= asked.batch:
+                return self._out_of_step(first, asked)
+            reason = f"worker {first.worker} takes part in it with that one"
+            answers.append(RoundNamed(worker=asked.worker, round=round_, batch=first.batch, reason=reason))
+        return answers
+
+    def _stop_uneven(self, event: Ready | LeftOut) -> list[Action] | None:
+        """Stop where a worker goes on to a round in which one that has finished takes no part."""
+        for other, steps in (self._left | self._done).items():
+            if self._rounds[other] <= event.round:
+                return self._uneven(other, steps, event.worker, event.step)
+        return None
+
+    def _out_of_step(self, first: _OpenRound | LeftOut, event: Ready | LeftOut) -> list[Action]:
         """Stop where the gradients of a round are of different steps or batches."""
         places = {
             first.worker: (first.epoch, first.batch, first.step),
@@ -233,8 +274,8 @@ class Lockstep:
             None,
             f"worker {ahead} has gone on to {_place(*places[ahead][:2])} while worker {behind} is at "
             f"{_place(*places[behind][:2])}, both in round {event.round}: worker {ahead} has left a batch "
-            "out. Use every batch on every worker, with weight 0 in the loss where it is bad; or deal "
-            "samples as they are needed, with the strategy partial",
+            "out. Take batches from session.batches, of which single ones may be left out before backward(); "
+            "or use every batch on every worker, with weight 0 in the loss where it is bad",
         )
 
     def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
@@ -245,6 +286,7 @@ class Lockstep:
             # Nobody was late while it was not heard, and its line to others may be mended a little later.
             self._reachability.restart(event.peer, event.now_s)
             self._open = {round_: replace(one, since_s=event.now_s) for round_, one in self._open.items()}
+            self._asking = {one: replace(asked, now_s=event.now_s) for one, asked in self._asking.items()}
         return []
 
     def _handle_tick(self, now_s: float) -> list[Action]:
@@ -265,13 +307,19 @@ class Lockstep:
         )
 
     def _stop_late(self, now_s: float) -> list[Action]:
-        if not self._open:
+        waiting: list[tuple[int, float, _OpenRound | LeftOut]] = []
+        waiting += [(round_, first.since_s, first) for round_, first in self._open.items()]
+        waiting += [(asked.round, asked.now_s, asked) for asked in self._asking.values()]
+        if not waiting:
             return []
-        round_ = min(self._open)
-        first = self._open[round_]
-        if now_s - first.since_s <= self._deadline_s:
+        round_, since_s, first = min(waiting, key=lambda one: one[:2])
+        if now_s - since_s <= self._deadline_s:
             return []
-        late = [other for other, rounds in enumerate(self._rounds) if rounds <= round_]
+        late = [
+            other
+            for other, rounds in enumerate(self._rounds)
+            if rounds <= round_ and other not in self._asking
+        ]
         if self._reachability.unheard.intersection(late):
             return []
         return self._stop(
@@ -281,8 +329,9 @@ class Lockstep:
             f"after worker {first.worker} had: look what it is doing, or give it a longer deadline",
         )
 
-    def _check_ready(self, event: Ready) -> None:
-        said = f"got Ready for round {event.round} of worker {event.worker}"
+    def _check_next(self, event: Ready | LeftOut) -> None:
+        kind = type(event).__name__
+        said = f"got {kind} for round {event.round} of worker {event.worker}"
         if not self._runs():
             raise ProtocolError(f"expected {self._world} workers to join first, {said}")
         if not 0 <= event.worker < self._world:
@@ -292,7 +341,7 @@ class Lockstep:
                 f"expected nothing more from worker {event.worker}, which has finished, {said}"
             )
         if event.round != self._rounds[event.worker]:
-            raise ProtocolError(f"expected Ready for round {self._rounds[event.worker]}, {said}")
+            raise ProtocolError(f"expected {kind} for round {self._rounds[event.worker]}, {said}")
         if event.round - self._rounds_complete > self._rounds_ahead_max - 1:
             slowest = self._rounds.index(self._rounds_complete)
             raise ProtocolError(
@@ -397,6 +446,10 @@ def _workers(ids: list[int]) -> str:
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
+
+
+def _place_of(asked: LeftOut) -> tuple[int, int]:
+    return asked.epoch, asked.batch
 
 
 def _place(epoch: int, batch: int) -> str:

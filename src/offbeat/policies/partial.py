@@ -25,6 +25,7 @@ from offbeat.events import (
     Halted,
     Joined,
     Left,
+    LeftOut,
     Lost,
     NodeEvent,
     PeerReachable,
@@ -245,7 +246,9 @@ class PartialGroups:
                 return self._handle_tick(event.now_s)
             case Finished():
                 return self._handle_finished(event)
-            case Clocked() | StepTimed() | Evaluated() | Preempted() | NodeEvent() | ValidationEvent():
+            case LeftOut() | Clocked() | StepTimed() | Evaluated() | Preempted():
+                return []
+            case NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
                 return self._handle_report(event)

@@ -26,6 +26,7 @@ from offbeat.events import (
     Halted,
     Joined,
     Left,
+    LeftOut,
     Lost,
     NodeEvent,
     PeerReachable,
@@ -196,7 +197,7 @@ class BoundedStaleness:
                 if self._preempted_clock is None:
                     self._preempted_clock = -1 if self._gate.s is None else self._gate.latest
                 return []
-            case StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
+            case LeftOut() | StepTimed() | Evaluated() | NodeEvent() | ValidationEvent():
                 return []
             case PeerUnreachable() | PeerReachable():
                 if event.worker is None and event.peer in self._workers:

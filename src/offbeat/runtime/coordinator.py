@@ -50,6 +50,7 @@ from offbeat.events import (
     Preempt,
     Recall,
     Refuse,
+    RoundNamed,
     Settle,
     SpaceRefused,
     Start,
@@ -477,7 +478,9 @@ class Coordinator:
                 return action.node == speaker
             case GroupViewed():
                 return speaker in ([action.node] if action.node else [one.node for one in action.workers])
-            case Deal() | Used() | Grant() | Recall() | Settle() | EvaluatePart() | MergeStates():
+            case Deal() | Used() | Grant() | Recall() | RoundNamed():
+                return action.worker == speaker
+            case Settle() | EvaluatePart() | MergeStates():
                 return action.worker == speaker
             case LendSnapshot():
                 return speaker in (action.worker, action.borrower)

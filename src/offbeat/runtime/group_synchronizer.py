@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.events import Ready
-from offbeat.runtime.averager import Averager, Host
+from offbeat.events import LeftOut, Ready
+from offbeat.runtime.averager import WORD_S, Averager, Host
 from offbeat.runtime.exchange import Exchange
 from offbeat.runtime.grouping import Grouping, RegroupedError
 from offbeat.runtime.hyperparameters import Group, places_of_numbers, read_numbers, write_numbers
@@ -287,6 +287,29 @@ class GroupSynchronizer:
     def weigh(self, batches: float) -> None:
         """See `Synchronizer.weigh`."""
         self.averager.weigh(batches)
+
+    def batch_of_round(self, batch: int, left_out: int) -> int:
+        """See `Synchronizer.batch_of_round`: the coordinator knows, where all take part in every round."""
+        member = self._member
+        if member is None or self.grouping is None or self._survives:
+            return batch
+        round_, member.round_named = self.averager.round, None
+        self._loop.tell(
+            LeftOut(
+                now_s=0.0,
+                worker=self._loop.worker,
+                epoch=self._loop.epoch,
+                step=self._loop.step,
+                round=round_,
+                batch=batch,
+                count=left_out,
+            )
+        )
+        what = f"round {round_} to be named, since it left {left_out} batches out"
+        member.wait_for(lambda: member.round_named is not None, self._deadline_s + WORD_S, what)
+        named = member.round_named
+        assert named is not None
+        return named.batch
 
     def quiet(self) -> AbstractContextManager[None]:
         """See `Synchronizer.quiet`."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import WorkerError
 
 _NUMBERS: Final = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)))
 # The functions without the wrappers that look handlers up among constants, which take ten times as long.
@@ -96,7 +96,7 @@ class Held:
         self._on_signal()
 
 
-def check_between_steps(what: str) -> None:
+def check_between_steps(what: str, worker: int, step: int) -> None:
     """Refuses a call of the session that comes in the midst of a step, as a signal handler's or a hook's may.
 
     What has been interrupted is on the stack below the caller's frame: a forward or backward pass, an
@@ -104,17 +104,20 @@ def check_between_steps(what: str) -> None:
 
     Args:
         what: is called.
+        worker, step: where.
 
     Raises:
-        OffbeatError: names what has been interrupted.
+        WorkerError: names what has been interrupted. Of a handler that does not catch it, the worker ends.
     """
     frame = sys._getframe(1).f_back  # whoever calls the session
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         doing = next((one for name, one in _MIDST.items() if module.startswith(name)), None)
         if doing is not None:
-            raise OffbeatError(
-                f"{what} was called in the midst of a step, which is {doing} now: call it between steps; to "
-                "save when a signal comes, use session.preempted"
+            raise WorkerError(
+                f"{what} was called on worker {worker} in the midst of step {step + 1}, which is {doing} "
+                "now: call it between steps; to save when a signal comes, use session.preempted",
+                worker=worker,
+                step=step,
             )
         frame = frame.f_back

@@ -32,6 +32,7 @@ from offbeat.events import (
     Preempt,
     Recall,
     Refuse,
+    RoundNamed,
     Settle,
     Start,
     Stop,
@@ -85,6 +86,7 @@ class Member:
         preempt: says which worker is about to be taken away, None where none is.
         is_dismissed: everybody has finished.
         grant: the last one; set to None before another is asked for.
+        round_named: for which batch the next round is; likewise.
         on_grant: called, in the links' thread, with every Grant.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
         on_loan: called, in the links' thread, with all that is said of loans.
@@ -112,6 +114,7 @@ class Member:
         self.preempt: Preempt | None = None
         self.is_dismissed = False
         self.grant: Grant | None = None
+        self.round_named: RoundNamed | None = None
         self.on_grant: Callable[[Grant], None] = _do_nothing
         self.on_abandon: Callable[[], None] = _do_nothing
         self.on_loan: Callable[[Lend | Settle | Deal], None] = _do_nothing
@@ -308,6 +311,8 @@ class Member:
                 case Grant():
                     self.grant = action
                     self.on_grant(action)
+                case RoundNamed():
+                    self.round_named = action
                 case Recall():
                     with self._changed:
                         recalled = self.follower.recall(action)

@@ -179,6 +179,10 @@ class ServerSynchronizer:
         """See `Synchronizer.is_clear`."""
         return not self._is_open
 
+    def batch_of_round(self, batch: int, left_out: int) -> int:
+        """See `Synchronizer.batch_of_round`: a step is of whatever its worker has computed."""
+        return batch
+
     def quiet(self) -> AbstractContextManager[None]:
         """See `Synchronizer.quiet`."""
         return nullcontext()

@@ -33,6 +33,7 @@ from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
 from offbeat.runtime.hooks import ForwardHook, Hook
 from offbeat.runtime.interrupts import check_between_steps
 from offbeat.runtime.member import Member
+from offbeat.runtime.pairing import Pairing
 from offbeat.runtime.parts import Data
 from offbeat.runtime.preemption import PreemptionSignals
 from offbeat.runtime.rendezvous import Meeting, meet
@@ -179,7 +180,8 @@ class Session:
         self._seed, self._start_s = environment.seed, environment.start_s
         self._is_dealing = False
         self._slowness = _read_slowness(environment)
-        self._batches_taken = self._batches_used = 0  # in the epoch; by the last step
+        self._pairing = Pairing(lambda batch, left_out: self._synchronizer.batch_of_round(batch, left_out))
+        self._batches_used = 0  # in the epoch, by the last step
         self._batches_in_epoch: int | None = None
         self._samples_in_epoch = self._batch_size = 0
         self._drop_last = False
@@ -244,9 +246,8 @@ class Session:
         if self.is_newcomer:
             self._steps_taken = self.step
         self._watch = Watch(self._trained)
-        if len(self._trained.optimizers) > 1:  # before the hooks of the synchronizer, to which a step begins
-            hook = ForwardHook(self._before_forward)
-            self._handles.append(self._trained.model.register_forward_pre_hook(hook))
+        hook = ForwardHook(self._before_forward)  # before those of the synchronizer, to which a step begins
+        self._handles.append(self._trained.model.register_forward_pre_hook(hook))
         self._synchronizer.attach()
         self._handles += [
             handle
@@ -329,8 +330,8 @@ class Session:
 
     @property
     def batch(self) -> int:
-        """Batches taken from `batches` in the epoch under way."""
-        return self._batches_taken
+        """The batch of the epoch under way that training has come to, of those from `batches`, from 1."""
+        return self._pairing.batch
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -400,10 +401,10 @@ class Session:
             error: why, where this worker leaves because it failed; the others then end naming it.
 
         Raises:
-            OffbeatError: a signal handler or a hook calls it in the midst of a step.
+            WorkerError: a signal handler or a hook calls it in the midst of a step.
         """
         if not self._left:
-            check_between_steps("session.leave()")
+            check_between_steps("session.leave()", self.worker, self.step)
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -499,7 +500,8 @@ class Session:
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
-        self._batches_taken = self._batches_used = 0
+        self._pairing.begin(0)
+        self._batches_used = 0
         self._batches_in_epoch = None
         self._is_used_up = False
 
@@ -522,6 +524,11 @@ class Session:
         The last batches of an epoch may be smaller. With a batch size of 2 or more and at least two samples a
         worker none holds a single sample, with which BatchNorm cannot train; for that, what is left over may
         join batches of 2 or 3, which then hold up to two more.
+
+        A batch may be left out, with `continue` before the backward pass: where its loss is not finite, say.
+        Where all take part in every round, the others use theirs, and this worker takes the same step with
+        the batch that follows, or, at the epoch's end, with one that it has used: it counts for nothing there
+        and comes again. Where all workers leave the same batch out, there is no step.
 
         A batch that is smaller than others counts for less in the mean; which one a backward pass belongs to
         is taken to be the last one that was taken, so do not take batches ahead. A loop that breaks off gives
@@ -572,20 +579,19 @@ class Session:
             else self._shared_out(dataset, shards, loader_options)
         )
         self._is_dealing = True
+        self._begin_batch()
         try:
-            while True:
-                self._end_step()
-                self.timer.switch("batch")
-                following = next(taken, None)
+            for batch, samples in self._pairing.each(taken):
                 self.check()
-                if following is None:
-                    break
-                batch, samples = following
-                self._batches_taken += 1
+                before = self.samples
                 self.samples += samples
                 self._synchronizer.weigh(samples / batch_size)
                 self.timer.switch("compute")
                 yield batch
+                self._begin_batch()
+                if not self._pairing.is_used:
+                    self.samples = before
+            self.check()
             self._is_used_up = True
         finally:
             self._is_dealing = False
@@ -593,6 +599,10 @@ class Session:
             self.timer.switch("other")
             if not self._is_used_up:
                 self._give_up_the_rest()
+
+    def _begin_batch(self) -> None:
+        self._end_step()
+        self.timer.switch("batch")
 
     def _check_data(self, samples: int, batch_size: int, drop_last: bool) -> None:
         """Fails a worker that has other data than what it goes on from, before anybody hears of its own."""
@@ -617,7 +627,7 @@ class Session:
         self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
         """Yields this worker's equal part, with sizes."""
-        indices = shards.batches(self.worker)[self._batches_taken :]
+        indices = shards.batches(self.worker)[self._pairing.taken :]
         seed = (self._seed, self.epoch, self.worker)
         loaded = load_batches(dataset, indices, seed=seed, loader_options=loader_options)
         for taken in indices:
@@ -709,12 +719,11 @@ class Session:
 
         Raises:
             ValueError: an option out of range, or one that does not go with several workers.
-            OffbeatError: what is given is not fit for it, or another than at the last epoch; or a signal
-                handler or a hook calls it in the midst of a step.
-            WorkerError: the job failed.
+            OffbeatError: what is given is not fit for it, or another than at the last epoch.
+            WorkerError: the job failed, or a signal handler or a hook calls it in the midst of a step.
             Exception: what `evaluate` raised for an earlier epoch.
         """
-        check_between_steps("session.validate()")
+        check_between_steps("session.validate()", self.worker, self.step)
         given = (evaluate, dataset, options)
         if self.validator is None:
             self.validator = self._validator(evaluate, dataset, options)
@@ -786,6 +795,7 @@ class Session:
 
     def computed(self, compute_s: float) -> None:
         """Makes this worker as slow as it was told to be, by waiting a multiple of what it computed."""
+        self._pairing.is_used = True
         if self._slowness is None:
             return
         try:
@@ -806,7 +816,7 @@ class Session:
     def _step_in_epoch(self) -> int:
         """How far the epoch is, in steps of all workers; by what all have done where samples are dealt."""
         if not self._synchronizer.deals or self._batches_in_epoch is None or self._member is None:
-            return max(0, self._batches_taken - 1)
+            return max(0, self._pairing.batch - 1)
         return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -830,8 +840,13 @@ class Session:
             self._end_step()
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        if model.training and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if model.training:
             self._end_step()
+        if self._is_dealing and self._pairing.begins_to_stand_in():
+            self.samples = 0
+            self._synchronizer.weigh(0)
 
     def _end_step(self) -> None:
         """Ends the step under way, if an optimizer has stepped."""
@@ -842,7 +857,8 @@ class Session:
         self._tell_signal()
         self._synchronizer.after_step()
         self._steps_taken += 1
-        self._batches_used = self._batches_taken
+        self._pairing.is_used = True
+        self._batches_used = self._pairing.batch
         self._is_preempted |= self._synchronizer.is_preempted
         wall_s, parts_s = self.timer.lap()
         if self._member is not None:
@@ -879,11 +895,10 @@ class Session:
         the last step. Else, and after training, the model is that already. `state_dict` calls it.
 
         Raises:
-            OffbeatError: this worker is left out of the group, so that its parameters are old ones; or a
-                signal handler or a hook calls it in the midst of a step.
-            WorkerError: the job failed.
+            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
+            WorkerError: the job failed, or a signal handler or a hook calls it in the midst of a step.
         """
-        check_between_steps("session.refresh()")
+        check_between_steps("session.refresh()", self.worker, self.step)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -900,11 +915,10 @@ class Session:
         taken since it knows nothing. To save when a signal comes, read `preempted`.
 
         Raises:
-            OffbeatError: this worker is left out of the group, so that its parameters are old ones; or a
-                signal handler or a hook calls it in the midst of a step.
-            WorkerError: the job failed.
+            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
+            WorkerError: the job failed, or a signal handler or a hook calls it in the midst of a step.
         """
-        check_between_steps("session.state_dict()")
+        check_between_steps("session.state_dict()", self.worker, self.step)
         self._refresh()
         whole = self._is_used_up or self._batches_used == self._batches_in_epoch
         if self._synchronizer.deals:
@@ -985,7 +999,8 @@ class Session:
         self.epoch = state["epoch"]
         self._steps_taken = state["step"]
         self._synchronizer.resume(state["step"])
-        self._batches_taken = self._batches_used = state["batches_taken"]
+        self._batches_used = state["batches_taken"]
+        self._pairing.begin(self._batches_used)
         self._seed = state["seed"]
         self._used = {
             int(epoch): tuple((start, stop) for start, stop in ranges)

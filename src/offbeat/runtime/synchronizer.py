@@ -143,6 +143,17 @@ class Synchronizer(Protocol):
     def weigh(self, batches: float) -> None:
         """Says what the next backward passes count, relative to a whole batch; with 0 they leave no trace."""
 
+    def batch_of_round(self, batch: int, left_out: int) -> int:
+        """Returns for which batch of the epoch the next round is: for `batch`, or one left out before it.
+
+        Args:
+            batch: that this worker computes next, counted from 1.
+            left_out: how many before it this worker has left out since its last round.
+
+        Raises:
+            WorkerError: the job failed.
+        """
+
     def quiet(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate."""
 

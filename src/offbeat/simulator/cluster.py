@@ -39,6 +39,7 @@ from offbeat.events import (
     Ready,
     Recall,
     Refuse,
+    RoundNamed,
     Settle,
     SpaceRefused,
     Start,
@@ -444,6 +445,8 @@ class Cluster:
                     self.is_dismissed = True
                 case Preempt():
                     continue  # no simulated worker is sent a signal
+                case RoundNamed():
+                    continue  # no simulated worker leaves a batch out
                 case Start() | EpochEnded() | Viewed() | SpaceRefused() | ClientGone() | CloseServers():
                     pass
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused() | WorkerLost():
