@@ -142,3 +142,24 @@ def test_samples_of_what_is_left_out_are_behind_no_gradient(tmp_path):
     )
     samples = [one.samples for one in entries_of(log, Ready) if (one.worker, one.epoch) == (1, 0)]
     assert samples == [BATCH, BATCH, 0, BATCH, 0]
+
+
+def accumulates(rank, say, strategy):
+    """Takes a step every two batches, of which worker 1 leaves the second one out."""
+    model = a_model()
+    optimizer, _ = tools(model)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for number, (inputs, targets) in enumerate(session.batches(TensorDataset(INPUTS, TARGETS), BATCH)):
+            if rank == 1 and number == 1:
+                continue
+            F.mse_loss(model(inputs), targets).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
+def test_a_step_of_which_a_worker_leaves_the_last_batch_out_is_refused_in_words(strategy):
+    ended = run(accumulates, WORKERS, strategy)
+    assert {one.error_type for one in ended} == {"WorkerError"}
+    assert any("call backward and step equally often on every worker" in one.error for one in ended)

@@ -77,7 +77,10 @@ class _Posting:
     def place(self, tag: int, offset: int, length: int, total: int) -> memoryview:
         """Return where the bytes go, and take note that they come now."""
         if total != len(self.into):
-            raise ProtocolError(f"expected message {tag:#x} to have {len(self.into)} bytes, got {total}")
+            raise ProtocolError(
+                f"expected message {tag:#x} to have {len(self.into)} bytes, got {total}: call backward and "
+                "step equally often on every worker"
+            )
         end = offset + length
         if self.came.overlaps(offset, end):
             raise ProtocolError(f"bytes {offset} to {end} of message {tag:#x} overlap what has already come")
