@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import errno
-from typing import Final, Literal, TypeAlias
+import resource
+from typing import Literal, TypeAlias
 
 # A session that was open broke, or another one with the peer begins at this moment; or dialling failed: the
-# peer's process has ended, nothing answers, or another process does, or one that does not want this node.
-LinkFailure: TypeAlias = Literal["broken", "replaced", "ended", "unreachable", "refused"]
-
-_REMEDIES: Final = {
-    errno.EMFILE: "too many open files: raise `ulimit -n`",
-    errno.ENFILE: "too many open files on this machine: raise the kernel's fs.file-max",
-}
+# peer's process has ended, nothing answers, or another process does, or one that does not want this node; or
+# the peer can open no more files, or this node cannot.
+LinkFailure: TypeAlias = Literal[
+    "broken", "replaced", "ended", "unreachable", "refused", "peer has no files", "no files"
+]
 
 
 def explain(error: OSError) -> str:
     """Return what the operating system says, and what to do about it where that is known."""
-    return _REMEDIES.get(error.errno or 0, str(error))
+    match error.errno:
+        case errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"too many open files: raise `ulimit -n`, which is {limit}"
+        case errno.ENFILE:
+            return "too many open files on this machine: raise the kernel's fs.file-max"
+        case _:
+            return str(error)
 
 
 class OffbeatError(Exception):

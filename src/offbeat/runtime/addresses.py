@@ -17,10 +17,12 @@ import sys
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from ipaddress import ip_address
 from urllib.parse import quote, unquote, urlsplit
 
 from offbeat.errors import OffbeatError, explain
+from offbeat.runtime.descriptors import is_none_left
 
 BACKLOG = 512
 HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
@@ -86,13 +88,20 @@ def parse(text: str) -> Address:
     raise ValueError(f"expected an address as tcp://host:port or unix:///name?host=…, got {text!r}")
 
 
+@cache
 def this_host() -> str:
-    """Return what tells this host, boot and network namespace from every other one."""
+    """Return what tells this host, boot and network namespace from every other one.
+
+    Raises:
+        OSError: this process can open no more files.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
+    except OSError as error:
+        if is_none_left(error):
+            raise  # another name would be another host's
         return f"{socket.gethostname()}.{uuid.getnode():x}"
 
 
@@ -145,11 +154,11 @@ def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
 
 def listen_unix() -> tuple[socket.socket, str]:
     """Listen on a Unix socket of a new name; return the socket and its address."""
-    name = f"offbeat-{secrets.token_hex(8)}"
+    name, host = f"offbeat-{secrets.token_hex(8)}", this_host()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(f"\0{name}")
     sock.listen(BACKLOG)
-    return sock, f"unix:///{name}?host={quote(this_host())}"
+    return sock, f"unix:///{name}?host={quote(host)}"
 
 
 def own_address(master_addr: str) -> str:

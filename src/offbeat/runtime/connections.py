@@ -59,6 +59,7 @@ class Dial:
     spoken: bool = False  # the other side may have seen our HELLO
     hopeless: bool = False  # an address answered in a way that will not change
     whys: dict[str, str] = field(default_factory=dict)
+    starved_s: float | None = None  # since when this node can open no connection
 
 
 @dataclass(eq=False, slots=True)

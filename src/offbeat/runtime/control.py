@@ -38,6 +38,8 @@ _ADVICE: Final[dict[LinkFailure, str]] = {
     "ended": "its process has ended, because the job is over or because it failed: see what rank 0 wrote",
     "unreachable": "its process may be alive: see that its host is up and that no firewall is on the way",
     "refused": "another process listens where the coordinator did, so this job is over: start it again",
+    "peer has no files": "raise it where rank 0 starts, which starts the coordinator",
+    "no files": "raise it where this worker starts",
 }
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 

@@ -6,6 +6,7 @@ training. The process is spawned, not forked, and reads nothing but what its par
 
 from __future__ import annotations
 
+import errno
 import io
 import multiprocessing as mp
 import os
@@ -24,9 +25,10 @@ from typing import Any, Final, cast
 import torch
 import torch.multiprocessing  # teaches multiprocessing to share tensors
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, explain
 from offbeat.numerics.metrics import Value
 from offbeat.runtime import child
+from offbeat.runtime.descriptors import is_none_left
 from offbeat.runtime.evaluators import Evaluate, Part, evaluated
 from offbeat.runtime.parts import Data
 from offbeat.runtime.snapshot import Blocks, Lent, Place, Snapshot, read_model
@@ -140,11 +142,15 @@ class InAProcess:
         self._start()
 
     def _start(self) -> None:
-        self._connection, theirs = mp.Pipe()
+        name = f"offbeat validation {self._number}"
+        try:
+            self._connection, theirs = mp.Pipe()
+        except OSError as error:
+            raise OffbeatError(f"{name} did not start: {explain(error)}") from error
         self._process = _Process(
             target=_serve,
             args=(theirs, self._evaluate, self._data, self._threads),
-            name=f"offbeat validation {self._number}",
+            name=name,
             daemon=True,
         )
         self._rooms: dict[int, int] = {}  # what the process knows: slot: room
@@ -154,6 +160,9 @@ class InAProcess:
         except OffbeatError:
             raise
         except Exception as error:
+            if is_none_left(error):
+                cause = explain(OSError(errno.EMFILE, ""))
+                raise OffbeatError(f"{name} did not start: {cause}") from error
             if _SHARED_MEMORY in str(error):
                 raise OffbeatError(
                     f"the validation set cannot be shared with another process ({error}): make /dev/shm "

@@ -70,8 +70,9 @@ class _Welcome(msgspec.Struct, forbid_unknown_fields=True):
     position: Position
 
 
-class _Refuse(msgspec.Struct, forbid_unknown_fields=True):
+class _Refuse(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     line: str
+    has_no_files: bool = False
 
 
 make_known(_Hello, _Challenge, _Proof, _Welcome, _Refuse)
@@ -80,7 +81,15 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class RefusedError(ProtocolError):
-    """The other side has answered REFUSE; the text is its line."""
+    """The other side has answered REFUSE; the text is its line.
+
+    Attributes:
+        has_no_files: it would let this side in, and can open no more files.
+    """
+
+    def __init__(self, line: str, *, has_no_files: bool = False) -> None:
+        super().__init__(line)
+        self.has_no_files = has_no_files
 
 
 def check_name(name: str) -> str:
@@ -101,9 +110,9 @@ def new_session() -> str:
     return secrets.token_hex(8)
 
 
-def refuse(line: str) -> bytes:
-    """Return the frame that refuses a connection with one line."""
-    return _frame(Kind.REFUSE, _Refuse(_one_line(line)))
+def refuse(line: str, *, has_no_files: bool = False) -> bytes:
+    """Return the frame that refuses a connection with one line; see `RefusedError`."""
+    return _frame(Kind.REFUSE, _Refuse(_one_line(line), has_no_files))
 
 
 class Dialler:
@@ -146,7 +155,8 @@ class Dialler:
             ProtocolError: the other side breaks the protocol or does not know the token.
         """
         if frame.kind == Kind.REFUSE:
-            raise RefusedError(_one_line(_decode(frame, _Refuse).line))
+            refused = _decode(frame, _Refuse)
+            raise RefusedError(_one_line(refused.line), has_no_files=refused.has_no_files)
         if self._nonce is None:
             self._nonce = _checked_nonce(_expect(frame, Kind.CHALLENGE, _Challenge).nonce)
             return _frame(Kind.PROOF, _Proof(_proof(self._token, "dialler", self._hello, self._nonce)))

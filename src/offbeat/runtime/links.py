@@ -56,6 +56,7 @@ from offbeat.runtime.connections import (
     wake_at,
     wake_late,
 )
+from offbeat.runtime.descriptors import is_none_left
 from offbeat.runtime.framing import MAX_MESSAGE_BYTES, NUMBERED, Frame, Kind, place_of
 from offbeat.runtime.handshake import check_name
 from offbeat.runtime.inbox import MAX_EARLY_BYTES, MAX_FORGOTTEN_RANGES, Inbox, OnData, OnShared, Ranges
@@ -675,7 +676,11 @@ class Endpoint:
             self._lose_for(peer, error)
             return
         except OSError as error:
-            self._broke(peer, f"{peer.name} {_cause(error)}")
+            if is_none_left(error):
+                text = f"{self.name} cannot take memory that {peer.name} shares: {explain(error)}"
+                self._lose(peer, text, "no files")
+            else:
+                self._broke(peer, f"{peer.name} {_cause(error)}")
             return
         if not n:
             self._broke(peer, f"{peer.name} closed the connection")
@@ -938,6 +943,7 @@ class Endpoint:
             with _as_told(self.name):
                 found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
+            self._opening.shut()
             self._loop.abandon()
             raise
         for sock, _ in found:

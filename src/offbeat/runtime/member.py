@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from offbeat.errors import LinkError, ProtocolError, WorkerError
+from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
 from offbeat.events import (
     Deal,
     Dismiss,
@@ -394,6 +394,10 @@ class Member:
     def _lose(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
             self._line.lost(error)
+        elif error.failure == "no files":  # whoever the peer is, it is not the peer's fault
+            failure = OffbeatError(f"worker {self.worker}: {error}")
+            self.tell_end(failure)
+            self._fail(WorkerError(str(failure), worker=self.worker))
         elif error.peer in self._addresses and self._survives:
             self._report(error.peer, str(error))
             self.endpoint.later(_REACH_AGAIN_S, partial(self._reach_again, error.peer))

@@ -247,6 +247,9 @@ class Node:
         if peer == Coordinator.NAME:
             self._line.lost(error)
             return
+        if error.failure == "no files":  # whoever the peer is, it is not the peer's fault
+            self._end(str(error))
+            return
         self.post.lost(peer)  # what is to be sent to a client waits for it until the manager says it is gone
         if peer in self._addresses:
             self._unreachable(peer, str(error))

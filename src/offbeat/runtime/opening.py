@@ -14,6 +14,9 @@ Where the peer does not know the session any more, the old one is over and a new
 This module never lets a stranger hold up the node: half-open connections are small and have a deadline, and
 of those that have not said which job they belong to there are few. Where one more comes, the oldest of them
 is closed, one from another host than those of known peers first. So silent strangers take nobody's place.
+
+It never leaves a peer to guess that this process can open no more files: one descriptor is kept with which a
+connection is accepted to be refused in words, and a dial for which there is none fails in words of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from time import monotonic
 from offbeat.errors import LinkFailure, ProtocolError, explain
 from offbeat.runtime.addresses import Address, SocketAddress, parse
 from offbeat.runtime.connections import Dial, Link, Peer, Session, prepare, receive, share
+from offbeat.runtime.descriptors import is_none_left
 from offbeat.runtime.handshake import Acceptor, Dialler, Position, RefusedError, refuse
 from offbeat.runtime.loop import READ, WRITE, Loop
 from offbeat.runtime.threads import start_thread
@@ -42,6 +46,7 @@ CONNECT_ATTEMPT_S = 1.0
 HANDSHAKE_ATTEMPT_S = 4.0
 REFUSALS_PAUSE_S = 1.0  # between two lines about refused connections
 NO_DESCRIPTORS_PAUSE_S = 1.0
+STARVED_S = 3.0  # for which a node that dials may be unable to open anything: what is short may pass
 REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 
 
@@ -89,6 +94,8 @@ class Opening:
         self._half_open: dict[Link, None] = {}  # accepted, and not proved yet; the oldest first
         self._known_hosts: set[str] = set()
         self.sockets: set[socket.socket] = set()  # every socket of the node, for a forked child to close
+        self._spare: socket.socket | None = None  # kept for a connection that is to be refused
+        self._keep_spare()
 
     def listen(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket."""
@@ -130,6 +137,7 @@ class Opening:
 
     def shut(self) -> None:
         """Stop listening and close what is half-open, but not the dials under way."""
+        self._give_up_spare()
         for sock in self._listeners:
             self._loop.unwatch(sock)
             self.sockets.discard(sock)
@@ -180,7 +188,10 @@ class Opening:
                 if why is None:
                     return
             dial.whys[address.text] = why
-        if dial.hopeless:
+        if dial.starved_s is not None and monotonic() - dial.starved_s > STARVED_S:
+            text = f"{self._name} cannot open a connection to {peer.name}: {next(iter(dial.whys.values()))}"
+            self._fail(peer, dial, text, "no files")
+        elif dial.hopeless:
             self._fail(peer, dial, self._cannot_reach(peer, dial), "unreachable")
         elif (peer.lasting or peer.session.is_open) and all(
             dial.whys.get(address.text) == REFUSED
@@ -225,7 +236,10 @@ class Opening:
             family, where = found or address.resolve()
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
+            if is_none_left(error):
+                dial.starved_s = dial.starved_s or monotonic()
             return _why(error)
+        dial.starved_s = None
         self.sockets.add(sock)  # at once: another thread may fork while this one connects
         try:
             code = prepare(sock).connect_ex(where)
@@ -291,7 +305,7 @@ class Opening:
                 self._say(link, greeting.receive(frame))
         except RefusedError as error:
             text = f"{peer.name} at {link.where} refused the connection: {error}"
-            self._fail(peer, dial, text, "refused")
+            self._fail(peer, dial, text, "peer has no files" if error.has_no_files else "refused")
         except ProtocolError as error:
             dial.hopeless = True
             self._attempt_failed(peer, dial, link, str(error))
@@ -355,7 +369,9 @@ class Opening:
         try:
             sock, where = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            if is_none_left(error) and self._spare is not None:
+                self._turn_away(listener, error)
+            elif is_none_left(error) or error.errno in (errno.ENOBUFS, errno.ENOMEM):
                 # It stays ready, and would keep the loop busy until there are descriptors again.
                 self._loop.unwatch(listener)
                 self._loop.later(NO_DESCRIPTORS_PAUSE_S, partial(self._accept_again, listener))
@@ -371,6 +387,31 @@ class Opening:
         prepare(sock)
         self._loop.watch(sock, READ, partial(self._asked, link))
         self._loop.later(self._connect_s, partial(self._unproved, link))
+
+    def _turn_away(self, listener: socket.socket, error: OSError) -> None:
+        """Refuse a connection, in words, for which only the descriptor is left that is kept for this."""
+        self._give_up_spare()
+        with suppress(OSError):  # it has gone, or another thread has the descriptor
+            sock, _ = listener.accept()
+            with sock:
+                sock.setblocking(False)
+                sock.send(refuse(_why(error), has_no_files=True))
+        self._report(f"refused a connection: {_why(error)}")
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        """Have a descriptor with which to refuse a connection; it is a socket, as all that is kept is."""
+        if self._spare is not None:
+            return
+        with suppress(OSError):
+            self._spare = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            self.sockets.add(self._spare)
+
+    def _give_up_spare(self) -> None:
+        if self._spare is not None:
+            self.sockets.discard(self._spare)
+            self._spare.close()
+            self._spare = None
 
     def _make_room(self) -> None:
         """Close the oldest half-open connection of a stranger, if there are too many."""
@@ -393,6 +434,7 @@ class Opening:
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
+            self._keep_spare()
             self._loop.watch(listener, READ, partial(self._accept, listener))
 
     def _unproved(self, link: Link) -> None:
@@ -513,6 +555,6 @@ def _fail_with(error: BaseException) -> None:
 
 
 def _why(error: OSError) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
+    if is_none_left(error):
         return explain(error)
     return (error.strerror or str(error)).lower()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import errno
 import json
-import os
 import queue
 import time
 from collections import Counter
@@ -29,8 +28,10 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from offbeat.errors import OffbeatError, explain
+from offbeat.runtime import descriptors
 from offbeat.runtime.addresses import own_address
 from offbeat.runtime.coordinator import Configuration
+from offbeat.runtime.descriptors import is_none_left
 from offbeat.runtime.environment import Environment
 from offbeat.runtime.starting import new_secrets, start_coordinator
 from offbeat.runtime.threads import start_thread
@@ -47,7 +48,6 @@ _NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that n
 _joins: Counter[tuple[int, int]] = Counter()
 _inside = HashStore()  # where the threads of a world of one process meet
 _hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
-_NO_DESCRIPTORS = os.strerror(errno.EMFILE).lower()  # which torch's errors quote
 _NAMED_MAX = 8
 _LOOK_S = 5.0  # how long to look which job has taken the port
 _T = TypeVar("_T")
@@ -127,16 +127,17 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         OffbeatError: the store or the coordinator could not be reached or started in time.
     """
     limit_s = time.monotonic() + environment.start_s
+    _check_files(environment, limit_s)
     if environment.is_newcomer:
         return _meet_as_newcomer(environment, own_address(environment.master_addr), limit_s)
-    hosts_store = environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
+    hosts_store = _hosts_store(environment)
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
     found: dict[str, Any] = {}
     try:
+        if environment.rank == 0 and store is not None:
+            _list_job(store, environment, hosts_store)
         host = own_address(environment.master_addr)
         if environment.rank == 0:
-            if store is not None:
-                _list_job(store, environment, hosts_store)
             job, token = new_secrets()
             found = {
                 "job": job,
@@ -146,9 +147,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     except Exception as error:
         told = as_told(error)
         if store is not None:
-            _tell_failure(store, environment, told)
-            if hosts_store:
-                _wait_for_everybody(store, limit_s, environment.start_s)
+            _tell_failure(store, environment, told, limit_s)
         raise told from error
     if environment.rank == 0:
         if store is not None:
@@ -172,6 +171,43 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
         limit_s=limit_s,
         job_name=environment.job_name,
     )
+
+
+def _check_files(environment: Environment, limit_s: float) -> None:
+    """Sees that this worker may open as many files as its start needs, before it opens any.
+
+    Raises:
+        OffbeatError: it may not; all workers that can reach the store are told.
+    """
+    try:
+        descriptors.check(_files_needed(environment))
+    except OffbeatError as error:
+        if environment.world > 1 and not environment.is_newcomer:
+            with descriptors.as_many_as_allowed(), suppress(OffbeatError):  # where the store is out of reach
+                store = _open_store(environment, _hosts_store(environment), limit_s)
+                if environment.rank == 0:
+                    _list_job(store, environment, _hosts_store(environment))
+                _tell_failure(store, environment, error, limit_s)
+        who = "this newcomer" if environment.is_newcomer else f"worker {environment.rank}"
+        raise OffbeatError(f"{who} cannot begin: {error}") from error
+
+
+def _files_needed(environment: Environment) -> int:
+    """How many files this process, or one that it starts, has to open for a start."""
+    world, threads = environment.world, len(environment.threads)
+    # As one of a group; or on servers, which it starts before it opens its client of them.
+    rest = max(min(world - 1, descriptors.PEERS), descriptors.CHILD, descriptors.NODE + environment.servers)
+    own = descriptors.STORE + descriptors.NODE * threads + rest + descriptors.START
+    if environment.rank:
+        return own
+    is_hosted = _hosts_store(environment) and threads < world
+    store = descriptors.HOSTED_STORE + world if is_hosted else 0
+    return max(own + store, descriptors.NODE + descriptors.COORDINATOR + world)
+
+
+def _hosts_store(environment: Environment) -> bool:
+    """Whether this process has the job's store, and takes it with it when it ends."""
+    return environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
 
 
 def as_told(error: Exception) -> OffbeatError:
@@ -267,7 +303,7 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
     try:
         store = _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
-        if _NO_DESCRIPTORS in str(error).lower():
+        if is_none_left(error):
             cause = explain(OSError(errno.EMFILE, ""))
             raise OffbeatError(f"rank {environment.rank} cannot open the job's store: {cause}") from error
         if hosts_it:
@@ -304,14 +340,16 @@ def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, An
         ) from error
 
 
-def _tell_failure(store: Store, environment: Environment, error: OffbeatError) -> None:
+def _tell_failure(store: Store, environment: Environment, error: OffbeatError, limit_s: float) -> None:
     """Says to all who come to the store why this worker cannot take part."""
     if environment.rank:
         _set_failed(store, environment.rank, error)
-        return
     with suppress(RuntimeError):  # the store is lost, which the others see
-        store.set(_KEY, json.dumps({"error": str(error)}))
+        if not environment.rank:
+            store.set(_KEY, json.dumps({"error": str(error)}))
         _count(store, environment)
+    if _hosts_store(environment):
+        _wait_for_everybody(store, limit_s, environment.start_s)
 
 
 def _set_failed(store: Store, worker: int, error: BaseException) -> None:
