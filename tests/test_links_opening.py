@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 
 import nodes
+from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
-from offbeat.errors import LinkError, ProtocolError
+from offbeat.errors import LinkError, OffbeatError, ProtocolError
 from offbeat.runtime.addresses import parse
 from offbeat.runtime.connections import TCP_WAKE_BYTES
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
-from offbeat.runtime.handshake import Acceptor, Position
+from offbeat.runtime.handshake import Acceptor, Position, RefusedError
 from runlogs import wait_until
 
 node, pair = nodes.node, nodes.pair  # the fixtures
@@ -103,6 +104,55 @@ def test_a_second_node_of_the_same_name_is_refused(node: Callable[..., Node]) ->
     assert a.refusal().endswith("a already has a connection to twin")
     a.links.send("twin", b"still you")
     assert first.message() == ("a", b"still you")
+
+
+# Without descriptors
+
+
+@pytest.mark.parametrize("unix", [True, False])
+def test_a_node_that_can_open_no_more_files_says_so_to_all_who_come(
+    node: Callable[..., Node], unix: bool
+) -> None:
+    a = node("a")
+    for _ in range(2):  # the descriptor that is kept for this is there again
+        with few_files(1):
+            stranger = Stranger("b", a, unix=unix)  # has it
+            with pytest.raises(RefusedError, match=r"too many open files: raise `ulimit -n`") as refused:
+                stranger.greeting.receive(stranger.frame())
+            stranger.sock.close()
+        assert refused.value.has_no_files
+    assert "refused a connection: too many open files: raise `ulimit -n`" in a.refusal()
+    Stranger("b", a, unix=unix).greet()
+
+
+def test_a_peer_that_can_open_no_more_files_is_lost_for_that(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    b.links.introduce("a", a.links.addresses)
+    with few_files(1):
+        b.links.send("a", b"hello")
+        error = b.loss()
+    assert error.failure == "peer has no files"
+    assert "refused the connection: too many open files: raise `ulimit -n`" in str(error)
+
+
+def test_a_node_that_can_open_no_connection_blames_no_peer(pair: tuple[Node, Node]) -> None:
+    a, _ = pair
+    with few_files(0):
+        a.links.send("b", b"hello")
+        error = a.loss()
+    assert error.failure == "no files"
+    assert str(error).startswith("a cannot open a connection to b: too many open files: raise `ulimit -n`")
+    a.links.introduce("b", pair[1].links.addresses)
+    a.links.send("b", b"hello")
+    assert pair[1].message() == ("a", b"hello")
+
+
+def test_a_node_that_can_begin_nothing_says_so_and_leaves_nothing(node: Callable[..., Node]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for free in range(6):
+        with few_files(free), pytest.raises(OffbeatError, match=r"^a cannot open its connections: too many"):
+            node("a")
+    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may end meanwhile
 
 
 # Strangers

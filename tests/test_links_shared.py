@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nodes
+from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import ProtocolError
 from offbeat.runtime import shared
@@ -104,6 +105,31 @@ def no_descriptor_is_left() -> Iterator[None]:
     if len(os.listdir("/proc/self/fd")) > before:
         gc.collect()  # which takes long, late in a run of many tests
     assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may end meanwhile
+
+
+# Without descriptors
+
+
+def test_memory_is_shared_only_where_that_leaves_descriptors_to_connections() -> None:
+    regions = Regions(lambda region: None)
+    with no_descriptor_is_left():
+        with few_files(shared._LEFT_FREE):
+            assert regions.allocate(MIB) is None
+        with few_files(shared._LEFT_FREE + 1):
+            assert regions.allocate(MIB) is not None
+
+
+def test_a_node_that_cannot_take_a_peers_memory_blames_itself(node: Callable[..., Node]) -> None:
+    a, b = node("a"), node("b")
+    a.links.introduce("b", b.links.addresses)
+    a.links.send("b", b"hello")
+    assert b.message() == ("a", b"hello")
+    memory = a.links.allocate(MIB)
+    with few_files(0):
+        a.links.put("b", 1, memory)
+        error = b.loss()
+    assert error.failure == "no files"
+    assert str(error).startswith("b cannot take memory that a shares: too many open files: raise `ulimit -n`")
 
 
 # What is spared

@@ -135,16 +135,16 @@ def apart(**arguments: Any) -> BoundedStaleness:
 
 
 def test_without_the_first_workers_parameters_nobody_can_begin():
-    for going in (
-        Lost(now_s=1.0, worker=0, cause="killed"),
-        Failed(now_s=1.0, worker=0, step=0, error="it broke"),
-        Left(now_s=1.0, worker=0, step=0),
+    for going, cause in (
+        (Lost(now_s=1.0, worker=0, cause="killed"), "killed"),
+        (Failed(now_s=1.0, worker=0, step=0, error="it broke"), "it failed after 0 steps: it broke"),
+        (Left(now_s=1.0, worker=0, step=0), "it has left"),
     ):
         policy = BoundedStaleness(2)
         (stop,) = answers(policy, joined(0), joined(1), clocked(1, None), going)[-1:]
         assert isinstance(stop, Stop)
         assert stop.worker == 0
-        assert "have not got its parameters" in stop.reason
+        assert stop.reason.endswith(f"have not got its parameters to begin with: {cause}")
         (closing,) = policy.handle(Left(now_s=2.0, worker=1, step=0))
         assert isinstance(closing, CloseServers)
     policy = BoundedStaleness(2, deadline_s=5.0)

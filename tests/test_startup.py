@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from torch import nn
 
 import offbeat
 from cluster import run, values
+from files import few_files
 from jobs import job
 from offbeat.runtime import rendezvous, session
-from offbeat.runtime.environment import JOB, NEWCOMER, START_S
-from offbeat.strategies import AllReduce
+from offbeat.runtime.environment import JOB, NEWCOMER, START_S, read_environment
+from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late
 LIMIT_S = 8.0  # for their start, where it has to pass; 30 s, if nobody says otherwise
@@ -167,6 +168,75 @@ def test_a_worker_that_can_open_no_more_files_tells_all_of_them(odd_rank, where,
         assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
         assert "too many open files: raise `ulimit -n`" in one.error
         assert (odd_text if one.rank == odd_rank else text) in one.error
+
+
+def starts_with_few_files(rank, say, odd_ranks, free, is_hard):
+    """Joins; some workers may open few files."""
+    with few_files(free, hard=is_hard) if rank in odd_ranks else nullcontext():
+        return join(rank, say, None)
+
+
+@pytest.mark.parametrize(
+    ("odd_ranks", "free", "is_hard"),
+    [([0], 0, False), ([0], 18, False), ([2], 0, False), ([2], 5, True), ([0, 1, 2], 3, False)],
+)
+def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, free, is_hard):
+    with job(starts_with_few_files, 3, odd_ranks, free, is_hard, env={START_S: str(LIMIT_S)}) as running:
+        ended = running.ends()
+    for one in ended:
+        assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
+        assert f"got {free}: too many open files: raise `ulimit -n`, which is " in one.error
+        own = f"worker {one.rank} cannot begin: expected "
+        told = {0: "rank 0 could not open the job: expected ", 2: "worker 2: expected "}[odd_ranks[0]]
+        assert own in one.error if one.rank in odd_ranks else told in one.error
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), PartialAllReduce(), Hybrid(), ServerBSP()], ids=str)
+def test_as_many_files_as_a_start_asks_for_are_enough(strategy):
+    with job(trains_with_what_it_needs, 3, strategy) as running:
+        assert values(running.ends()) == [3, 3, 3]
+
+
+def trains_with_what_it_needs(rank, say, strategy):
+    with few_files(rendezvous._files_needed(read_environment()), hard=True):
+        return steps(strategy)
+
+
+def steps(strategy, taken=lambda: None):
+    """Takes three steps and returns their number; `taken` is called before the first."""
+    model = nn.Linear(200, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, strategy) as session:
+        taken()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 200)).square().mean().backward()
+            optimizer.step()
+    return session.step
+
+
+def runs_out_of_files(rank, say, odd_rank, strategy):
+    with ExitStack() as stack:
+        return steps(strategy, lambda: stack.enter_context(few_files(0)) if rank == odd_rank else None)
+
+
+@pytest.mark.parametrize("odd_rank", [0, 2])
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()], ids=["bsp", "hybrid"])
+def test_a_worker_that_has_used_up_its_files_is_named_by_all(odd_rank, strategy):
+    with job(runs_out_of_files, 3, odd_rank, strategy) as running:
+        ended = running.ends()
+    for one in ended:
+        assert one.error_type == "WorkerError", one.trace
+        assert f"worker {odd_rank}" in one.error
+        assert "too many open files: raise `ulimit -n`, which is " in one.error
+
+
+def test_a_first_worker_on_servers_that_has_used_up_its_files_is_named_by_all():
+    with job(runs_out_of_files, 2, 0, ServerBSP()) as running:
+        for one in running.ends():
+            assert one.error_type == "WorkerError", one.trace
+            assert "worker 0" in one.error
+            assert "too many open files: raise `ulimit -n`, which is " in one.error
 
 
 def hangs_before_it_opens(rank, say):

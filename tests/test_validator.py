@@ -36,6 +36,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassF1Score
 
 import offbeat
+from files import few_files
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import joined
 from offbeat.policies.overlap import Choice, OverlapChooser
@@ -814,6 +815,15 @@ def test_a_loader_with_its_own_batches_is_cut_as_it_is(workers):
 def test_what_cannot_be_sent_to_a_process_says_so():
     with pytest.raises(OffbeatError, match=r"cannot be sent to another process .*top level of a module"):
         offbeat.Validator(a_model(), lambda model, part: {}, Samples(9), backend="process", workers=1)
+
+
+def test_a_process_for_which_there_are_no_files_says_so():
+    for free in range(8):
+        with few_files(free), pytest.raises(OffbeatError) as refused:
+            offbeat.Validator(a_model(), evaluate, Samples(9), backend="process", workers=1)
+        assert "offbeat validation 0 did not start: too many open files: raise `ulimit -n`" in str(
+            refused.value
+        )
 
 
 class SentOnce(Samples):

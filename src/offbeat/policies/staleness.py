@@ -272,7 +272,7 @@ class BoundedStaleness:
                 return []
             raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
         if self._has_not_given([event.worker]) and len(self._workers) > 1:
-            return self._stop()
+            return self._stop(_why_gone(event))
         self._part(event.worker)
         return self._go_on() + self._dismiss()
 
@@ -280,10 +280,10 @@ class BoundedStaleness:
         """Whether the one whose parameters all begin with is among these, and has not given them yet."""
         return _FIRST in going and _FIRST in self._awaited
 
-    def _stop(self) -> list[Action]:
+    def _stop(self, cause: str) -> list[Action]:
         self._part(_FIRST)
         self._is_over = True
-        reason = f"worker {_FIRST} is out, and the others have not got its parameters to begin with"
+        reason = f"worker {_FIRST} is out, and the others have not got its parameters to begin with: {cause}"
         return [Stop(worker=_FIRST, step=None, reason=reason)]
 
     def _part(self, worker: int) -> None:
@@ -532,7 +532,7 @@ class BoundedStaleness:
 
     def _refuse(self, workers: list[int], reason: str) -> list[Action]:
         if self._has_not_given(workers):
-            return self._stop()
+            return self._stop(reason)
         refused = [
             Refuse(peer=self._workers[worker].peer, reason=f"worker {worker} is out: {reason}")
             for worker in workers
@@ -605,6 +605,16 @@ def _close_servers() -> CloseServers:
 
 def _turn_away(worker: int, peer: str) -> Refuse:
     return Refuse(peer=peer, reason=f"worker {worker} cannot take part: it came when all others were done")
+
+
+def _why_gone(event: Left | Lost | Failed) -> str:
+    match event:
+        case Left():
+            return "it has left"
+        case Lost():
+            return event.cause
+        case Failed():
+            return f"it failed after {event.step} steps: {event.error}"
 
 
 def _said(event: Event) -> str:
