@@ -43,9 +43,9 @@ if __name__ == "__main__":
 
 
 def program(folder: Path, text: str, name: str | bytes = "program.py") -> str:
-    """A script in a folder of its own."""
-    (folder / "app").mkdir()
+    """A script in a folder of its own, which may be part of its name."""
     path = os.path.join(folder / "app", os.fsdecode(name))
+    Path(path).parent.mkdir(parents=True)
     Path(path).write_text(text)
     return path
 
@@ -108,7 +108,7 @@ def test_without_standard_error_children_have_the_null_device(tmp_path):
 
 def test_names_that_are_no_utf_8_are_names(tmp_path):
     log = os.path.join(tmp_path, os.fsdecode(b"log \xe9.jsonl"))
-    script = program(tmp_path, TRAINED, b'train_\xe9\n"it\'s".py')
+    script = program(tmp_path, TRAINED, b'caf\xe9/train_\xe9\n"it\'s".py')
     done = run(sys.executable, script, env={**os.environ, "OFFBEAT_RUN_LOG": log, "OFFBEAT_JOB": "\udce9"})
     assert done.returncode == 0, done.stderr
     assert record.read_log(log).header["command"] == 'train_\\udce9\n"it\'s".py'

@@ -7,7 +7,7 @@ known, so that nothing depends on when it comes.
 import io
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -216,9 +216,8 @@ def test_handlers_of_the_program_run_as_well_and_are_put_back_unless_it_has_chan
 
 def test_nothing_is_installed_in_another_thread(handlers):
     before, signals = signal.getsignal(signal.SIGTERM), PreemptionSignals()
-    thread = threading.Thread(target=signals.install)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(signals.install).result()  # raises what it has raised
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -318,6 +318,12 @@ def test_a_worker_of_another_job_is_told_so_and_the_job_trains_with_its_own():
     assert values([first, own]) == [5.5, 5.5]
 
 
+def test_a_jobs_name_need_not_be_utf_8():
+    with job(trains, 1, env=place(0, "\udce9")) as running:
+        own = running.end(running.add(trains, env=place(1, "\udce9")))
+        assert values([own, running.end(0)]) == [5.5, 5.5]
+
+
 def test_a_rank_0_is_told_which_job_has_its_port():
     with job(trains, 1, True, env=place(0, "a"), clean=False) as running:
         running.said(running.add(trains, True, env=place(1, "a")))
