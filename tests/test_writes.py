@@ -206,11 +206,14 @@ def writes_in_a_group(rank, say, strategy, write, when, writers):
 
 
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step"])
+@pytest.mark.parametrize(("name", "changes"), [("scale", 1), ("load", 4)])
 @pytest.mark.parametrize("strategy", GROUPS)
-def test_in_a_group_a_change_on_one_worker_alone_is_refused_by_name(strategy, when):
-    ended = run(writes_in_a_group, WORKERS, strategy, scale, when, (1,))
+def test_in_a_group_a_change_on_one_worker_alone_is_refused_by_name(strategy, name, changes, when):
+    write, what = WRITES[name]
+    ended = run(writes_in_a_group, WORKERS, strategy, write, when, (1,))
     assert ended[1].error_type == "OffbeatError", ended[1]
-    assert "changed a.weight (1 such changes) between two steps, and not on every worker" in ended[1].error
+    text = f"changed {what} ({changes} such changes) between two steps, and not on every worker"
+    assert text in ended[1].error
     if not GROUPS[strategy].survives:
         assert "worker 1 failed after" in ended[0].error
 

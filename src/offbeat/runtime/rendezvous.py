@@ -310,7 +310,8 @@ def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Sto
             raise OffbeatError(_why_taken(environment, limit_s)) from error
         raise OffbeatError(
             f"rank {environment.rank} cannot reach the job's store at {_where(environment)} within "
-            f"{environment.start_s:g} s: is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own?"
+            f"{environment.start_s:g} s: is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own? "
+            "If so, see what rank 0 wrote"
         ) from error
     if hosts_it:
         _hosted.setdefault(environment.master_port, store)
