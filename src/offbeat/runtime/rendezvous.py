@@ -184,6 +184,7 @@ def _check_files(environment: Environment, limit_s: float) -> None:
     except OffbeatError as error:
         if environment.world > 1 and not environment.is_newcomer:
             with descriptors.as_many_as_allowed(), suppress(OffbeatError):  # where the store is out of reach
+                descriptors.check(_files_of_store(environment))
                 store = _open_store(environment, _hosts_store(environment), limit_s)
                 if environment.rank == 0:
                     _list_job(store, environment, _hosts_store(environment))
@@ -197,12 +198,16 @@ def _files_needed(environment: Environment) -> int:
     world, threads = environment.world, len(environment.threads)
     # As one of a group; or on servers, which it starts before it opens its client of them.
     rest = max(min(world - 1, descriptors.PEERS), descriptors.CHILD, descriptors.NODE + environment.servers)
-    own = descriptors.STORE + descriptors.NODE * threads + rest + descriptors.START
+    own = _files_of_store(environment) + descriptors.NODE * threads + rest + descriptors.START
     if environment.rank:
         return own
-    is_hosted = _hosts_store(environment) and threads < world
-    store = descriptors.HOSTED_STORE + world if is_hosted else 0
-    return max(own + store, descriptors.NODE + descriptors.COORDINATOR + world)
+    return max(own, descriptors.NODE + descriptors.COORDINATOR + world)
+
+
+def _files_of_store(environment: Environment) -> int:
+    """How many files this process has to open for the job's store."""
+    is_hosted = _hosts_store(environment) and len(environment.threads) < environment.world
+    return descriptors.STORE + (descriptors.HOSTED_STORE + environment.world if is_hosted else 0)
 
 
 def _hosts_store(environment: Environment) -> bool:
