@@ -21,7 +21,7 @@ import nodes
 from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.runtime.addresses import parse
+from offbeat.runtime.addresses import parse, this_host
 from offbeat.runtime.connections import TCP_WAKE_BYTES
 from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
 from offbeat.runtime.handshake import Acceptor, Position, RefusedError
@@ -153,6 +153,12 @@ def test_a_node_that_can_begin_nothing_says_so_and_leaves_nothing(node: Callable
         with few_files(free), pytest.raises(OffbeatError, match=r"^a cannot open its connections: too many"):
             node("a")
     assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may end meanwhile
+
+
+def test_a_host_takes_no_other_name_where_its_own_cannot_be_read() -> None:
+    this_host.cache_clear()
+    with few_files(0), pytest.raises(OSError, match=r"Too many open files"):
+        this_host()
 
 
 # Strangers
