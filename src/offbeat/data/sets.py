@@ -143,7 +143,7 @@ def _digits() -> Splits:
         raise DataError("digits come with scikit-learn, which is missing: pip install 'offbeat[demo]'")
     pixels, labels = read_digits(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz")
     images = pixels.to(torch.float32).div_(16)
-    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    is_test = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
     for digit in range(10):
         is_test[(labels == digit).nonzero().squeeze(1)[4::5]] = True
     return Splits(
@@ -308,4 +308,6 @@ def _normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...])
     """Pixels, uint8 (N, C, H, W), to (pixel / 255 - mean) / std, float32."""
     shape = (1, -1, 1, 1)
     scaled = pixels.to(torch.float32).div_(255)
-    return scaled.sub_(torch.tensor(mean).reshape(shape)).div_(torch.tensor(std).reshape(shape))
+    return scaled.sub_(torch.tensor(mean, device="cpu").reshape(shape)).div_(
+        torch.tensor(std, device="cpu").reshape(shape)
+    )

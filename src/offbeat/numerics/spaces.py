@@ -7,6 +7,7 @@ it: no code ever comes over the network.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import json
 import operator
@@ -42,6 +43,7 @@ FILTERS: Final[Mapping[str, Any]] = {
 _LOSSLESS: Final = frozenset({"KeyCaching", "Compression"})
 _DRAWING: Final = frozenset({"FixedPoint", "RandomSkip"})
 _OF_PULLS: Final = frozenset({"KeyCaching", "Compression", "FixedPoint", "SignificantlyModified"})
+_TENSORS_CHARACTERS_MAX: Final = 4096  # well below what the coordinator takes of a text
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -177,9 +179,17 @@ def describe(
     filters.check(update)
     said["filters"] = [[[spec.kind, dict(spec.arguments)] for spec in one] for one in filters]
     said |= {"width": width, "dtype": dtype, "aggregate": aggregate} | (
-        {} if tensors is None else {"tensors": tensors}
+        {} if tensors is None else {"tensors": _shortened(tensors)}
     )
     return json.dumps(said, sort_keys=True)
+
+
+def _shortened(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a table of tensors, or of a long one its digest: tables are only compared."""
+    text = json.dumps(tensors, sort_keys=True)
+    if len(text) <= _TENSORS_CHARACTERS_MAX:
+        return tensors
+    return {"digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
 def load(path: str) -> Any:

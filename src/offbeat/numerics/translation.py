@@ -113,12 +113,14 @@ def take_states(optimizer: Optimizer, parameter: torch.Tensor, rows: Mapping[str
         raise ValueError("expected as many steps of all numbers of a parameter, got different ones")
     for theirs, ours in names.items():
         if ours == "steps":
-            kept = torch.tensor(float(rows[ours].max(initial=0)), dtype=_step_type(optimizer, parameter))
+            kept = torch.tensor(
+                float(rows[ours].max(initial=0)), dtype=_step_type(optimizer, parameter), device="cpu"
+            )
             if _on_device(optimizer, parameter):
                 kept = kept.to(parameter.device)
         else:
             kept = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
-            kept.copy_(torch.tensor(rows[ours]).reshape(parameter.shape))
+            kept.copy_(torch.tensor(rows[ours], device="cpu").reshape(parameter.shape))
         optimizer.state[parameter][theirs] = kept
 
 

@@ -110,7 +110,7 @@ def spread(values: Sequence[float]) -> list[float]:
     lanes = []
     for value in values:
         for _ in range(LANES):
-            lanes.append(float(torch.tensor(value, dtype=torch.float32)))
+            lanes.append(float(torch.tensor(value, dtype=torch.float32, device="cpu")))
             value -= lanes[-1]
     return lanes
 

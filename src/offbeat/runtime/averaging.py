@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.numerics.buckets import plan_buckets
 from offbeat.runtime.averager import LANES, WORD_S, Host, gathered, spread
-from offbeat.runtime.backward import BackwardPass, Onlookers, check_dense, watch
+from offbeat.runtime.backward import BackwardPass, Onlookers, check_can_average, watch
 from offbeat.runtime.checks import Forms
 from offbeat.runtime.grouping import Grouping, RegroupedError, Seat
 from offbeat.runtime.hooks import ForwardHook, Hook, Scripting, do_nothing
@@ -236,7 +236,7 @@ class GradientAverager:
         if self._host.timer.part != "compute":
             self._host.timer.switch("compute")
         self._host.check()
-        check_dense(parameter.grad)
+        check_can_average(parameter.grad)
         self._forget_failed_pass()
         if not self._backward.is_under_way:
             self._backward.begin()
@@ -415,7 +415,7 @@ class GradientAverager:
         if self._share is None:
             assert self._seat is not None
             exact = batches * self._seat.weight / self._places
-            self._share = float(torch.tensor(exact, dtype=self._slots[-1].own.flat.dtype))
+            self._share = float(torch.tensor(exact, dtype=self._slots[-1].own.flat.dtype, device="cpu"))
         return self._share
 
     def _were_set_by_hand(self) -> bool:
@@ -460,7 +460,7 @@ class GradientAverager:
         if self._seat.position == 0:
             lanes = spread(self._host.hyperparameters())
             values[first + len(self._parameters) :] = lanes
-        epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype))
+        epilogue.copy_(torch.tensor(values, dtype=epilogue.dtype, device="cpu"))
 
     def _name_contribution(self) -> None:
         assert self._seat is not None

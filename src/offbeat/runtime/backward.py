@@ -119,12 +119,17 @@ def leads_to(output: Any, parameters: Collection[torch.Tensor]) -> torch.Tensor 
     return None
 
 
-def check_dense(gradient: torch.Tensor | None) -> None:
+def check_can_average(gradient: torch.Tensor | None) -> None:
     """Refuses a gradient that cannot be averaged.
 
     Raises:
-        OffbeatError: it is sparse.
+        OffbeatError: it is sparse, or has a graph, which the mean would not have.
     """
+    if gradient is not None and gradient.requires_grad:
+        raise OffbeatError(
+            "backward(create_graph=True) leaves gradients with a graph, and the averaged ones have none: "
+            "take torch.autograd.grad(..., create_graph=True) for a loss that depends on gradients"
+        )
     if gradient is not None and gradient.is_sparse:
         raise OffbeatError(
             "a parameter has a sparse gradient, which cannot be averaged: build its layer with sparse=False"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import accumulate
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -65,6 +66,11 @@ def _check_hooks(model: nn.Module) -> None:
 def _check_tensors(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
+        if tensor.is_inference():
+            raise OffbeatError(
+                f"{name} was made in inference mode, so that it cannot be trained: make the model outside "
+                "torch.inference_mode()"
+            )
         if is_lazy(tensor):
             raise OffbeatError(f"{name} is not initialised yet: run one batch through the model before join")
         if tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
@@ -89,7 +95,7 @@ def _check_tensors(model: nn.Module) -> None:
 
 def _can_add(dtype: torch.dtype) -> bool:
     try:
-        torch.zeros(1, dtype=dtype).add_(torch.zeros(1, dtype=dtype))
+        torch.zeros(1, dtype=dtype, device="cpu").add_(torch.zeros(1, dtype=dtype, device="cpu"))
     except RuntimeError:
         return False
     return True
@@ -124,6 +130,33 @@ def check_all_stepped(trained: Trained) -> None:
             "parameters): give join all optimizers, join(model, [one, another], ...), or freeze what is not "
             "trained with requires_grad_(False)"
         )
+
+
+def check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuses parameters, by name, of which two numbers may lie in the same memory.
+
+    Raises:
+        OffbeatError: names them.
+    """
+    stretches = []
+    for name, one in parameters.items():
+        if one.numel():
+            extent = 1  # of the dimensions so far, in elements
+            for stride, size in sorted(zip(one.stride(), one.shape, strict=True)):
+                if size > 1 and stride < extent:
+                    raise OffbeatError(
+                        f"several elements of {name} share memory, and servers keep each by itself: clone it "
+                        "before join"
+                    )
+                extent += stride * (size - 1)
+            stretches.append((one.data_ptr(), one.data_ptr() + extent * one.element_size(), name))
+    stretches.sort()
+    for (_, end, name), (first, _, other) in pairwise(stretches):
+        if first < end:
+            raise OffbeatError(
+                f"{name} and {other} share memory, and servers keep each parameter by itself: clone one of "
+                "them before join, or use a strategy without servers"
+            )
 
 
 class Forms:
@@ -172,9 +205,14 @@ class Watch:
         self._frozen = [(name, p) for name, p in trained.model.named_parameters() if not p.requires_grad]
         self._trained = trained
         self._held = self._ids()
+        self._known = list(trained.model.parameters())  # kept, so that none else has the id of one
+        self._remember()
 
     def check(self) -> None:
-        """Raises OffbeatError if parameters were unfrozen, or given to the optimizer, since join."""
+        """Raises OffbeatError if parameters were unfrozen, or added to model or optimizer, since join."""
+        if self._parts() != self._parts_before:
+            self._check_known()
+            self._remember()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise OffbeatError(
@@ -186,6 +224,29 @@ class Watch:
                 f"the optimizers held {len(self._held)} parameters at join and hold {len(held)}, or others, "
                 "now: leave the session and join again"
             )
+
+    def _check_known(self) -> None:
+        known = {id(parameter) for parameter in self._known}
+        for name, parameter in self._trained.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise OffbeatError(
+                    f"the model has a parameter {name!r} that it did not have at join, and that nobody would "
+                    "average: leave the session and join again"
+                )
+
+    def _remember(self) -> None:
+        modules = self._trained.model.modules()
+        self._modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
+        self._parts_before = self._parts()
+
+    def _parts(self) -> list[int]:
+        """What the model's modules hold now: quick to compare, whatever the model's size."""
+        return [
+            id(part)
+            for module in self._modules
+            for held in (module._parameters, module._modules)
+            for part in held.values()
+        ]
 
     def _ids(self) -> list[int]:
         return [id(parameter) for group in self._trained.groups for parameter in group["params"]]

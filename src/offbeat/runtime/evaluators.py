@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -185,6 +186,7 @@ class Crew(Generic[AtOneMoment]):
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._evaluators, self._done = list(evaluators), done
+        self._pid = os.getpid()
         self._queue: queue.SimpleQueue[Part[AtOneMoment] | None] = queue.SimpleQueue()
         self._under_way: dict[int, Part[AtOneMoment]] = {}
         self._is_closed = Flag()
@@ -212,9 +214,13 @@ class Crew(Generic[AtOneMoment]):
     def close(self, wait_s: float) -> list[str]:
         """End the threads; what waits is not evaluated, and what is under way ends as soon as it can.
 
+        In a forked process, which has none of the threads, this does nothing.
+
         Returns:
             The names of threads that still evaluate after `wait_s` seconds.
         """
+        if os.getpid() != self._pid:
+            return []
         self._is_closed.set()
         for part in list(self._under_way.values()):
             part.cancelled.set()

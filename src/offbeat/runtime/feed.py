@@ -85,9 +85,9 @@ class EqualShards:
 def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """Which sample stands at each position of an epoch, int64 (samples,)."""
     if not shuffle:
-        return torch.arange(samples)
+        return torch.arange(samples, device="cpu")
     generator = torch.Generator().manual_seed(_mixed(seed, epoch))
-    return torch.randperm(samples, generator=generator)
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 def _mixed(*numbers: int) -> int:

@@ -6,6 +6,7 @@ session's hooks: what they make of the model is what they make of it without a s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,19 @@ def do_nothing(*_: Any) -> None:
     return
 
 
+def of_this_process(call: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that does what `call` does, but in processes forked from this one nothing."""
+    own = os.getpid()
+
+    def called(*arguments: Any) -> None:
+        if os.getpid() == own:
+            call(*arguments)
+
+    return called
+
+
 class Hook:
-    """A session's hook on a model; copies and pickles of the model get one that does nothing.
+    """A session's hook on a model; copies, pickles and forks of the model get one that does nothing.
 
     It is not compiled with the model: torch.compile calls it as it is, between two graphs.
 
@@ -39,7 +51,7 @@ class Hook:
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+        self._call = of_this_process(call)
 
     def __call__(self, *arguments: Any) -> None:
         """Do what the session wants done."""
@@ -63,7 +75,7 @@ class ForwardHook(Hook):
 
     def __init__(self, call: Callable[..., None], shown: Callable[[], None] = do_nothing) -> None:
         super().__init__(call)
-        self._shown = shown
+        self._shown = of_this_process(shown)
 
     def __call__(self, *arguments: Any) -> None:
         """Do what the session wants done."""
@@ -104,7 +116,7 @@ class Scripting:
     def __init__(self, model: nn.Module, before: Callable[[], None] = do_nothing) -> None:
         self._modules = [one for one in model.modules() if not isinstance(one, torch.jit.ScriptModule)]
         for module in self._modules:
-            module.__dict__[_PREPARE] = _Unhooked(module, before)
+            module.__dict__[_PREPARE] = _Unhooked(module, of_this_process(before))
 
     def remove(self) -> None:
         """Leave the model as it was."""

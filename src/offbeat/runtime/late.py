@@ -39,7 +39,7 @@ class _Parcel:
     def __init__(self, numbers: int, like: Sequence[torch.Tensor]) -> None:
         sizes = [8 * numbers] + [one.numel() * one.element_size() for one in like]
         padded = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
-        flat = torch.zeros(sum(padded), dtype=torch.uint8)
+        flat = torch.zeros(sum(padded), dtype=torch.uint8, device="cpu")
         places = flat.split(padded)
         self.numbers_N = places[0][: sizes[0]].view(torch.float64)
         self.tensors = [
@@ -241,7 +241,7 @@ class LateGradients:
         gradients = [parameter.grad for parameter in self._parameters]
         parcel = _Parcel(2 + len(gradients), self._parameters)
         numbers = [float(loan.parcel.numbers_N[0]), weight, *(float(one is not None) for one in gradients)]
-        parcel.numbers_N.copy_(torch.tensor(numbers, dtype=torch.float64))
+        parcel.numbers_N.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
         for tensor, gradient in zip(parcel.tensors, gradients, strict=True):
             if gradient is not None:
                 tensor.copy_(gradient)

@@ -295,6 +295,7 @@ class Workers:
         self._error: BaseException | None = None
         self._is_over = False
         self._is_closed = False
+        self._pid = os.getpid()
         self._changed = Condition()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._delivery: _Delivery | None = None
@@ -366,7 +367,12 @@ class Workers:
                 signal.pidfd_send_signal(pidfd, number)
 
     def close(self) -> None:
-        """End what still runs: SIGTERM, then SIGKILL, to each worker's process group; reap every worker."""
+        """End what still runs: SIGTERM, then SIGKILL, to each worker's process group; reap every worker.
+
+        In a process forked from the one that has started them this does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._is_closed:
                 return

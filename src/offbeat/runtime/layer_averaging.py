@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import OffbeatError
 from offbeat.numerics.plans import Policy
 from offbeat.runtime.averager import Host
-from offbeat.runtime.backward import BackwardPass, Onlookers, check_dense, leads_to, watch
+from offbeat.runtime.backward import BackwardPass, Onlookers, check_can_average, leads_to, watch
 from offbeat.runtime.checks import Forms
 from offbeat.runtime.deferred_step import DeferredStep, StepsAhead
 from offbeat.runtime.grouping import Grouping
-from offbeat.runtime.hooks import ForwardHook, Hook, Scripting
+from offbeat.runtime.hooks import ForwardHook, Hook, Scripting, of_this_process
 from offbeat.runtime.layer_layout import Order, Plan, check_layers, plan_by_layer, plan_by_type
 from offbeat.runtime.layer_rounds import LayerRounds, Round
 from offbeat.runtime.partial_step import PartialSteps
@@ -167,7 +167,7 @@ class LayerAverager:
         self._uses.attach()
         self._handles.append(Scripting(self._model, self.drain))
         self._onlookers = Onlookers(self._model, self._parameters)
-        _drains[self._model] = self.drain
+        _drains[self._model] = of_this_process(self.drain)
         self._model.train = MethodType(train, self._model)  # type: ignore[method-assign]
 
     def _drain_first(self, *_: Any) -> None:
@@ -299,7 +299,7 @@ class LayerAverager:
         if self._host.timer.part != "compute":
             self._host.timer.switch("compute")
         self._rounds.check()
-        check_dense(parameter.grad)
+        check_can_average(parameter.grad)
         self._begin_pass()
         if not self._has_accumulated:
             self._forms.check()

@@ -116,9 +116,9 @@ class LayerRounds:
             WorkerError: a member was lost, or did not come within the deadline.
         """
         content = b"" if self.position else msgspec.msgpack.encode(make())
-        length = torch.tensor([len(content)])
+        length = torch.tensor([len(content)], device="cpu")
         self._broadcast(length)
-        flat = torch.zeros(int(length), dtype=torch.uint8)
+        flat = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if content:
             flat.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         self._broadcast(flat)
@@ -331,7 +331,7 @@ class Round:
                     lanes = spread(rounds.host.hyperparameters())
                     shared = [0.0] * len(lanes) if rounds.position else lanes
                     flags = [self._share, len(self._written), rounds.host.is_signalled]
-                    view.copy_(torch.tensor([*flags, *self._has, *shared], dtype=view.dtype))
+                    view.copy_(torch.tensor([*flags, *self._has, *shared], dtype=view.dtype, device="cpu"))
                 elif rounds.position:
                     view.zero_()
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -106,7 +107,7 @@ class Member:
         survives: bool = False,
         silent_s: float = 10.0,
     ) -> None:
-        self.worker = worker
+        self.worker, self._pid = worker, os.getpid()
         self.follower = Follower(worker)
         self.hand = Hand()
         self.epochs_ended = 0
@@ -243,9 +244,18 @@ class Member:
         self._fail(failure)
 
     def check(self) -> None:
-        """Raises the job's failure, if there is one."""
+        """Raises the job's failure, if there is one.
+
+        Raises:
+            OffbeatError: this is not the worker's process but one that was forked from it.
+        """
         if self.failure is not None:
             raise self.failure
+        if os.getpid() != self._pid:
+            raise OffbeatError(
+                f"this process was forked from worker {self.worker}, which alone takes part in the job: use "
+                "the session there, and here no more of it than the model"
+            )
 
     def pause(self, duration_s: float) -> None:
         """Waits for `duration_s` seconds, or until the job fails.

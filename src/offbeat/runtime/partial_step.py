@@ -85,7 +85,7 @@ class PartialSteps:
                 group.update(then)
                 group["params"] = [one for one in group["params"] if id(one) in ids]
             kind: Any = type(self._optimizer)
-            with plainly():
+            with plainly(in_inference_mode=self._is_kept_in_inference_mode(chosen)):
                 kind.step.__wrapped__(self._optimizer)  # without the hooks, which have been called
         finally:
             for group, after in zip(groups, now, strict=True):
@@ -94,11 +94,20 @@ class PartialSteps:
             for parameter, own in zip(chosen, before, strict=True):
                 parameter.grad = own
 
+    def _is_kept_in_inference_mode(self, chosen: Sequence[torch.Tensor]) -> bool:
+        """Whether the program has stepped these in inference mode, in which alone the state can change."""
+        states = [self._optimizer.state.get(one, {}) for one in chosen]
+        return any(
+            isinstance(kept, torch.Tensor) and kept.is_inference()
+            for state in states
+            for kept in state.values()
+        )
+
 
 @contextmanager
-def plainly() -> Iterator[None]:
+def plainly(*, in_inference_mode: bool = False) -> Iterator[None]:
     """Whatever the program does at the moment, numbers are changed as they are between its steps."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.inference_mode(in_inference_mode), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 

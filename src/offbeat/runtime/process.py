@@ -29,6 +29,7 @@ from offbeat.runtime.synchronizer import Loop
 
 _PLACE: Final = ("round", "epoch", "seed", "samples", "batch_size")  # whole numbers
 _LOOK_S: Final = 0.05
+_WORD_BYTES: Final = 8  # of what servers keep of anything but parameters: float64, whatever its bits mean
 _processes: dict[str, Process] = {}  # by job
 _opening = threading.Lock()
 
@@ -92,21 +93,20 @@ class Process:
         self,
         initial: Sequence[Mapping[str, NDArray[Any]]] | None,
         loop: Loop,
-        buffers: Mapping[str, torch.Tensor],
+        unserved: Sequence[torch.Tensor],
     ) -> int:
         """Let the process take part, and a thread begin with it; return the first clock.
 
         Args:
             initial: of the first worker, what the servers are to begin with: see `ServedModel.begin`.
             loop: of the thread.
-            buffers: the thread's model's, by name.
+            unserved: of the thread's model, what no gradient changes: buffers and frozen parameters.
         """
         with self._lock:
             is_first = not self._is_beginning and (initial is not None or self.threads[0] != 0)
             self._is_beginning |= is_first
-        if initial is not None and (state := self._buffers(buffers)) is not None:
-            flat = [buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in buffers.values()]
-            state.push(torch.cat(flat).numpy()).result()
+        if initial is not None and (state := self._unserved(unserved)) is not None:
+            state.push(_bits(unserved)).result()
         if not is_first:
             return self.model.wait_until_begun(loop.check)
         if initial is None:
@@ -142,22 +142,23 @@ class Process:
             loop.check()
             time.sleep(_LOOK_S)
 
-    def take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Make a model's buffers those of the first worker when it began."""
-        if (state := self._buffers(buffers)) is not None:
-            flat = torch.from_numpy(np.array(state.pull().result()))
-            for buffer in buffers.values():
-                buffer.copy_(flat[: buffer.numel()].view(buffer.shape))
-                flat = flat[buffer.numel() :]
+    @torch.no_grad()
+    def take_unserved(self, unserved: Sequence[torch.Tensor]) -> None:
+        """Make what no gradient changes of a model what it was of the first worker's when that began."""
+        if (state := self._unserved(unserved)) is not None:
+            left = torch.from_numpy(np.array(state.pull().result())).view(torch.uint8)
+            for tensor in unserved:
+                bits, left = left[: tensor.nbytes], left[tensor.nbytes :]
+                tensor.copy_(bits.clone().view(tensor.dtype).view(tensor.shape))
 
     def _place(self) -> Namespace:
         """Whether the place in the training was told, and the place, in numbers that hold whole ones."""
         return self._namespace("place", 2 + len(_PLACE))
 
-    def _buffers(self, buffers: Mapping[str, torch.Tensor]) -> Namespace | None:
-        """Likewise, where the buffers are; None where there are none."""
-        count = sum(buffer.numel() for buffer in buffers.values())
-        return self._namespace("buffers", count) if count else None
+    def _unserved(self, unserved: Sequence[torch.Tensor]) -> Namespace | None:
+        """Likewise, where the bits of these are; None where there are none."""
+        size_bytes = sum(tensor.nbytes for tensor in unserved)
+        return self._namespace("unserved", -(-size_bytes // _WORD_BYTES)) if size_bytes else None
 
     def leave(self) -> None:
         """Leave it; the last thread closes it."""
@@ -167,3 +168,10 @@ class Process:
                 return
             _processes.pop(self._job, None)
         self.ps.close()
+
+
+def _bits(tensors: Sequence[torch.Tensor]) -> NDArray[np.float64]:
+    """Return the bits of some tensors, one after the other, as words that servers keep as they are."""
+    flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    rest = torch.zeros(-sum(map(len, flat)) % _WORD_BYTES, dtype=torch.uint8, device="cpu")
+    return torch.cat([*flat, rest]).numpy().view(np.float64)

@@ -15,6 +15,7 @@ a namespace, nor which requests are under way.
 from __future__ import annotations
 
 import operator
+import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class PS:
             raise ValueError(f"expected a client's number from 0 to 2**62 - 1, got {number}")
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
         self._owned: LocalServers | None = None
+        self._pid = os.getpid()
         self.number = secrets.randbelow(_NUMBERS) if number is None else operator.index(number)
         self._groups: dict[str, WorkerGroup] = {}
         self._requests = Requests(
@@ -373,7 +375,12 @@ class PS:
         )
 
     def close(self) -> None:
-        """Leave, and end the servers that `local` started; requests that are not done fail."""
+        """Leave, and end the servers that `local` started; requests that are not done fail.
+
+        In a process forked from the client's own this does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         self._requests.close()
         if self._owned is not None:
             self._owned.close()

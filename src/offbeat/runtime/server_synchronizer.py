@@ -26,7 +26,7 @@ from offbeat.numerics.tables import Aggregate
 from offbeat.numerics.tensors import Offsets
 from offbeat.numerics.translation import settings_of, states_of, take_states, translate
 from offbeat.policies.caches import CacheDirectory, Terms
-from offbeat.runtime.checks import Forms
+from offbeat.runtime.checks import Forms, check_apart
 from offbeat.runtime.future import Future
 from offbeat.runtime.hooks import ForwardHook, Scripting
 from offbeat.runtime.late import LateGradients
@@ -45,10 +45,10 @@ class ServerSynchronizer:
     """A worker that trains on a parameter server; see `Synchronizer`.
 
     Source: the second paper, section 3 (SSP and its caches); specification 2.1 to 2.6. Deviations: buffers
-    are the worker's own, those of the first worker to begin with. Where the servers take one step of the
-    mean, a local step is a whole one all the same: until they have taken theirs, it stands for what the
-    others do as well. (As this worker's share of the mean alone it leaves parameters behind by the bound, at
-    which Adam hardly learns.)
+    and frozen parameters are the worker's own, those of the first worker to begin with. Where the servers
+    take one step of the mean, a local step is a whole one all the same: until they have taken theirs, it
+    stands for what the others do as well. (As this worker's share of the mean alone it leaves parameters
+    behind by the bound, at which Adam hardly learns.)
 
     Args:
         loop: the worker's session.
@@ -99,12 +99,15 @@ class ServerSynchronizer:
         self._read_version = self._fetched = 0
 
     def _check_disjoint(self) -> None:
-        names = [name for group in self._groups for name in group]
+        """Refuses parameters that are not one number for each of a server's: each is stepped there once."""
+        names = [self._trained.name_of(one) for group in self._trained.groups for one in group["params"]]
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise OffbeatError(
-                f"{twice} is in several of the optimizers: servers keep each parameter with one of them"
+                f"{twice} is in several of the optimizers, or in one of them several times: servers keep "
+                "each parameter with one of them, once"
             )
+        check_apart({name: one for group in self._groups for name, one in group.items()})
 
     def _check_writes(self, optimizer: Optimizer | None = None) -> None:
         """Refuses what the program has written to its copy, which the servers' state replaces."""
@@ -274,6 +277,12 @@ class ServerSynchronizer:
         self.flush()
         if self._clock is not None:
             self._served.wait_for_version(self._granted().clock, self._loop.check)
+        self._install_states()
+        self._directory.drop(self._loop.worker)
+        self._fetch = None  # it may lack what this worker has pushed since, which is replayed no more
+
+    def _install_states(self) -> None:
+        """Takes all that the servers keep into this worker's model and optimizers."""
         self._fetched, kept = self._served.states(self._loop.check)
         for optimizer, group, offsets, states in zip(
             self._optimizers, self._groups, self._offsets, kept, strict=True
@@ -284,8 +293,6 @@ class ServerSynchronizer:
                 rows = {state: values[first:last] for state, values in states.items()}
                 take_states(optimizer, parameter, rows)
         self._writes.note()
-        self._directory.drop(self._loop.worker)
-        self._fetch = None  # it may lack what this worker has pushed since, which is replayed no more
 
     def flush(self) -> None:
         """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
@@ -304,7 +311,7 @@ class ServerSynchronizer:
         """See `Synchronizer.settle`."""
         self._check_writes()
         self._served.wait_until_alone(self._loop.check)
-        self._install(self._served.pull(0, self._loop.check, fresh=True))
+        self._install_states()
 
     # A step ----------------------------------------------------------------------------------------------
 
@@ -362,7 +369,7 @@ class ServerSynchronizer:
             )
             grant = self._granted()
         if self._clock is None and self._loop.worker:
-            self._process.take_buffers(dict(self._model.named_buffers()))
+            self._process.take_unserved(self._unserved())
         if self._loop.epoch > self._epoch_told:
             self._epoch_told = self._loop.epoch
             timer.switch("report")
@@ -378,11 +385,16 @@ class ServerSynchronizer:
         self._has_begun = True
         initial = list(self._initial()) if self._loop.worker == 0 else None
         try:
-            return self._process.begin(initial, self._loop, dict(self._model.named_buffers()))
+            return self._process.begin(initial, self._loop, self._unserved())
         except WorkerError:
             raise
         except OffbeatError as error:
             raise WorkerError(f"worker {self._loop.worker} could not begin: {error}") from error
+
+    def _unserved(self) -> Sequence[torch.Tensor]:
+        """What the servers do not keep: buffers, and parameters that were frozen at join."""
+        served = {id(one) for one in self._parameters()}
+        return [*self._model.buffers(), *(one for one in self._model.parameters() if id(one) not in served)]
 
     def _initial(self) -> Iterator[Mapping[str, Array]]:
         """Parameters and optimizer state as the servers keep them, of each group."""

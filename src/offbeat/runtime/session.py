@@ -34,6 +34,7 @@ from offbeat.runtime.hooks import ForwardHook, Hook
 from offbeat.runtime.interrupts import check_between_steps
 from offbeat.runtime.member import Member
 from offbeat.runtime.pairing import Pairing
+from offbeat.runtime.partial_step import plainly
 from offbeat.runtime.parts import Data
 from offbeat.runtime.preemption import PreemptionSignals
 from offbeat.runtime.rendezvous import Meeting, meet
@@ -53,7 +54,7 @@ _COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
 _VALIDATION = PolicySpec(path="offbeat.policies.shared_validation:SharedValidation")
 _PREEMPTION = PolicySpec(path="offbeat.policies.preemption:Preemption")
-_joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_joined: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 
 class Strategy(Protocol):
@@ -138,7 +139,8 @@ def join(
     if run_log_bytes_max is not None:
         environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return Session(Trained(model, optimizers), strategy, of_thread(environment, thread, threads))
+    with plainly():
+        return Session(Trained(model, optimizers), strategy, of_thread(environment, thread, threads))
 
 
 class Session:
@@ -166,8 +168,12 @@ class Session:
         check_trainable(trained)
         if strategy.survives:
             check_all_stepped(trained)
-        if not _joined.isdisjoint(trained.optimizers):
-            raise OffbeatError("this optimizer is in a session already: leave that one before you join again")
+        self._joins: list[Optimizer | nn.Module] = [*trained.optimizers, *_trained_parts(trained.model)]
+        if not _joined.isdisjoint(self._joins):
+            raise OffbeatError(
+                "this optimizer, or a part of this model, is in a session already: leave that one before you "
+                "join again"
+            )
         self.worker, self.world = environment.rank, environment.world
         self.is_newcomer, self.threads = environment.is_newcomer, environment.threads
         self.servers = environment.servers
@@ -196,6 +202,7 @@ class Session:
         self._losses: list[float] = []
         self._timed: list[StepTimed] = []  # told with the next event, to spare messages
         self._left = False
+        self._pid = os.getpid()
         self._signals = PreemptionSignals()
         self._has_told_signal = self._is_preempted = self._has_seen_preemption = False
         self.validator: Validator | None = None
@@ -215,7 +222,7 @@ class Session:
                 self._meeting.outlast_the_late()
             raise
         self._meeting = None
-        _joined.update(trained.optimizers)
+        _joined.update(self._joins)
 
     # Coming and going ----------------------------------------------------------------------------------
 
@@ -408,7 +415,7 @@ class Session:
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._left:
+        if self._left or os.getpid() != self._pid:  # a forked process leaves its parent's session alone
             return
         self._left = True
         if error is None:
@@ -464,7 +471,7 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        _joined.difference_update(self._trained.optimizers)
+        _joined.difference_update(self._joins)
         self._signals.restore()
         if self.tracer is not None:
             self.tracer.close()
@@ -819,6 +826,7 @@ class Session:
             return max(0, self._pairing.batch - 1)
         return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
 
+    @plainly()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
@@ -833,6 +841,7 @@ class Session:
         self._synchronizer.before_step(optimizer, has_closure=closure is not None)
         self.timer.switch("apply")
 
+    @plainly()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.timer.switch("other")
         self._stepped.add(optimizer)
@@ -1007,6 +1016,15 @@ class Session:
             for epoch, ranges in state["used"].items()
         }
         self._samples_loaded = state["samples"]
+
+
+def _trained_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules that have parameters of their own that require a gradient."""
+    return [
+        module
+        for module in model.modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
 
 
 def _read_slowness(environment: Environment) -> Slowness | None:

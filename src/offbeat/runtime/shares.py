@@ -251,7 +251,7 @@ class Shares:
             if held is None:
                 self.member.endpoint.forget(_FIRST_TAG + loan.number, _FIRST_TAG + loan.number + 1)
                 return
-            incoming = torch.empty(held.snapshot.size_bytes, dtype=torch.uint8)
+            incoming = torch.empty(held.snapshot.size_bytes, dtype=torch.uint8, device="cpu")
             held.incoming, held.wanted = incoming, loan.digest
             missing = len(incoming)
 

@@ -18,9 +18,12 @@ class BufferList:
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._absent: list[tuple[nn.Module, str]] = []
         seen: set[int] = set()
         for module in model.modules():
             for name, buffer in module._buffers.items():
+                if buffer is None and name not in module._non_persistent_buffers_set:
+                    self._absent.append((module, name))
                 if buffer is not None and buffer.numel() and id(buffer) not in seen:
                     seen.add(id(buffer))
                     self._places.append((module, name, torch.empty_like(buffer, device="meta")))
@@ -29,8 +32,15 @@ class BufferList:
         """The buffers as they are now.
 
         Raises:
-            OffbeatError: one has changed its form since join.
+            OffbeatError: one has changed its form since join, or was none then; but for those that are not
+                saved, which are caches.
         """
+        for module, name in self._absent:
+            if (buffer := module._buffers.get(name)) is not None:
+                raise OffbeatError(
+                    f"the buffer {name!r} was None at join and is {buffer.dtype} {list(buffer.shape)}: run "
+                    "one batch through the model before join"
+                )
         found = []
         for module, name, form in self._places:
             buffer = getattr(module, name, None)

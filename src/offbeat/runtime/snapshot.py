@@ -219,7 +219,10 @@ class Snapshot:
     def to_bytes(self) -> Tensor:
         """Return a copy of the values, bit for bit: uint8, on the CPU."""
         return torch.cat(
-            [torch.empty(0, dtype=torch.uint8), *(block.cpu() for block in self.blocks.values())]
+            [
+                torch.empty(0, dtype=torch.uint8, device="cpu"),
+                *(block.cpu() for block in self.blocks.values()),
+            ]
         )
 
     def overwrite(self, values: Tensor) -> None:
@@ -329,7 +332,7 @@ def _tensor_of_number(number: int) -> Tensor:
 
 def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
