@@ -527,8 +527,16 @@ GROUPS_ALONE = (
 )
 
 
+OF_ALL_GROUPS = {complex_numbers, a_closure, rates_that_differ, sharpness_aware, learning_to_learn}
+EVERY_WAY = {frozen, joined_again, on_another_default_device, stepped_in_inference_mode}
+
+
 def situations(strategy):
-    return EVERYWHERE + (GROUPS_ALONE if strategy in IN_GROUPS else ())
+    """Each costs a join: under bsp all, elsewhere what goes another way there."""
+    if strategy == "bsp":
+        return EVERYWHERE + GROUPS_ALONE
+    chosen = EVERY_WAY | (OF_ALL_GROUPS if strategy in IN_GROUPS else {tied, fused, joined_in_inference_mode})
+    return tuple(one for one in EVERYWHERE + GROUPS_ALONE if one in chosen)
 
 
 def do_all(rank, say, strategy):

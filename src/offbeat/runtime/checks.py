@@ -66,13 +66,13 @@ def _check_hooks(model: nn.Module) -> None:
 def _check_tensors(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
+        if is_lazy(tensor):
+            raise OffbeatError(f"{name} is not initialised yet: run one batch through the model before join")
         if tensor.is_inference():
             raise OffbeatError(
                 f"{name} was made in inference mode, so that it cannot be trained: make the model outside "
                 "torch.inference_mode()"
             )
-        if is_lazy(tensor):
-            raise OffbeatError(f"{name} is not initialised yet: run one batch through the model before join")
         if tensor.layout is not torch.strided or type(tensor).__name__ == "DTensor":
             raise OffbeatError(
                 f"{name} is not a plain dense tensor ({type(tensor).__name__}): join needs those"
