@@ -174,6 +174,20 @@ def test_an_epoch_in_which_nothing_is_used_yields_each_batch_once():
     assert not asked
 
 
+def test_a_loop_that_breaks_off_leaves_what_has_stood_in_to_come_again():
+    pairing = Pairing(lambda batch, left_out: batch - left_out)
+    batches = pairing.each((number, 1) for number in (1, 2, 3))
+    assert next(batches) == (1, 1)
+    assert next(batches) == (2, 1)  # the first one was left out
+    assert pairing.begins_to_stand_in()
+    assert pairing.batch == 1
+    pairing.is_used = True
+    batches.close()
+    assert pairing.taken == 1
+    again = pairing.each((number, 1) for number in (2, 3))
+    assert [next(again), pairing.taken, pairing.begins_to_stand_in()] == [(2, 1), 2, False]
+
+
 def test_who_uses_nothing_of_an_epoch_is_named():
     with pytest.raises(InterruptedError, match="worker 1 has gone on to batch 1 of epoch 1 while worker 0"):
         run(2, 2, 3, lambda worker, epoch, batch: worker == 1 and epoch == 0)

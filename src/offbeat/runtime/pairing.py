@@ -51,16 +51,18 @@ class Pairing:
         while True:
             if not comes_again:
                 at_hand = next(batches, None)
-                if at_hand is None:
-                    break
-                self.taken += 1
-                self._following = self.taken
-            assert at_hand is not None
+            if at_hand is None:
+                break
+            self.taken += 1
+            self._following = self.taken
             self.is_used = False
-            yield at_hand
+            try:
+                yield at_hand
+            finally:  # also where the loop breaks off, and perhaps begins again in this epoch
+                comes_again = self._settle()
+                self.taken -= comes_again
             if self.is_used:
                 used = at_hand
-            comes_again = self._settle()
         self._following = self.taken + 1
         while used is not None and self.begins_to_stand_in():
             self.is_used = False
