@@ -6,11 +6,11 @@ import errno
 import resource
 from typing import Literal, TypeAlias
 
-# A session that was open broke, or another one with the peer begins at this moment; or dialling failed: the
-# peer's process has ended, nothing answers, or another process does, or one that does not want this node; or
-# the peer can open no more files, or this node cannot.
+# A session that was open broke, or the peer broke the protocol, or another session with it begins at this
+# moment; or dialling failed: the peer's process has ended, nothing answers, or another process does, or one
+# that does not want this node; or the peer can open no more files, or this node cannot.
 LinkFailure: TypeAlias = Literal[
-    "broken", "replaced", "ended", "unreachable", "refused", "peer has no files", "no files"
+    "broken", "protocol", "replaced", "ended", "unreachable", "refused", "peer has no files", "no files"
 ]
 
 
@@ -50,7 +50,7 @@ class LinkError(OffbeatError):
     @property
     def was_open(self) -> bool:
         """Whether there was a session, and another one may follow; else dialling the peer has failed."""
-        return self.failure in ("broken", "replaced")
+        return self.failure in ("broken", "protocol", "replaced")
 
 
 class WorkerError(OffbeatError):

@@ -832,7 +832,7 @@ class Endpoint:
 
     def _lose_for(self, peer: Peer, error: ProtocolError) -> None:
         """The peer has said what nobody says."""
-        self._lose(peer, f"{peer.name} broke the protocol: {error}")
+        self._lose(peer, f"{peer.name} broke the protocol: {error}", "protocol")
 
     def _broke(self, peer: Peer, cause: str) -> None:
         """The connection is gone: the session goes on on another one if the peer's process lives."""

@@ -414,7 +414,12 @@ class Member:
         elif error.peer in self._peers and not self._survives:
             worker = self._peers[error.peer]
             text = f"worker {worker} was lost: {error} (noticed by worker {self.worker})"
-            self._fail_soon(WorkerError(text, worker=worker))
+            failure = WorkerError(text, worker=worker)
+            if error.failure == "protocol":  # of which the coordinator does not know
+                self.tell_end(failure)
+                self._fail(failure)
+            else:
+                self._fail_soon(failure)
 
     def _fail_soon(self, error: WorkerError) -> None:
         """Fails unless the coordinator, which knows more, says so first; waits while it is started again."""
