@@ -77,7 +77,7 @@ class ForwardHook(Hook):
 
     def __init__(self, call: Callable[..., None], shown: Callable[[], None] = do_nothing) -> None:
         super().__init__(call)
-        self._shown = of_this_process(shown)
+        self._shown = shown  # traced, as far as it goes
 
     def __call__(self, *arguments: Any) -> None:
         """Do what the session wants done."""
