@@ -256,7 +256,7 @@ def test_a_worker_that_is_stopped_is_lost_and_the_others_do_not_wait_for_it_for_
         running.signal(1, signal.SIGCONT)
         stopped = running.end(1)
     alike(others)
-    assert stopped.error_type == "WorkerError"
+    assert stopped.error_type == "WorkerError", stopped.trace
     assert "worker 1" in stopped.error
     kept_to_the_rules(gate.log, 1)
 

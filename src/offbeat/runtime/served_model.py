@@ -243,10 +243,13 @@ class ServedModel:
 
     def _push(self, at: int, gradient: Gradient | None) -> Future:
         groups = [None] * len(self._namespaces) if gradient is None else gradient.groups
-        pushed = [
-            self._nothing(number, at) if one is None else self._push_group(number, at, one)
-            for number, one in enumerate(groups)
-        ]
+        try:
+            pushed = [
+                self._nothing(number, at) if one is None else self._push_group(number, at, one)
+                for number, one in enumerate(groups)
+            ]
+        except OffbeatError as error:
+            raise self._out("pushes gradients", error) from error
         done = self._ps.when_done(pushed)
         self._pushes = {time: one for time, one in self._pushes.items() if not one.is_done}
         self._pushes[at] = done
@@ -300,7 +303,7 @@ class ServedModel:
             if not fresh and self.directory.holds(version):
                 return self.row
             self.wait_for_version(version, check)
-            pulls = [namespace.pull(times=True) for namespace in self._namespaces]
+            pulls = self._pulled()
             found = [self.wait_for(pull, "the parameters", check) for pull in pulls]
             values, pieces = self._parts(found)
             if self._is_versioned:
@@ -343,12 +346,27 @@ class ServedModel:
 
     def fetch(self) -> Future:
         """Return a future of a row, of whatever version."""
-        pulls = [namespace.pull(times=True) for namespace in self._namespaces]
+        pulls = self._pulled()
 
         def row() -> Row:
             return Row(0, *self._parts([pull.result(0.0) for pull in pulls]))
 
         return self._ps.when_done(pulls, row)
+
+    def _pulled(self, *, states: bool = False) -> list[Future]:
+        """Return a pull of each group's parameters, with the times of its pieces.
+
+        Raises:
+            WorkerError: this process is out.
+        """
+        try:
+            return [namespace.pull(states=states, times=True) for namespace in self._namespaces]
+        except OffbeatError as error:
+            raise self._out("pulls the parameters", error) from error
+
+    def _out(self, what: str, error: OffbeatError) -> WorkerError:
+        """Return the error of a worker whose process is out, or whose request has failed."""
+        return WorkerError(f"worker {self._ps.number}, or its process, {what}: {error}")
 
     def _parts(self, found: Sequence[tuple[_T, Sequence[Piece]]]) -> tuple[list[_T], list[list[Piece]]]:
         """What was pulled of each group, and the pieces of all its keys."""
@@ -368,7 +386,7 @@ class ServedModel:
         Raises:
             WorkerError: that took too long.
         """
-        pulls = [namespace.pull(states=True, times=True) for namespace in self._namespaces]
+        pulls = self._pulled(states=True)
         found = [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
         states, pieces = self._parts(found)
         return self._version_of(pieces) if self._is_versioned else _NEVER, states
@@ -420,8 +438,7 @@ class ServedModel:
             raise
         except OffbeatError as error:
             check()
-            who = f"worker {self._ps.number}, or its process,"
-            raise WorkerError(f"{who} waited for {what}: {error}") from error
+            raise self._out(f"waited for {what}", error) from error
 
 
 def _whole(pieces: Sequence[Piece], keys: int) -> list[Piece]:
