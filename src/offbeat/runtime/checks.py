@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import nn
@@ -236,17 +236,15 @@ class Watch:
 
     def _remember(self) -> None:
         modules = self._trained.model.modules()
-        self._modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
+        plain = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
+        self._held_by_modules = [
+            held.values() for module in plain for held in (module._parameters, module._modules)
+        ]
         self._parts_before = self._parts()
 
     def _parts(self) -> list[int]:
         """What the model's modules hold now: quick to compare, whatever the model's size."""
-        return [
-            id(part)
-            for module in self._modules
-            for held in (module._parameters, module._modules)
-            for part in held.values()
-        ]
+        return list(map(id, chain.from_iterable(self._held_by_modules)))
 
     def _ids(self) -> list[int]:
         return [id(parameter) for group in self._trained.groups for parameter in group["params"]]

@@ -5,9 +5,10 @@ This module never decides when, and knows nothing of where gradients come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +16,8 @@ from torch.optim import optimizer as of_all_optimizers
 
 from offbeat.errors import OffbeatError
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _OWN_HOOKS = 1  # the session's, before and after each step
 
 Settings = list[dict[str, Any]]
@@ -109,6 +112,19 @@ def plainly(*, in_inference_mode: bool = False) -> Iterator[None]:
     """Whatever the program does at the moment, numbers are changed as they are between its steps."""
     with torch.inference_mode(in_inference_mode), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
+
+
+def out_of_inference_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a function that does what `function` does, `plainly` where the program is in inference mode."""
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with plainly():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _steps_alone(optimizer: Optimizer) -> bool:

@@ -34,7 +34,7 @@ from offbeat.runtime.hooks import ForwardHook, Hook
 from offbeat.runtime.interrupts import check_between_steps
 from offbeat.runtime.member import Member
 from offbeat.runtime.pairing import Pairing
-from offbeat.runtime.partial_step import plainly
+from offbeat.runtime.partial_step import out_of_inference_mode, plainly
 from offbeat.runtime.parts import Data
 from offbeat.runtime.preemption import PreemptionSignals
 from offbeat.runtime.rendezvous import Meeting, meet
@@ -826,7 +826,7 @@ class Session:
             return max(0, self._pairing.batch - 1)
         return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
 
-    @plainly()
+    @out_of_inference_mode
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.check()
         self._watch.check()
@@ -841,7 +841,7 @@ class Session:
         self._synchronizer.before_step(optimizer, has_closure=closure is not None)
         self.timer.switch("apply")
 
-    @plainly()
+    @out_of_inference_mode
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.timer.switch("other")
         self._stepped.add(optimizer)
