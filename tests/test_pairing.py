@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.events import Joined, LeftOut, Ready, RoundNamed, Stop
+from offbeat.events import RoundNamed, Stop
 from offbeat.policies.lockstep import Lockstep
 from offbeat.runtime.pairing import Pairing
+from test_lockstep import joined, left_out, ready
 
 WAIT_S = 60.0
 
@@ -25,18 +26,7 @@ class Rounds:
         self.changed = threading.Condition()
         self.named, self.rounds, self.stop = {}, [], None
         for worker in range(world):
-            self.policy.handle(
-                Joined(
-                    now_s=0.0,
-                    worker=worker,
-                    world=world,
-                    peer=f"worker-{worker}",
-                    place="host process 1",
-                    addresses=(),
-                    model=(),
-                    strategy="bsp",
-                )
-            )
+            self.policy.handle(joined(worker, world))
 
     def tell(self, event):
         for action in self.policy.handle(event):
@@ -52,40 +42,17 @@ class Rounds:
         if self.stop is not None:
             raise InterruptedError(self.stop)
 
-    def name(self, worker, epoch, round_, batch, left_out):
+    def name(self, worker, epoch, round_, batch, count):
         with self.changed:
             self.named.pop(worker, None)
-            self.tell(
-                LeftOut(
-                    now_s=0.0,
-                    worker=worker,
-                    epoch=epoch,
-                    step=round_,
-                    round=round_,
-                    batch=batch,
-                    count=left_out,
-                )
-            )
+            self.tell(left_out(worker, round_, batch=batch, count=count, epoch=epoch))
             self.wait_for(lambda: worker in self.named)
             return self.named[worker].batch
 
     def take_part(self, worker, epoch, round_, batch, data):
         """`data`: the batch whose gradients count, None for none."""
         with self.changed:
-            self.tell(
-                Ready(
-                    now_s=0.0,
-                    worker=worker,
-                    generation=0,
-                    epoch=epoch,
-                    step=round_,
-                    round=round_,
-                    compute_s=0.1,
-                    samples=1,
-                    blocks=(),
-                    batch=batch,
-                )
-            )
+            self.tell(ready(worker, round_, epoch=epoch, batch=batch))
             if round_ == len(self.rounds):
                 self.rounds.append({})
             self.rounds[round_][worker] = (epoch, batch, data)
@@ -95,7 +62,7 @@ class Rounds:
 
 def work(rounds, worker, epochs, batches, is_bad):
     round_ = 0
-    pairing = Pairing(lambda batch, left_out: rounds.name(worker, epoch, round_, batch, left_out))
+    pairing = Pairing(lambda batch, count: rounds.name(worker, epoch, round_, batch, count))
     for epoch in range(epochs):
         for batch, weight in pairing.each((number, 1) for number in range(1, batches + 1)):
             if pairing.begins_to_stand_in():  # as the forward pass begins, after which a batch is left out
@@ -169,13 +136,13 @@ def test_batches_that_all_leave_out_alike_cost_no_round_and_come_once():
 
 def test_an_epoch_in_which_nothing_is_used_yields_each_batch_once():
     asked = []
-    pairing = Pairing(lambda batch, left_out: asked.append(batch))
+    pairing = Pairing(lambda batch, count: asked.append(batch))
     assert list(pairing.each((number, 1) for number in range(4))) == [(number, 1) for number in range(4)]
     assert not asked
 
 
 def test_a_loop_that_breaks_off_leaves_what_has_stood_in_to_come_again():
-    pairing = Pairing(lambda batch, left_out: batch - left_out)
+    pairing = Pairing(lambda batch, count: batch - count)
     batches = pairing.each((number, 1) for number in (1, 2, 3))
     assert next(batches) == (1, 1)
     assert next(batches) == (2, 1)  # the first one was left out
