@@ -586,8 +586,8 @@ class Session:
             else self._shared_out(dataset, shards, loader_options)
         )
         self._is_dealing = True
-        self._begin_batch()
         try:
+            self._begin_batch()
             for batch, samples in self._pairing.each(taken):
                 self.check()
                 before = self.samples
