@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, Ended, free_port, start
-from offbeat.runtime.rendezvous import open_store
+from offbeat.runtime.control.rendezvous import open_store
 from runlogs import wait_until
 
 MARK = "OFFBEAT_TEST_JOB"
@@ -146,7 +146,7 @@ def coordinator(mark: str) -> tuple[int, int]:
     pairs: list[tuple[int, int]] = []
 
     def is_there() -> bool:
-        found = [pid for pid in marked(mark) if "offbeat.runtime.coordinator" in command(pid)]
+        found = [pid for pid in marked(mark) if "offbeat.runtime.control.coordinator" in command(pid)]
         pairs.extend((pid, parent(pid)) for pid in found if parent(pid) in found)
         return bool(pairs)
 

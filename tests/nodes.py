@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from offbeat.errors import LinkError
-from offbeat.runtime.addresses import parse
-from offbeat.runtime.framing import Frame, FrameReader
-from offbeat.runtime.handshake import Dialler
-from offbeat.runtime.links import STRETCH_S, Endpoint
+from offbeat.runtime.transport.addresses import parse
+from offbeat.runtime.transport.endpoint import STRETCH_S, Endpoint
+from offbeat.runtime.transport.framing import Frame, FrameReader
+from offbeat.runtime.transport.handshake import Dialler
 
 DEADLINE_S = 20.0
 KIB = 1024

@@ -10,8 +10,8 @@ import pytest
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.memory import page_aligned
 from offbeat.policies.clocks import Piece
-from offbeat.runtime.answers import Answer
-from offbeat.runtime.buffers import Buffers
+from offbeat.runtime.ps.pull_buffer import Answer
+from offbeat.runtime.transport.buffer_pool import Buffers
 
 FLOATS = np.dtype(np.float32)
 PART = 50_000  # keys of a part, large enough to have a place

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from offbeat.numerics.entries import Entries
-from offbeat.runtime.combining import SMALL_BYTES_MAX, Combiner
-from offbeat.runtime.future import Future
+from offbeat.runtime.ps.future import Future
+from offbeat.runtime.ps.push_coalescer import SMALL_BYTES_MAX, Combiner
 
 
 def push(first: int, *numbers: float) -> Entries:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.runtime.contribution import Contribution, Part
+from offbeat.runtime.collectives.contribution import Contribution, Part
 
 
 @st.composite

@@ -14,8 +14,8 @@ from nodes import DEADLINE_S, Node, node
 from offbeat.errors import ProtocolError
 from offbeat.events import EpochEnded, Group, Left, Start, StepTimed, Tick
 from offbeat.record import decode_events, encode_actions, read_log, replay
-from offbeat.runtime.control import TALLY_EVERY, ControlLine, Tally, decode_tally, encode_tally
-from offbeat.runtime.coordinator import Coordinator
+from offbeat.runtime.control.channel import TALLY_EVERY, ControlLine, Tally, decode_tally, encode_tally
+from offbeat.runtime.control.coordinator import Coordinator
 from test_coordinator import coordinator, joined, ready
 
 __all__ = ["node"]
@@ -249,7 +249,7 @@ def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, wo
 
 DIES_AT = """
 import os, signal
-from offbeat.runtime.coordinator import Coordinator
+from offbeat.runtime.control.coordinator import Coordinator
 send, at = Coordinator._send, {at}
 def send_or_die(self, peer, payload):
     flag = os.open({flag!r}, os.O_RDWR | os.O_CREAT)

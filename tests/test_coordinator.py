@@ -33,13 +33,13 @@ from offbeat.events import (
     Tick,
 )
 from offbeat.record import decode_actions, encode, read_log, replay
-from offbeat.runtime.control import ControlLine, Tally, encode_tally
-from offbeat.runtime.coordinator import Configuration, Coordinator, PolicySpec
-from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
-from offbeat.runtime.handshake import Dialler
-from offbeat.runtime.links import Endpoint
-from offbeat.runtime.member import Member
-from offbeat.runtime.rendezvous import Meeting
+from offbeat.runtime.control.channel import ControlLine, Tally, encode_tally
+from offbeat.runtime.control.client import Member
+from offbeat.runtime.control.coordinator import Configuration, Coordinator, PolicySpec
+from offbeat.runtime.control.rendezvous import Meeting
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, Kind
+from offbeat.runtime.transport.handshake import Dialler
 from runlogs import entries_of, wait_for_entry, wait_until
 
 DEADLINE_S = 20.0
@@ -61,7 +61,9 @@ class Process:
             log_path=None if log is None else str(log),
             **options,
         )
-        code = f"{prelude}\nimport sys\nfrom offbeat.runtime.coordinator import main\nsys.exit(main())"
+        code = (
+            f"{prelude}\nimport sys\nfrom offbeat.runtime.control.coordinator import main\nsys.exit(main())"
+        )
         self.log = log
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],

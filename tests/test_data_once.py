@@ -17,8 +17,8 @@ from cluster import run, values
 from jobs import MARK, coordinator, job
 from offbeat.events import Recalled
 from offbeat.policies.follower import Follower
-from offbeat.runtime import link_exchange
-from offbeat.runtime.feed import epoch_order
+from offbeat.runtime.collectives import link_exchange
+from offbeat.runtime.data.equal_shards import epoch_order
 from offbeat.strategies import AllReduce, PartialAllReduce
 from runlogs import entries_of, wait_for_group_without
 from test_groups import compute

@@ -17,13 +17,13 @@ from cluster import run, start, values
 from offbeat.errors import WorkerError
 from offbeat.numerics.buckets import Bucket
 from offbeat.numerics.schedules import ALGORITHMS
-from offbeat.runtime.contribution import Part
-from offbeat.runtime.exchange import TensorMemory
-from offbeat.runtime.link_exchange import LinkExchange
-from offbeat.runtime.links import Endpoint
-from offbeat.runtime.shared import HAS_SHARED
-from offbeat.runtime.slots import Slot
-from offbeat.runtime.torch_exchange import TorchExchange
+from offbeat.runtime.averaging.buckets import Slot
+from offbeat.runtime.collectives.contribution import Part
+from offbeat.runtime.collectives.interface import TensorMemory
+from offbeat.runtime.collectives.link_exchange import LinkExchange
+from offbeat.runtime.collectives.torch_exchange import TorchExchange
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.runtime.transport.shared_memory import HAS_SHARED
 from runlogs import wait_until
 
 DEADLINE_S = 20.0

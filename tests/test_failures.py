@@ -20,7 +20,9 @@ from torch import nn
 import offbeat
 from jobs import job
 from offbeat.errors import WorkerError
-from offbeat.runtime import link_exchange, member, session
+from offbeat.runtime import session
+from offbeat.runtime.collectives import link_exchange
+from offbeat.runtime.control import client as member
 from offbeat.strategies import AllReduce
 from test_newcomers import train
 

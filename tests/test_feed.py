@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
+from offbeat.runtime.data.equal_shards import EqualShards, epoch_order, load_batches
 
 
 def shards(samples, workers, batch_size, **more):

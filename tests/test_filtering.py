@@ -32,8 +32,8 @@ from offbeat.policies.parcels import (
     Stale,
 )
 from offbeat.policies.placement import Space
-from offbeat.runtime.filtering import Filtering
-from offbeat.runtime.parcelling import Encoded
+from offbeat.runtime.ps.filtering import Filtering
+from offbeat.runtime.ps.packing import Encoded
 from test_parcelling import came, packed, plain
 
 KEYS = 1000

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.framing import (
+from offbeat.runtime.transport.framing import (
     HEADER,
     HEADER_BYTES,
     MAGIC,

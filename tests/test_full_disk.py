@@ -16,7 +16,7 @@ from offbeat.cli import main
 from offbeat.events import Event, Joined, Left, StepTimed, Tick
 from offbeat.policies import decide
 from offbeat.record import LogWriter, policies_of, read_log, replay
-from offbeat.runtime.tracing import Tracer
+from offbeat.runtime.training.tracing import Tracer
 from offbeat.strategies import AllReduce
 from runlogs import wait_until
 from test_coordinator import coordinator, goes_on, running_job

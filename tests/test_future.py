@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.future import Future
+from offbeat.runtime.ps.future import Future
 
 
 def pull():

@@ -20,7 +20,7 @@ from cluster import run, values
 from jobs import job
 from offbeat.events import EpochEnded, Lost
 from offbeat.record import read_log
-from offbeat.runtime import link_exchange
+from offbeat.runtime.collectives import link_exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
 from runlogs import groups_of, wait_for_group_without
 

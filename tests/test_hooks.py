@@ -11,11 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
-from offbeat.runtime.backward import Onlookers
-from offbeat.runtime.checks import Forms
-from offbeat.runtime.hooks import Hook, do_nothing
-from offbeat.runtime.layer_layout import check_layers
-from offbeat.runtime.partial_step import PartialSteps
+from offbeat.runtime.hybrid.layer_layout import check_layers
+from offbeat.runtime.training.backward import Onlookers
+from offbeat.runtime.training.checks import Forms
+from offbeat.runtime.training.hooks import Hook, do_nothing
+from offbeat.runtime.training.partial_step import PartialSteps
 from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 STRATEGIES = {

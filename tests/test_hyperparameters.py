@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.hyperparameters import (
+from offbeat.runtime.training.hyperparameters import (
     places_of_numbers,
     plain_settings,
     read_numbers,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from offbeat.runtime.isolation import GlobalRandomness, OwnRandomness, apart
+from offbeat.runtime.validation.isolation import GlobalRandomness, OwnRandomness, apart
 
 DRAWS = {
     "rand": lambda: torch.rand(3),

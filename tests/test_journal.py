@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from offbeat.runtime.journal import Journal
+from offbeat.runtime.control.journal import Journal
 
 RECORDS = [random.Random(number).randbytes(number % 50) for number in range(200)]
 

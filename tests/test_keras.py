@@ -20,7 +20,7 @@ keras = pytest.importorskip("keras", reason="Keras is not installed: make test-k
 from offbeat import Monitor  # noqa: E402
 from offbeat.errors import OffbeatError  # noqa: E402
 from offbeat.keras import OverlappedValidation  # noqa: E402
-from offbeat.runtime.isolation import GlobalRandomness  # noqa: E402
+from offbeat.runtime.validation.isolation import GlobalRandomness  # noqa: E402
 
 layers = keras.layers
 EPOCHS = 4

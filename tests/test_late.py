@@ -15,7 +15,8 @@ from cluster import run, values
 from jobs import job
 from offbeat.events import Brought, Lend, Settle
 from offbeat.record import read_log, replay
-from offbeat.runtime import late, link_exchange
+from offbeat.runtime.collectives import link_exchange
+from offbeat.runtime.data import late_gradients as late
 from offbeat.strategies import PartialAllReduce
 from runlogs import entries_of, wait_for_group_without, wait_until
 from test_groups import agree, train

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.child import tied
 from offbeat.runtime.launch import Outcome, Workers, free_port, launch, summary
+from offbeat.runtime.processes.child import tied
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starting workers needs Linux")
 

@@ -17,8 +17,8 @@ import pytest
 import nodes
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import LinkError, ProtocolError
-from offbeat.runtime.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind, encode
-from offbeat.runtime.loop import READ
+from offbeat.runtime.transport.framing import HEADER, HEADER_BYTES, MAGIC, VERSION, Kind, encode
+from offbeat.runtime.transport.io_loop import READ
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
@@ -525,5 +525,5 @@ def test_counters_count(pair: tuple[Node, Node]) -> None:
 
 
 def test_links_need_neither_torch_nor_numpy() -> None:
-    code = "import sys, offbeat.runtime.links; assert not {'torch', 'numpy', 'pickle'} & set(sys.modules)"
+    code = "import sys, offbeat.runtime.transport.endpoint; assert not {'torch', 'numpy', 'pickle'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)

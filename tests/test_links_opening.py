@@ -21,10 +21,10 @@ import nodes
 from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
 from offbeat.errors import LinkError, OffbeatError, ProtocolError
-from offbeat.runtime.addresses import parse, this_host
-from offbeat.runtime.connections import TCP_WAKE_BYTES
-from offbeat.runtime.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
-from offbeat.runtime.handshake import Acceptor, Position, RefusedError
+from offbeat.runtime.transport.addresses import parse, this_host
+from offbeat.runtime.transport.connections import TCP_WAKE_BYTES
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameReader, Kind
+from offbeat.runtime.transport.handshake import Acceptor, Position, RefusedError
 from runlogs import wait_until
 
 node, pair = nodes.node, nodes.pair  # the fixtures
@@ -452,7 +452,7 @@ def test_a_unix_socket_of_another_host_is_not_tried(node: Callable[..., Node]) -
 
 VICTIM = """
 import sys, os, threading
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 links = Endpoint("victim", job="job", token="secret", on_message=lambda *_: None, on_lost=lambda e: None,
                  unix=sys.argv[1] == "unix")
 links.introduce("survivor", sys.argv[2].split())

@@ -19,7 +19,7 @@ MIB = 1024 * 1024
 
 RECEIVER = """
 import json, sys, threading
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 
 BIG, URGENT = int(sys.argv[2]), int(sys.argv[3])
 big, urgent = bytearray(BIG), bytearray(URGENT)
@@ -50,7 +50,7 @@ links.close()
 
 SENDER = """
 import json, sys, threading
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 
 BIG, URGENT = int(sys.argv[2]), int(sys.argv[3])
 urgent = memoryview(b"u" * URGENT)

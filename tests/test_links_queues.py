@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.runtime.framing import HEADER_BYTES, MAX_DATA_BYTES, FrameReader, Kind, place_of
-from offbeat.runtime.inbox import Ranges
-from offbeat.runtime.outbox import Outbox, Outgoing
-from offbeat.runtime.shared import UNREAD_BYTES, Region, Regions
+from offbeat.runtime.transport.framing import HEADER_BYTES, MAX_DATA_BYTES, FrameReader, Kind, place_of
+from offbeat.runtime.transport.inbox import Ranges
+from offbeat.runtime.transport.outbox import Outbox, Outgoing
+from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region, Regions
 
 FRAME_BYTES = 1000
 

@@ -18,7 +18,7 @@ import pytest
 import nodes
 from lines import Line
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents
-from offbeat.runtime.framing import HEADER, MAGIC, VERSION, Kind
+from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, Kind
 
 node = nodes.node  # the fixture
 
@@ -232,7 +232,7 @@ def test_a_limit_of_its_own_holds_for_one_peer(
 
 VICTIM = """
 import sys, threading
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 links = Endpoint("victim", job="job", token="secret", on_message=print, on_lost=print, unix=False)
 links.introduce("survivor", sys.argv[1:])
 links.send("survivor", b"hello")

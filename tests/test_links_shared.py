@@ -27,9 +27,9 @@ import nodes
 from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import ProtocolError
-from offbeat.runtime import shared
-from offbeat.runtime.addresses import listen_unix
-from offbeat.runtime.framing import (
+from offbeat.runtime.transport import shared_memory as shared
+from offbeat.runtime.transport.addresses import listen_unix
+from offbeat.runtime.transport.framing import (
     HEADER,
     MAGIC,
     MAX_DATA_BYTES,
@@ -40,8 +40,8 @@ from offbeat.runtime.framing import (
     Kind,
     place_of,
 )
-from offbeat.runtime.handshake import Acceptor, Position
-from offbeat.runtime.shared import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Regions
+from offbeat.runtime.transport.handshake import Acceptor, Position
+from offbeat.runtime.transport.shared_memory import MAX_REGIONS, MIN_SHARED_BYTES, Borrowed, Regions
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
@@ -370,7 +370,7 @@ def test_the_memory_of_a_killed_peer_can_still_be_read(node: Callable[..., Node]
     b.links.expect("a", 1, memoryview(bytearray(MIB)), lambda *_: None, on_shared)
     code = (
         "import sys, os, signal, threading\n"
-        "from offbeat.runtime.links import Endpoint\n"
+        "from offbeat.runtime.transport.endpoint import Endpoint\n"
         "a = Endpoint('a', job='job', token='secret', on_message=print, on_lost=print)\n"
         "a.introduce('b', sys.argv[1:])\n"
         "memory = a.allocate(1 << 20)\n"

@@ -15,7 +15,7 @@ from offbeat.cli import main
 from offbeat.events import Event, Left, Ready, StepTimed
 from offbeat.policies import decide
 from offbeat.record import policies_of, read_log, read_logs, replay
-from offbeat.runtime.run_log import LOG_BYTES_LEAST, RunLog
+from offbeat.runtime.control.run_log import LOG_BYTES_LEAST, RunLog
 from offbeat.strategies import AllReduce
 from test_coordinator import coordinator
 from test_full_disk import joined

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.runtime.loop import READ, Loop
+from offbeat.runtime.transport.io_loop import READ, Loop
 
 DEADLINE_S = 20.0
 EVENTS = 1000

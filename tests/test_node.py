@@ -47,11 +47,11 @@ from offbeat.policies.parcels import (
     Stale,
     View,
 )
-from offbeat.runtime.cluster import start_cluster
-from offbeat.runtime.node import Cluster, Node
-from offbeat.runtime.parcelling import Encoded
-from offbeat.runtime.ps import PS
-from offbeat.runtime.server import Server, ServerConfiguration
+from offbeat.runtime.ps.client import PS
+from offbeat.runtime.ps.cluster import start_cluster
+from offbeat.runtime.ps.node import Cluster, Node
+from offbeat.runtime.ps.packing import Encoded
+from offbeat.runtime.ps.server import Server, ServerConfiguration
 from runlogs import wait_for_entry, wait_until
 
 node = nodes.node  # the fixture
@@ -260,8 +260,8 @@ def test_a_manager_that_is_killed_costs_no_request_and_takes_in_who_comes(mark):
 PUSHES = """
 import sys
 import msgspec
-from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS
+from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.client import PS
 ps = PS(msgspec.json.decode(sys.argv[1], type=Cluster))
 w = ps.namespace("w", keys=20)
 waiting = []

@@ -19,8 +19,8 @@ from jobs import MARK, gone, marked
 from offbeat.errors import OffbeatError
 from offbeat.events import Clocked, Failed, Finished, Grant, Left, Lost, StepTimed
 from offbeat.record import read_log, replay
-from offbeat.runtime.feed import EqualShards, epoch_order
-from offbeat.runtime.trained import Trained
+from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
+from offbeat.runtime.training.trained import Trained
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
 from offbeat.timesheet import PARTS
 from test_groups import compute

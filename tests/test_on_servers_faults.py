@@ -60,7 +60,7 @@ def counts(rank, say, strategy):
 
 
 def servers(mark):
-    return [pid for pid in marked(mark) if "offbeat.runtime.server" in command(pid)]
+    return [pid for pid in marked(mark) if "offbeat.runtime.ps.server" in command(pid)]
 
 
 @pytest.mark.parametrize(

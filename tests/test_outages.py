@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from offbeat.runtime.outages import OutageNotes
+from offbeat.runtime.control.outages import OutageNotes
 
 
 class Later:

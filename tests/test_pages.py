@@ -9,7 +9,7 @@ from offbeat.numerics.entries import Entries
 from offbeat.numerics.memory import page_aligned
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import Sum
-from offbeat.runtime.buffers import Buffers
+from offbeat.runtime.transport.buffer_pool import Buffers
 
 
 def begins_with_a_page(array: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offbeat.events import RoundNamed, Stop
 from offbeat.policies.lockstep import Lockstep
-from offbeat.runtime.pairing import Pairing
+from offbeat.runtime.data.pairing import Pairing
 from test_lockstep import joined, left_out, ready
 
 WAIT_S = 60.0

@@ -21,7 +21,7 @@ from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.policies.clocks import Piece
 from offbeat.policies.parcels import Chunk, Copied, Handed, Mark, Operation, Pull, Pulled, Push, Pushed
-from offbeat.runtime.parcelling import INLINE_BYTES, TO_CLIENT, TO_SERVER, Encoded, Packer, Unpacker
+from offbeat.runtime.ps.packing import INLINE_BYTES, TO_CLIENT, TO_SERVER, Encoded, Packer, Unpacker
 
 KINDS = (*TO_SERVER, *TO_CLIENT)
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
@@ -566,7 +566,7 @@ def test_a_claim_of_more_memory_than_there_is_is_the_fault_of_who_claims_it() ->
     code = (
         "import resource\n"
         "from offbeat.errors import ProtocolError\n"
-        "from offbeat.runtime.parcelling import TO_CLIENT, Unpacker\n"
+        "from offbeat.runtime.ps.packing import TO_CLIENT, Unpacker\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
         "try:\n"
         f"    Unpacker(TO_CLIENT).unpack(memoryview({pulled(claim(2**29, is_beside=True))!r}))\n"

@@ -23,10 +23,10 @@ from nodes import DEADLINE_S, KIB, MIB, Node
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.policies.parcels import Copied, Handed, Mark, Operation, Pulled, Pushed
-from offbeat.runtime.framing import MAX_MESSAGE_BYTES
-from offbeat.runtime.parcelling import TO_CLIENT, TO_SERVER
-from offbeat.runtime.post import Post
-from offbeat.runtime.shared import HAS_SHARED
+from offbeat.runtime.ps.messenger import Post
+from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER
+from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES
+from offbeat.runtime.transport.shared_memory import HAS_SHARED
 from runlogs import wait_until
 from test_parcelling import claim as array_claim
 from test_parcelling import packed, plain, pulled

@@ -20,8 +20,8 @@ from jobs import job
 from offbeat.events import Failed, Joined, Lost, Preempt, Preempted
 from offbeat.policies.follower import Follower
 from offbeat.policies.preemption import Preemption
-from offbeat.runtime.member import Member
-from offbeat.runtime.preemption import PreemptionSignals
+from offbeat.runtime.control.client import Member
+from offbeat.runtime.processes.preemption_signals import PreemptionSignals
 from offbeat.strategies import SSP, AllReduce, Downpour, Hybrid, PartialAllReduce, ServerBSP
 from runlogs import entries_of, wait_for_entry
 

@@ -20,7 +20,7 @@ from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adagrad, Assign
 from offbeat.policies.parcels import Pull, Pulled, Refused
-from offbeat.runtime.shared import HAS_SHARED
+from offbeat.runtime.transport.shared_memory import HAS_SHARED
 from runlogs import wait_until
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]

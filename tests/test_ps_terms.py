@@ -11,7 +11,7 @@ import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adam, Sum
-from offbeat.runtime.namespace import Namespace
+from offbeat.runtime.ps.namespace import Namespace
 
 
 @pytest.fixture(scope="module")

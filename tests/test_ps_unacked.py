@@ -11,10 +11,10 @@ import pytest
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.updates import Assign
-from offbeat.runtime.cluster import start_cluster
-from offbeat.runtime.server import Server, ServerConfiguration
-from offbeat.runtime.starting import start_server
-from offbeat.runtime.window import REQUEST_BYTES
+from offbeat.runtime.control.starting import start_server
+from offbeat.runtime.ps.cluster import start_cluster
+from offbeat.runtime.ps.inflight_window import REQUEST_BYTES
+from offbeat.runtime.ps.server import Server, ServerConfiguration
 from runlogs import wait_until
 
 COUNT = 25_000  # numbers of a push

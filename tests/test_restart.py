@@ -16,8 +16,10 @@ from jobs import MARK, coordinator, job
 from offbeat.events import Group, Halt, Halted, Joined, Left, Lost, Ready, Start, StepTimed, Stop
 from offbeat.policies.follower import Follower
 from offbeat.record import read_log, replay
-from offbeat.runtime import member, rendezvous, session
-from offbeat.runtime.control import TALLY_EVERY, ControlLine
+from offbeat.runtime import session
+from offbeat.runtime.control import client as member
+from offbeat.runtime.control import rendezvous
+from offbeat.runtime.control.channel import TALLY_EVERY, ControlLine
 from offbeat.strategies import DPAR, AllReduce, PartialAllReduce
 from test_groups import BATCH, SAMPLES, STRATEGY, agree, train
 

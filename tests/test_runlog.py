@@ -17,7 +17,7 @@ from cluster import values
 from jobs import DEADLINE_S, job
 from offbeat.events import Group, Joined, Left, Lost, Ready, Start, StepTimed, Stop
 from offbeat.record import read_log, replay
-from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.strategies import AllReduce
 from test_groups import compute
 

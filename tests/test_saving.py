@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from cluster import run, values
-from offbeat.runtime.group_synchronizer import GroupSynchronizer
-from offbeat.runtime.grouping import Grouping
+from offbeat.runtime.averaging.group_binding import Grouping
+from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.strategies import AllReduce, PartialAllReduce
 from test_data_once import CALM, SAMPLES, STRATEGY, count, once, once_but_for_the_rest
 

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
-from offbeat.runtime.checks import describe
-from offbeat.runtime.feed import EqualShards, epoch_order
-from offbeat.runtime.trained import Trained
+from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
+from offbeat.runtime.training.checks import describe
+from offbeat.runtime.training.trained import Trained
 from offbeat.strategies import AllReduce, PartialAllReduce
 
 WORKERS = 4

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import offbeat
 from cluster import run, values
 from offbeat.errors import OffbeatError
-from offbeat.runtime.checks import describe
-from offbeat.runtime.trained import Trained
+from offbeat.runtime.training.checks import describe
+from offbeat.runtime.training.trained import Trained
 from offbeat.strategies import ASP, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 from runlogs import groups_of
 from test_groups import compute

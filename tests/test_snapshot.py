@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.snapshot import Snapshot, read_model, unwrapped
+from offbeat.runtime.validation.snapshot import Snapshot, read_model, unwrapped
 
 
 class Odd(nn.Module):

@@ -17,8 +17,9 @@ import offbeat
 from cluster import run, values
 from files import few_files
 from jobs import job
-from offbeat.runtime import rendezvous, session
-from offbeat.runtime.environment import JOB, NEWCOMER, START_S, read_environment
+from offbeat.runtime import session
+from offbeat.runtime.control import rendezvous
+from offbeat.runtime.control.environment import JOB, NEWCOMER, START_S, read_environment
 from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 NEVER_S = 300.0  # longer than any test's job may run: what is seen only then is seen too late

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 
-from offbeat.runtime.supervisor import DEATHS_MAX
+from offbeat.runtime.processes.supervisor import DEATHS_MAX
 
 DEADLINE_S = 60
 PRELUDE = """
 import os, signal, sys
-from offbeat.runtime.supervisor import supervise
+from offbeat.runtime.processes.supervisor import supervise
 log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def note(text): os.write(log, text.encode() + b"\\n")
 def notes(): return os.fstat(log).st_size

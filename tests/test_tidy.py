@@ -61,8 +61,8 @@ STRATEGIES_FOR = {
 
 # Where threads may be started, and who hears what they raise.
 STARTS_FOR = {
-    "runtime/threads.py": "whoever starts a thread says who hears of its failure",
-    "runtime/cluster.py": "an executor, whose every result is asked for",
+    "runtime/processes/threads.py": "whoever starts a thread says who hears of its failure",
+    "runtime/ps/cluster.py": "an executor, whose every result is asked for",
     "training.py": "an executor, whose every result is asked for",
     "bench/": "measures from outside; what fails there fails a benchmark",
 }
@@ -106,7 +106,7 @@ def imports(path: Path) -> set[str]:
 
 
 def parts(path: Path) -> set[str]:
-    """The parts of offbeat that a file imports: "runtime" for offbeat.runtime.links."""
+    """The parts of offbeat that a file imports: "runtime" for offbeat.runtime.transport.endpoint."""
     pieces = [name.split(".") for name in imports(path)]
     return {piece[1] for piece in pieces if piece[0] == "offbeat" and len(piece) > 1}
 
@@ -219,14 +219,14 @@ def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
 
 def test_the_coordinator_needs_no_torch():
     code = (
-        "import sys, offbeat.runtime.coordinator, offbeat.policies.assembly, offbeat.policies.lockstep\n"
+        "import sys, offbeat.runtime.control.channel.coordinator, offbeat.policies.assembly, offbeat.policies.lockstep\n"
         "print('torch' in sys.modules)"
     )
     assert in_a_fresh_process(code) == "False"
 
 
 def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
-    code = "import sys, offbeat, offbeat.runtime.server\noffbeat.PS\nprint('torch' in sys.modules)"
+    code = "import sys, offbeat, offbeat.runtime.ps.client.server\noffbeat.PS\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
 
 
@@ -298,7 +298,7 @@ def test_nobody_waits_on_a_lock_that_a_signal_handler_could_leave_held(path):
         if isinstance(node, ast.Attribute):
             name = ast.unparse(node)
             assert name not in ("threading.Condition", "threading.Event"), (
-                f"line {node.lineno}: use offbeat.runtime.waiting in place of {name}"
+                f"line {node.lineno}: use offbeat.runtime.processes.waiting in place of {name}"
             )
 
 

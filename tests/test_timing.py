@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.runtime.timing import PARTS, PartTimer
+from offbeat.runtime.training.timing import PARTS, PartTimer
 
 
 class Clock:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat.cli import main
-from offbeat.runtime.tracing import Span, Traced, Tracer
+from offbeat.runtime.training.tracing import Span, Traced, Tracer
 from offbeat.tracefile import chrome, read_traces
 
 

@@ -13,7 +13,7 @@ from offbeat.cli import main
 from offbeat.data import load
 from offbeat.events import Evaluated, Left, NodeJoined, StepTimed, Tick
 from offbeat.models import build
-from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.timesheet import PARTS, TimeSheet
 from offbeat.training import OPTIMIZERS, Settings, accuracy, loss_of
 

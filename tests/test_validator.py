@@ -41,8 +41,8 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import joined
 from offbeat.policies.overlap import Choice, OverlapChooser
 from offbeat.policies.pacing import Pace
-from offbeat.runtime.isolation import GlobalRandomness
-from offbeat.runtime.pace import Pacer
+from offbeat.runtime.validation.isolation import GlobalRandomness
+from offbeat.runtime.validation.throttle import Pacer
 from offbeat.strategies import AllReduce, Hybrid
 from runlogs import wait_until
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from offbeat.runtime.interrupts import Held
-from offbeat.runtime.waiting import Condition, Flag
+from offbeat.runtime.processes.interrupts import Held
+from offbeat.runtime.processes.waiting import Condition, Flag
 
 DEADLINE_S = 30.0
 

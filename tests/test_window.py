@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.runtime.window import Window
+from offbeat.runtime.ps.inflight_window import Window
 
 MAX = 100
 STEPS = st.lists(

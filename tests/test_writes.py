@@ -8,8 +8,8 @@ from torch import nn
 
 import offbeat
 from cluster import run, values
-from offbeat.runtime.trained import Trained
-from offbeat.runtime.writes import Writes
+from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.training.writes import Writes
 from offbeat.strategies import SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
 
 WORKERS, STEPS, BATCH, CHANGED_AT = 2, 6, 4, 3

@@ -13,9 +13,9 @@ from offbeat.errors import LinkError, LostKeysError, OffbeatError, ProtocolError
 from offbeat.policies.monitor import Monitor
 
 if TYPE_CHECKING:
-    from offbeat.runtime.ps import PS
+    from offbeat.runtime.ps.client import PS
     from offbeat.runtime.session import Session, join
-    from offbeat.runtime.validator import Validator
+    from offbeat.runtime.validation.validator import Validator
 
 __all__ = [
     "PS",
@@ -38,11 +38,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(session, name)
     if name == "PS":
-        from offbeat.runtime.ps import PS
+        from offbeat.runtime.ps.client import PS
 
         return PS
     if name == "Validator":
-        from offbeat.runtime.validator import Validator
+        from offbeat.runtime.validation.validator import Validator
 
         return Validator
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -290,8 +290,8 @@ def run(
     """
     from offbeat import job
     from offbeat.policies.slowness import parse
-    from offbeat.runtime import environment
-    from offbeat.runtime.run_log import check_bytes_max
+    from offbeat.runtime.control import environment
+    from offbeat.runtime.control.run_log import check_bytes_max
     from offbeat.training import SEED_MAX
 
     if not context.args:
@@ -353,12 +353,12 @@ def serve(
     On the first host: offbeat serve --new 2 ps.json --host 10.0.0.1. Copy ps.json, which lets anybody in who
     has it, to the others: offbeat serve ps.json. Programs use it as offbeat.PS("ps.json").
     """
-    from offbeat.runtime.node import Cluster
-    from offbeat.runtime.server import Server, ServerConfiguration
-    from offbeat.runtime.server import serve as serve_until_told
+    from offbeat.runtime.ps.node import Cluster
+    from offbeat.runtime.ps.server import Server, ServerConfiguration
+    from offbeat.runtime.ps.server import serve as serve_until_told
 
     if new is not None:
-        from offbeat.runtime.cluster import start_cluster
+        from offbeat.runtime.ps.cluster import start_cluster
 
         if new < 1:
             raise ValueError(f"expected at least 1 server to begin with, got {new}")
@@ -447,7 +447,7 @@ def replay(
 def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     """What builds the coordinator's policies under a strategy."""
     from offbeat.record import build_policy
-    from offbeat.runtime.environment import Environment
+    from offbeat.runtime.control.environment import Environment
     from offbeat.strategies import parse_strategy
 
     specs = parse_strategy(strategy).policies(world, Environment.start_s, Environment.servers)

@@ -22,9 +22,10 @@ from offbeat.errors import OffbeatError, WorkerError
 from offbeat.models import build
 from offbeat.policies.slowness import Slowness, SlowRule, parse
 from offbeat.record import finished_parts, from_plain
-from offbeat.runtime import child, environment
-from offbeat.runtime.feed import EqualShards
+from offbeat.runtime.control import environment
+from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.launch import launch, summary
+from offbeat.runtime.processes import child
 from offbeat.timesheet import TimeSheet
 from offbeat.tracefile import FOLDER as TRACE_FOLDER
 from offbeat.training import Settings, loss_of

@@ -20,11 +20,11 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
 from offbeat.policies.monitor import Monitor
 from offbeat.policies.validation import PENDING_MAX, Block, Skip, ValidationScheduler, WhenFull, split_even
-from offbeat.runtime.evaluators import CancelledError, Crew, Part, parts_of
-from offbeat.runtime.isolation import OwnRandomness, apart
-from offbeat.runtime.validation import Ledger
-from offbeat.runtime.validator import DEADLINE_S
-from offbeat.runtime.waiting import Flag
+from offbeat.runtime.processes.waiting import Flag
+from offbeat.runtime.validation.evaluators import CancelledError, Crew, Part, parts_of
+from offbeat.runtime.validation.isolation import OwnRandomness, apart
+from offbeat.runtime.validation.result import Ledger
+from offbeat.runtime.validation.validator import DEADLINE_S
 
 try:
     import keras

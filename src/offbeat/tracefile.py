@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.tracing import Traced
+from offbeat.runtime.training.tracing import Traced
 
 FOLDER = "trace"
 

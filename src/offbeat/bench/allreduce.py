@@ -28,10 +28,10 @@ from offbeat.bench.sockets import SocketRing
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.errors import OffbeatError
 from offbeat.numerics.schedules import ALGORITHMS
-from offbeat.runtime.environment import read_environment
+from offbeat.runtime.collectives.link_exchange import LinkExchange
+from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.launch import free_port
-from offbeat.runtime.link_exchange import LinkExchange
-from offbeat.runtime.links import Endpoint
+from offbeat.runtime.transport.endpoint import Endpoint
 
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
 _ROUNDS = {"35KB": 40, "600KB": 20, "5MB": 6, "67MB": 2}

@@ -34,7 +34,8 @@ from offbeat.bench.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
 from offbeat.record import read_log
-from offbeat.runtime import child, environment
+from offbeat.runtime.control import environment
+from offbeat.runtime.processes import child
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 

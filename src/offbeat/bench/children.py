@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime import child
+from offbeat.runtime.processes import child
 
 HEAR_S = 60.0  # for which one side waits for the other at most
 

@@ -31,10 +31,10 @@ from offbeat.bench.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Action, Event, NodeLost, Viewed
 from offbeat.record import read_log
-from offbeat.runtime.future import Future
-from offbeat.runtime.namespace import Namespace
-from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS
+from offbeat.runtime.ps.client import PS
+from offbeat.runtime.ps.future import Future
+from offbeat.runtime.ps.namespace import Namespace
+from offbeat.runtime.ps.node import Cluster
 
 _SERVERS = 4
 _COPIES = 2

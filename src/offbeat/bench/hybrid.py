@@ -55,7 +55,7 @@ from offbeat.bench.timed import ModelTimes
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.numerics.forecast import Work
 from offbeat.numerics.timeline import possible_saving
-from offbeat.runtime.environment import read_environment
+from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.launch import free_port
 from offbeat.runtime.session import join
 from offbeat.strategies import Hybrid, parse_strategy

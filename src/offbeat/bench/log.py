@@ -157,7 +157,9 @@ def _tell_cpu_s(session: Session) -> float:
 
 def _coordinators() -> list[int]:
     """The coordinators that this process has started, and the processes that they run in."""
-    found = [pid for pid in _children(os.getpid()) if b"offbeat.runtime.coordinator" in _command_of(pid)]
+    found = [
+        pid for pid in _children(os.getpid()) if b"offbeat.runtime.control.coordinator" in _command_of(pid)
+    ]
     return found + [child for pid in found for child in _children(pid)]
 
 

@@ -24,10 +24,10 @@ from offbeat.bench.namespaces import hosts
 from offbeat.bench.pushing import Case
 from offbeat.bench.result import Result, machine, percentile
 from offbeat.errors import OffbeatError
-from offbeat.runtime.cluster import start_cluster
-from offbeat.runtime.node import Cluster
-from offbeat.runtime.server import ServerConfiguration
-from offbeat.runtime.starting import start_server
+from offbeat.runtime.control.starting import start_server
+from offbeat.runtime.ps.cluster import start_cluster
+from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.server import ServerConfiguration
 
 DENSE_BYTES = {
     "4KB": 4_000,

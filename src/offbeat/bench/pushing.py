@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from offbeat.bench.children import Lines
 from offbeat.bench.sampling import Sampler
-from offbeat.runtime.future import Future
-from offbeat.runtime.namespace import Namespace
-from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS
+from offbeat.runtime.ps.client import PS
+from offbeat.runtime.ps.future import Future
+from offbeat.runtime.ps.namespace import Namespace
+from offbeat.runtime.ps.node import Cluster
 
 REPETITIONS = 5  # at least
 _FRESH_LISTS = 8

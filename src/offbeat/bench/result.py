@@ -21,7 +21,7 @@ from rich.text import Text
 
 from offbeat import output
 from offbeat.errors import OffbeatError
-from offbeat.runtime.environment import cores
+from offbeat.runtime.control.environment import cores
 
 Kind = Literal["real", "timed", "simulated"]
 UNITS = (

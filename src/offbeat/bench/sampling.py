@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from offbeat.bench.children import Lines
-from offbeat.runtime import server
+from offbeat.runtime.ps import server
 
 _LOOK_S = 1e-3
 _SWITCH_S = 5e-6  # after which who runs lets another thread look; with more, system calls are seen too often

@@ -31,9 +31,9 @@ from offbeat.numerics.spaces import FilterSpec
 from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
 from offbeat.numerics.updates import Assign
 from offbeat.policies.slowness import Slowness, parse
-from offbeat.runtime.namespace import Namespace
-from offbeat.runtime.node import Cluster
-from offbeat.runtime.ps import PS
+from offbeat.runtime.ps.client import PS
+from offbeat.runtime.ps.namespace import Namespace
+from offbeat.runtime.ps.node import Cluster
 
 _KKT, _KEY_CACHING, _FIXED_POINT, _COMPRESSION = "kkt", "key_caching", "fixed_point", "compression"
 _ALL: Final = (_KKT, _KEY_CACHING, _FIXED_POINT, _COMPRESSION)

@@ -46,7 +46,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.updates import Adam
 from offbeat.policies.slowness import parse
 from offbeat.record import read_log
-from offbeat.runtime.environment import cores
+from offbeat.runtime.control.environment import cores
 from offbeat.training import Settings
 
 STRATEGIES: Final[Mapping[str, str]] = {

@@ -38,8 +38,8 @@ from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.data import DEFAULT_DIR, Splits, load
 from offbeat.job import one_thread
 from offbeat.models import build
-from offbeat.runtime.environment import cores
-from offbeat.runtime.validator import Backend, Validator
+from offbeat.runtime.control.environment import cores
+from offbeat.runtime.validation.validator import Backend, Validator
 
 COPY_THREADS: Final = (6, 12, 24, 48)
 """Of the paper's measurement of what copying costs."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime import child
 from offbeat.runtime.launch import launch, summary
+from offbeat.runtime.processes import child
 
 _ANSWER = "OFFBEAT_BENCH_ANSWER"
 

@@ -40,10 +40,10 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from offbeat.errors import OffbeatError, explain
-from offbeat.runtime.child import start_tied
-from offbeat.runtime.environment import JOB, NEWCOMER
-from offbeat.runtime.threads import start_thread
-from offbeat.runtime.waiting import Condition, Flag
+from offbeat.runtime.control.environment import JOB, NEWCOMER
+from offbeat.runtime.processes.child import start_tied
+from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.processes.waiting import Condition, Flag
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -213,7 +213,7 @@ def launch(
 
 
 def _host_store(master_addr: str, port: int) -> Store:
-    from offbeat.runtime.rendezvous import open_store
+    from offbeat.runtime.control.rendezvous import open_store
 
     try:
         return open_store(master_addr, port, hosts_it=True)
@@ -243,7 +243,7 @@ class _Spares:
 
     def draw(self) -> int | None:
         """The id of one more worker; None where there is to be none, or no job that it could join."""
-        from offbeat.runtime.rendezvous import draw_id, has_started
+        from offbeat.runtime.control.rendezvous import draw_id, has_started
 
         if not self.left or not has_started(self.store):
             return None

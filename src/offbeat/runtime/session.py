@@ -24,28 +24,28 @@ from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Evaluated, Event, Finished, Preempted, Saving, StepTimed
 from offbeat.policies.slowness import Slowness, parse
 from offbeat.policies.work import batches_in_words
-from offbeat.runtime.checks import Watch, check_all_stepped, check_trainable, describe
-from offbeat.runtime.coordinator import Configuration, PolicySpec
-from offbeat.runtime.dealt import DealtBatches
-from offbeat.runtime.environment import Environment, of_thread, read_environment
-from offbeat.runtime.evaluators import Evaluate
-from offbeat.runtime.feed import EqualShards, epoch_order, load_batches
-from offbeat.runtime.hooks import ForwardHook, Hook
-from offbeat.runtime.interrupts import check_between_steps
-from offbeat.runtime.member import Member
-from offbeat.runtime.pairing import Pairing
-from offbeat.runtime.partial_step import out_of_inference_mode, plainly
-from offbeat.runtime.parts import Data
-from offbeat.runtime.preemption import PreemptionSignals
-from offbeat.runtime.rendezvous import Meeting, meet
-from offbeat.runtime.shared_validator import SharedValidator
-from offbeat.runtime.state import Place
-from offbeat.runtime.synchronizer import Loop, Synchronizer
-from offbeat.runtime.timing import PartTimer
-from offbeat.runtime.tracing import Tracer
-from offbeat.runtime.trained import Trained
-from offbeat.runtime.validation import Validation
-from offbeat.runtime.validator import Validator
+from offbeat.runtime.control.client import Member
+from offbeat.runtime.control.coordinator import Configuration, PolicySpec
+from offbeat.runtime.control.environment import Environment, of_thread, read_environment
+from offbeat.runtime.control.rendezvous import Meeting, meet
+from offbeat.runtime.data.assigned_batches import DealtBatches
+from offbeat.runtime.data.equal_shards import EqualShards, epoch_order, load_batches
+from offbeat.runtime.data.pairing import Pairing
+from offbeat.runtime.processes.interrupts import check_between_steps
+from offbeat.runtime.processes.preemption_signals import PreemptionSignals
+from offbeat.runtime.training.checks import Watch, check_all_stepped, check_trainable, describe
+from offbeat.runtime.training.hooks import ForwardHook, Hook
+from offbeat.runtime.training.interface import Loop, Synchronizer
+from offbeat.runtime.training.partial_step import out_of_inference_mode, plainly
+from offbeat.runtime.training.state_copy import Place
+from offbeat.runtime.training.timing import PartTimer
+from offbeat.runtime.training.tracing import Tracer
+from offbeat.runtime.training.trained import Trained
+from offbeat.runtime.validation.evaluators import Evaluate
+from offbeat.runtime.validation.parts import Data
+from offbeat.runtime.validation.result import Validation
+from offbeat.runtime.validation.shared_validator import SharedValidator
+from offbeat.runtime.validation.validator import Validator
 
 _STATE_VERSION = 2
 _SILENT_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.runtime.coordinator import PolicySpec
+from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.strategies.parts import Averaging, check_deadline, lockstep
 
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 from offbeat.numerics.plans import POLICIES, Policy
-from offbeat.runtime.averager import Averager, Host
-from offbeat.runtime.averaging import GradientAverager
-from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.group_synchronizer import GroupSynchronizer
-from offbeat.runtime.grouping import Grouping
-from offbeat.runtime.layer_averaging import LayerAverager, Overlap
-from offbeat.runtime.layer_layout import Order
-from offbeat.runtime.synchronizer import Loop
-from offbeat.runtime.trained import Trained
+from offbeat.runtime.averaging.gradient_averager import GradientAverager
+from offbeat.runtime.averaging.group_binding import Grouping
+from offbeat.runtime.averaging.interface import Averager, Host
+from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
+from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.hybrid.layer_averager import LayerAverager, Overlap
+from offbeat.runtime.hybrid.layer_layout import Order
+from offbeat.runtime.training.interface import Loop
+from offbeat.runtime.training.trained import Trained
 from offbeat.strategies.parts import check_deadline, lockstep
 
 

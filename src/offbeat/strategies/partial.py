@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from offbeat.policies.partial import Monitor, PartialGroups
-from offbeat.runtime.coordinator import PolicySpec
+from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.strategies.parts import Averaging, assembly
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from offbeat.runtime.averager import Host
-from offbeat.runtime.averaging import GradientAverager
-from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.group_synchronizer import GroupSynchronizer
-from offbeat.runtime.grouping import Grouping
-from offbeat.runtime.synchronizer import Loop
-from offbeat.runtime.trained import Trained
+from offbeat.runtime.averaging.gradient_averager import GradientAverager
+from offbeat.runtime.averaging.group_binding import Grouping
+from offbeat.runtime.averaging.interface import Host
+from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
+from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.training.interface import Loop
+from offbeat.runtime.training.trained import Trained
 
 
 def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:

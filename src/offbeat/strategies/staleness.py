@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 from offbeat.policies.caches import Terms
 from offbeat.policies.learning import Signal
 from offbeat.policies.staleness import BoundedStaleness
-from offbeat.runtime.coordinator import PolicySpec
-from offbeat.runtime.server_synchronizer import ServerSynchronizer
-from offbeat.runtime.synchronizer import Loop
-from offbeat.runtime.trained import Trained
+from offbeat.runtime.control.coordinator import PolicySpec
+from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
+from offbeat.runtime.training.interface import Loop
+from offbeat.runtime.training.trained import Trained
 from offbeat.strategies.parts import assembly
 
 

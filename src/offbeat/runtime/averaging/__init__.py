@@ -1,0 +1,1 @@
+"""Averaging gradients of a group at the end of the backward pass."""

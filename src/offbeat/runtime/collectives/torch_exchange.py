@@ -1,0 +1,127 @@
+"""Sums tensors by `torch.distributed`: NCCL on GPUs, every rank of the process group present.
+
+Torch chooses the algorithm and keeps the order of the calls. Nothing here decides who takes part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import WorkerError
+from offbeat.runtime.collectives.contribution import Contribution, Part
+from offbeat.runtime.collectives.interface import Pending
+from offbeat.runtime.processes.waiting import Flag
+
+_POLL_S = 0.001
+_REASON_S = 2.0  # torch's own error may be seen before the coordinator says whose it is
+
+
+class TorchExchange:
+    """Collectives by `torch.distributed`: NCCL on GPUs, every rank of the process group present.
+
+    Args:
+        group: a process group of exactly the members.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._error: WorkerError | None = None
+        self._abandoned = Flag()
+
+    def all_reduce(
+        self,
+        flat: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        exchange_id: int,
+        index: int = 0,
+        algorithm: str = "ring",
+        priority: int = 0,
+        parts: Sequence[Part] = (),
+    ) -> Pending:
+        """See `Exchange.all_reduce`; the process group keeps the order of the calls."""
+        Contribution(flat, parts).settle()
+        into.copy_(flat)
+        return self._run(partial(dist.all_reduce, into, group=self._group, async_op=True))
+
+    def prepare(
+        self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
+    ) -> None:
+        """See `Exchange.prepare`: torch has its own ways."""
+
+    def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
+        """See `Exchange.broadcast`."""
+        source = dist.get_global_rank(self._group, root)
+        return self._run(partial(dist.broadcast, flat, source, group=self._group, async_op=True))
+
+    def abandon(self, error: WorkerError) -> None:
+        """See `Exchange.abandon`; kernels that wait for a lost rank are aborted with their group."""
+        self._error = self._error or error
+        self._abandoned.set()
+        if self._is_nccl:
+            self._group.abort()
+
+    def _run(self, begin: Callable[[], Any]) -> Pending:
+        if self._error is not None:
+            return _TorchPending(self, None, self._error)
+        try:
+            return _TorchPending(self, begin(), None)
+        except RuntimeError as error:
+            return _TorchPending(self, None, self.explained(error))
+
+    @property
+    def error(self) -> WorkerError | None:
+        """Why exchanges end, None while they may run."""
+        return self._error
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether the results appear on a GPU's stream, for which the host need not wait."""
+        return self._is_nccl
+
+    def explained(self, error: RuntimeError) -> WorkerError:
+        """The reason that `abandon` gives, waited for a little, or else what torch says."""
+        self._abandoned.wait(_REASON_S)
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        return self._error or WorkerError(f"a torch.distributed exchange failed: {said}")
+
+
+class _TorchPending:
+    """A work handle; on a GPU the current stream waits for it and the host does not."""
+
+    ended_s: float | None = None
+
+    def __init__(self, exchange: TorchExchange, work: Any, error: WorkerError | None) -> None:
+        self._exchange = exchange
+        self._work = work
+        self._error = error
+
+    def wait(self, deadline_s: float) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            if self._exchange.is_nccl:
+                self._work.wait()
+            else:
+                self._poll(deadline_s)
+        except RuntimeError as error:
+            self._error = self._exchange.explained(error)
+            raise self._error from error
+        if self._exchange.error is not None:
+            raise self._exchange.error
+
+    def _poll(self, deadline_s: float) -> None:
+        limit_s = time.monotonic() + deadline_s
+        while not self._work.is_completed() and self._exchange.error is None:
+            if time.monotonic() > limit_s:
+                raise WorkerError(f"a torch.distributed exchange was not finished within {deadline_s:g} s")
+            time.sleep(_POLL_S)
+        if self._exchange.error is None:
+            self._work.wait()

@@ -1,0 +1,1 @@
+"""Which samples a worker trains on: equal shards, or batches that the coordinator assigns."""

@@ -1,0 +1,1 @@
+"""Averaging gradients layer by layer, overlapped with the backward and the next forward pass."""

@@ -1,0 +1,1 @@
+"""The parameter server: clients, servers, and the messages between them."""

@@ -1,0 +1,109 @@
+"""Starting a parameter server: its manager, and servers on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from offbeat.runtime.control.coordinator import Configuration, PolicySpec
+from offbeat.runtime.control.starting import new_secrets, start_coordinator, start_server
+from offbeat.runtime.ps.node import Cluster
+from offbeat.runtime.ps.server import ServerConfiguration
+
+SILENT_S: Final = 10.0  # as long as a worker may be silent
+_SILENT_LEAST_S: Final = 2.0  # two of the beats with which whoever lives breaks its silence
+
+
+class LocalServers:
+    """The processes of a parameter server on this machine, which end with this one.
+
+    Attributes:
+        cluster: where they are.
+        processes: the servers', by id.
+    """
+
+    def __init__(
+        self,
+        servers: int,
+        *,
+        copies: int,
+        functions: Sequence[str],
+        run_log: str | None = None,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        if servers < 1:
+            raise ValueError(f"expected at least 1 server, got {servers}")
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._functions = tuple(functions)
+        self.cluster = start_cluster(
+            servers, host="127.0.0.1", copies=copies, run_log=run_log, silent_s=silent_s
+        )
+        # Its thread lives as long as they shall: the kernel ends them with the thread that started them.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="offbeat servers")
+        try:
+            for server in range(servers):
+                self.start(server)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, server: int) -> None:
+        """Start one more server.
+
+        Raises:
+            OffbeatError: it did not start.
+        """
+        configuration = ServerConfiguration(
+            cluster=self.cluster, host="127.0.0.1", server=server, functions=self._functions
+        )
+        self.processes[server] = self._starter.submit(start_server, configuration).result()
+
+    def close(self) -> None:
+        """End them."""
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+        self._starter.shutdown()
+
+
+def start_cluster(
+    servers: int,
+    *,
+    host: str,
+    copies: int = 2,
+    virtual_nodes: int = 16,
+    run_log: str | None = None,
+    silent_s: float = SILENT_S,
+) -> Cluster:
+    """Start the manager of a parameter server that begins with so many servers.
+
+    It lives for as long as there is a server or a client. It takes for lost who has said nothing to it for
+    `silent_s` seconds.
+
+    Raises:
+        ValueError: `silent_s` is not more than 2.
+        OffbeatError: it did not start.
+    """
+    if not silent_s > _SILENT_LEAST_S:
+        raise ValueError(f"expected silent_s to be more than {_SILENT_LEAST_S:g} s, got {silent_s:g} s")
+    job, token = new_secrets()
+    arguments = {
+        "servers": servers,
+        "copies": copies,
+        "virtual_nodes": virtual_nodes,
+        "silent_s": silent_s,
+    }
+    addresses = start_coordinator(
+        Configuration(
+            job=job,
+            token=token,
+            host=host,
+            policies=(PolicySpec(path="offbeat.policies.manager:Manager", arguments=arguments),),
+            log_path=run_log,
+            silent_s=silent_s,
+        )
+    )
+    return Cluster(job=job, token=token, manager=addresses)

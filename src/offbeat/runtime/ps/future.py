@@ -1,0 +1,122 @@
+"""What a request to a parameter server will have come to; for programs that wait, and for what follows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.processes.waiting import Flag
+
+TIMEOUT_S: Final = 60.0
+_LOOK_S: Final = 0.25
+
+_making: Final = threading.Lock()
+
+RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
+"""As `Loop.run_until`."""
+
+Span = tuple[str, int, int]
+"""A namespace, and keys from the first to below the last."""
+
+
+class Future:
+    """What a request will have come to.
+
+    Args:
+        what: was asked for.
+        who: returns which servers have not answered, as errors say it; `span`, if there is one, are its
+            arguments.
+        run_until: lets who waits do meanwhile what the result is waiting for.
+        span: namespace and keys, from the first to below the last, of a push or a pull.
+
+    Attributes:
+        what, span: as given.
+        is_sent_push: it is a push that has gone out, or is about to.
+        is_done: there is a result, or an error.
+        error: why there will be no result.
+        followers: called in the links' thread when it is done.
+    """
+
+    __slots__ = (
+        "_asleep",
+        "_run_until",
+        "_value",
+        "_who",
+        "error",
+        "followers",
+        "is_done",
+        "is_sent_push",
+        "span",
+        "what",
+    )
+
+    def __init__(
+        self,
+        what: str,
+        who: Callable[..., str],
+        run_until: RunUntil,
+        span: Span | None = None,
+    ) -> None:
+        self.is_done = self.is_sent_push = False
+        self.what, self._who, self._run_until, self.span = what, who, run_until, span
+        self._value: Any = None
+        self.error: Exception | None = None
+        self.followers: list[Callable[[], None]] = []
+        self._asleep: Flag | None = None  # made for who sleeps
+
+    def result(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """Wait until the request is done, and return what it came to: the rows of a pull.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds, or cannot be any more; says which servers
+                have not answered.
+        """
+        if not self.is_done and not self._wait(timeout_s):
+            raise self._overdue(timeout_s)
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+    def result_while(self, check: Callable[[], None], timeout_s: float) -> Any:
+        """Wait as `result` does, as long as `check`, which is asked in between, raises nothing."""
+        limit_s = time.monotonic() + timeout_s
+        while not self.is_done:
+            left_s = limit_s - time.monotonic()
+            if left_s <= 0:
+                raise self._overdue(timeout_s)
+            if not self._wait(min(_LOOK_S, left_s)):
+                check()
+        return self.result()
+
+    def _wait(self, timeout_s: float) -> bool:
+        return self._run_until(self._wait_asleep, lambda: self.is_done, timeout_s)
+
+    def _wait_asleep(self, timeout_s: float) -> bool:
+        with _making:
+            if self._asleep is None:
+                self._asleep = Flag()
+        if self.is_done:  # perhaps before there was somebody to wake
+            return True
+        return self._asleep.wait(timeout_s)
+
+    def _overdue(self, timeout_s: float) -> OffbeatError:
+        return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
+
+    def waits_for(self) -> str:
+        """Return which servers have not answered, as errors say it."""
+        return self._who() if self.span is None else self._who(*self.span)
+
+    def finish(self, value: Any, error: Exception | None = None) -> None:
+        """There is a result, or none will be; in the links' thread."""
+        if not self.is_done:
+            self._value, self.error = value, error
+            self.is_done = True
+            if self._asleep is not None:
+                self._asleep.set()
+            if self.followers:
+                followers, self.followers = self.followers, []
+                for follow in followers:
+                    follow()

@@ -1,0 +1,427 @@
+"""A namespace of a parameter server, as a program uses it: pushes, pulls, filters, and who takes part.
+
+It checks what the program gives and hands it on as requests. It knows no server, and does not know which
+requests are under way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.entries import (
+    Entries,
+    Keys,
+    Rows,
+    Settings,
+    Terms,
+    problem_of,
+    problem_of_rows,
+)
+from offbeat.numerics.filters import Passed
+from offbeat.numerics.spaces import Function
+from offbeat.numerics.tables import check_states, check_weight
+from offbeat.numerics.updates import Update, with_settings
+from offbeat.policies.placement import Space
+from offbeat.runtime.ps.future import TIMEOUT_S, Future
+from offbeat.runtime.ps.packing import ARRAY_BYTES_MAX
+from offbeat.runtime.ps.push_coalescer import SMALL_BYTES_MAX
+from offbeat.runtime.ps.requests import Requests
+
+
+class Namespace:
+    """Keys 0 to `keys` - 1 of a parameter server, with a row of numbers each; `PS.namespace` makes it.
+
+    Attributes:
+        name, keys: of the namespace.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        space: Space,
+        update: Update | Function,
+        *,
+        width: int,
+        dtype: str,
+        combines: bool,
+    ) -> None:
+        self.name, self.keys = space.name, space.keys
+        self._aggregates, self._update, self._combines = space.aggregates, update, combines
+        self._requests = requests
+        self._shape = (width,) if width else ()
+        self._dtype = np.dtype(dtype)
+        self._values_bytes = self._dtype.itemsize * max(width, 1)  # of a row
+        self._row_bytes = max(self._values_bytes, np.dtype(np.int64).itemsize)  # or its key's
+        self._a_push = f"a push to {self.name}"
+        requests.set_row_bytes(self.name, self._values_bytes)
+
+    def push(
+        self,
+        values: ArrayLike,
+        *,
+        keys: ArrayLike | None = None,
+        first: int = 0,
+        last: int | None = None,
+        weight: float = 1.0,
+        settings: Settings | None = None,
+        time: int | None = None,
+        after: Iterable[Future] = (),
+        may_wait: bool = True,
+    ) -> Future:
+        """Send rows for some keys.
+
+        It returns at once, unless more than 128 MiB that this client has pushed are not acknowledged then:
+        it waits until there is room for this push, 60 s at most. A push that is larger goes alone, and one to
+        a namespace that aggregates does not wait for those to others. It does not wait in what `when_done`
+        calls, nor for requests that have to be done before.
+
+        Args:
+            values: one row a key, (K,) or (K, width). They must not change until the push is done.
+            keys: (K,) whole numbers, ascending, each once; by default neighbours from `first` on.
+            first, last: the range that the push is of, keys `first` to `last` - 1, where `keys` may list
+                some of them or none; by default it goes from the first to the last that are listed. Where
+                pushes are aggregated, it is this range that all have to push.
+            weight: where pushes are aggregated, of how many the rows are the sum already: a mean is divided
+                by the sum of all weights, what counts by itself by its own. With 0, and no keys of a whole
+                range, this client has nothing at this time; where nobody has anything, nothing is applied.
+            settings: numbers of the namespace's update that hold for this push, such as `{"lr": 0.05}`; by
+                default those with which the namespace was made. Of a sum or a mean, those of the first
+                client, by number, that has a weight above 0.
+            time: of this push, later than those of all pushes of this client to the namespace before it; by
+                default the next one. Where pushes are aggregated, what is summed is what has one time, and
+                who leaves a time out and pushes later has nothing of it: all may push at a clock's time what
+                they have of that clock. The future fails if others began without this client and are beyond
+                that time, or if an earlier request of a later time went first.
+            after: requests that have to be done before this one is sent.
+            may_wait: as above; else what there is no room for waits in this client's memory.
+
+        Raises:
+            ValueError: rows or keys that the namespace has not got, or more than 2 GiB with `keys`; a weight
+                below 0, or one other than 1 where nothing is aggregated; settings that the update does not
+                take, and a function takes none; a time below 1.
+            OffbeatError: this client is out of the parameter server; there was no room in 60 s, and nothing
+                was pushed; says which servers have not answered.
+        """
+        rows = self._rows(values)
+        is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
+        if is_plain and may_wait and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
+            is_within = 0 <= first < first + len(rows) <= self.keys
+            if is_within and not self._requests.is_in_iteration:  # these are many
+                return self._requests.push_at_once(self._a_push, self.name, Entries(first, rows))
+        self._check_size(1 if keys is None else len(rows))
+        listed = None if keys is None else self._listed(keys)
+        if listed is not None and len(listed) != len(rows):
+            raise ValueError(f"expected a row for each key, got {len(listed)} keys and {len(rows)} rows")
+        if last is None:
+            if not len(rows):
+                return self._nothing(None, after)
+            first, last = (first, first + len(rows)) if listed is None else _ends(listed)
+        begin, end = self._range(first, last)
+        content = Entries(begin, rows, listed)
+        if listed is None:
+            problem = problem_of_rows(content, begin, end)
+        elif not len(listed) or (begin <= listed[0] and listed[-1] < end):
+            problem = ""
+        else:
+            problem = f"expected keys from {begin} to below {end}, got {listed[0]} to {listed[-1]}"
+        if problem:
+            raise ValueError(problem)
+        if weight != 1.0 or settings is not None:
+            content.terms = self._terms(weight, settings)
+        return self._push(content, begin, end, time, after, may_wait=may_wait)
+
+    def put(
+        self,
+        values: ArrayLike,
+        *,
+        first: int = 0,
+        states: Mapping[str, ArrayLike] | None = None,
+        time: int | None = None,
+        after: Iterable[Future] = (),
+    ) -> Future:
+        """Replace the rows of neighbouring keys, and what the update keeps besides them, whatever it is.
+
+        It is one of this client's pushes of these keys: it comes behind those before it, once, and to all
+        replicas. Where pushes are aggregated, it is this client's push of its time: if any of that time is a
+        put, the put of the first client, by number, is applied, and nothing else of that time.
+
+        Args:
+            values: one row a key, (K,) or (K, width). They must not change until it is done.
+            first: the first key.
+            states: by the names that the update has for them, rows beside those of `values`; zero for those
+                that are left out.
+            time: as for `push`.
+            after: requests that have to be done before this one is sent.
+
+        Raises:
+            ValueError: rows, keys or states that the namespace has not got; a time below 1.
+            OffbeatError: as for `push`.
+        """
+        rows = self._rows(values)
+        self._check_size(1)
+        given = {name: _array(one, name, self._dtype) for name, one in (states or {}).items()}
+        for name, one in given.items():
+            if one.shape != rows.shape:
+                raise ValueError(f"expected {name} of shape {rows.shape}, beside the values, got {one.shape}")
+        if not isinstance(self._update, Function):
+            check_states(self._update, given)
+        if not len(rows):
+            return self._nothing(None, after)
+        begin, end = self._range(first, first + len(rows))
+        return self._push(Entries(begin, rows, None, Terms(states=given)), begin, end, time, after)
+
+    def pull(
+        self,
+        *,
+        keys: ArrayLike | None = None,
+        first: int = 0,
+        last: int | None = None,
+        states: bool = False,
+        times: bool = False,
+        after: Iterable[Future] = (),
+    ) -> Future:
+        """Fetch the rows of some keys; those that nobody has pushed are zero.
+
+        It waits for room as `push` does, while more than 128 MiB have been asked for and have not come.
+
+        Args:
+            keys: (K,) whole numbers, ascending, each once; by default all from `first` to `last` - 1.
+            first, last: see `keys`; by default all keys.
+            states: what the update keeps besides the rows, too, by name, and the rows as "values": a
+                dictionary takes the place of the rows in what is returned.
+            times: the times of this client's own pushes that are in these very rows, too. Then the future is
+                of a pair, whose second are `Piece`s (first, last, time), ascending: keys `first` to
+                `last` - 1 hold this client's pushes up to `time`. Keys that hold none are in no piece. Where
+                keys are listed, pieces are also of those between them.
+            after: requests that have to be done before this one is sent.
+
+        Returns:
+            A future of the rows, (K,) or (K, width); or as `states` and `times` say.
+
+        Raises:
+            ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
+            OffbeatError: this client is out of the parameter server; there was no room in 60 s.
+        """
+        given = None if keys is None else _array(keys, "keys")
+        arrays = 1 + len(self._states) if states else 1
+        self._check_size((1 if given is None else given.size) * arrays)
+        listed = None if given is None else self._listed(given)
+        if listed is not None and not len(listed):
+            rows = np.zeros((0, *self._shape), self._dtype)
+            empty = dict.fromkeys(("values", *self._states), rows) if states else rows
+            return self._nothing((empty, ()) if times else empty, after)
+        begin, end = (
+            self._range(first, self.keys if last is None else last) if listed is None else _ends(listed)
+        )
+        return self._requests.pull(
+            f"a pull from {self.name}",
+            self.name,
+            begin,
+            end,
+            listed,
+            after,
+            shape=self._shape,
+            dtype=self._dtype,
+            states=states,
+            times=times,
+            size_bytes=(end - begin if listed is None else len(listed)) * arrays * self._values_bytes,
+        )
+
+    def report(self) -> dict[str, dict[str, Passed]]:
+        """Return how many bytes each filter was given and gave at this client, by kind of message and filter.
+
+        The kinds are "push"; "ask" for the keys that pulls list; "pull heard" for what is undone here.
+        """
+        found: dict[str, dict[str, Passed]] = self._requests.in_order(
+            lambda: self._requests.node.filtering.report(self.name)
+        )
+        return found
+
+    def set_margin(self, margin: float) -> None:
+        """Let the KKT filter go by another margin in what is pulled from now on; see `numerics.filters.KKT`.
+
+        Where pushes are aggregated, all who take part have to skip the same keys: a sum that lacks the share
+        of one is no gradient. They do if each key is pushed and then pulled once between two changes of the
+        margin, and each waits for all of it before the next change.
+
+        Args:
+            margin: at least 0; infinite, as at first, for skipping nothing until there is another one.
+
+        Raises:
+            ValueError: the namespace has no such filter, or no such margin.
+            OffbeatError: this client is out of the parameter server.
+        """
+        self._requests.in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
+
+    def active(self, keys: ArrayLike) -> NDArray[np.bool_]:
+        """Return which keys the KKT filter does not leave out of pushes: of others, nothing need be computed.
+
+        What is not pushed at all is not in the report as left out.
+
+        Args:
+            keys: (K,), ascending, each once.
+
+        Raises:
+            ValueError: keys that the namespace has not got, or it has no such filter.
+            OffbeatError: this client is out of the parameter server.
+        """
+        listed = self._listed(keys)
+        found: NDArray[np.bool_] = self._requests.in_order(
+            lambda: self._requests.node.filtering.kkt(self.name).active(listed)
+        )
+        return found
+
+    def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> int:
+        """Take part in a namespace that aggregates, and wait until so many clients do, this one among them.
+
+        Who pushes without having said so takes part from then on. Clients that are to begin together call
+        this before any of them pushes.
+
+        Returns:
+            The time of this client's first push: 1 if nobody has pushed before, or one that is later than
+            those of all pushes of others.
+
+        Raises:
+            OffbeatError: it does not aggregate, this client has withdrawn, or so many did not come within
+                `timeout_s` seconds.
+        """
+        requests, views, name = self._requests, self._requests.views, self.name
+
+        def is_complete() -> bool:
+            participants = views.participants(name)
+            return requests.number in participants and len(participants) >= clients
+
+        requests.enlist(name).result(timeout_s)
+        views.wait_unless_refused(
+            name,
+            is_complete,
+            f"{clients} clients to take part in {name}",
+            timeout_s,
+            problem=f"nobody takes part in {name}",
+        )
+        return views.participants(name)[requests.number]
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """The numbers of the clients that take part in a namespace that aggregates, ascending."""
+        return tuple(sorted(self._requests.views.participants(self.name)))
+
+    def wait_until_left(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until nobody takes part any more: all that was pushed is done then.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds; names who is left.
+        """
+        try:
+            self._requests.views.wait_for(
+                lambda: not self.participants, f"all to leave {self.name}", timeout_s
+            )
+        except OffbeatError as error:
+            left = ", ".join(f"client {one}" for one in self.participants)
+            raise OffbeatError(f"{error}; {left or 'nobody'} is left") from None
+
+    def withdraw(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Push no more to a namespace that aggregates, so that nobody waits for this client.
+
+        It cannot come back.
+
+        Raises:
+            OffbeatError: pushes to it are not done.
+        """
+        self._requests.withdraw(self.name).result(timeout_s)
+
+    def withdraw_after(self, requests: Iterable[Future]) -> Future:
+        """Withdraw once these requests are done, without waiting for it; if one fails, so does the future."""
+        return self._requests.withdraw(self.name, requests)
+
+    def _push(
+        self,
+        content: Entries,
+        first: int,
+        last: int,
+        time: int | None,
+        after: Iterable[Future],
+        *,
+        may_wait: bool = True,
+    ) -> Future:
+        if time is not None and not 1 <= operator.index(time) < 2**63:
+            raise ValueError(f"expected a time of 1 to 2**63 - 1, got {time}")
+        chosen = None if time is None else operator.index(time)
+        return self._requests.push(
+            self._a_push,
+            self.name,
+            content,
+            first,
+            last,
+            chosen,
+            after,
+            may_combine=self._combines and chosen is None and content.keys is None and content.terms is None,
+            may_wait=may_wait,
+        )
+
+    def _rows(self, values: ArrayLike) -> Rows:
+        rows: Rows = _array(values, "values", self._dtype)
+        if rows.shape[1:] != self._shape or rows.ndim != 1 + len(self._shape):
+            raise ValueError(f"expected rows of shape {self._shape}, got values of {rows.shape}")
+        return rows
+
+    def _terms(self, weight: float, settings: Settings | None) -> Terms:
+        check_weight(weight)
+        if weight != 1.0 and not self._aggregates:
+            raise ValueError(f"expected no weight where pushes are not aggregated, got {weight}")
+        if settings is None:
+            return Terms(float(weight))
+        if isinstance(self._update, Function):
+            raise ValueError(f"expected no settings for a function of your own, got {dict(settings)}")
+        changed = with_settings(self._update, settings)
+        return Terms(float(weight), {name: getattr(changed, name) for name in settings})
+
+    def _check_size(self, rows: int) -> None:
+        """See whether so many rows, or their keys, can be one array; neighbours travel in pieces anyway."""
+        if rows * self._row_bytes > ARRAY_BYTES_MAX:
+            raise ValueError(
+                f"expected at most {ARRAY_BYTES_MAX} bytes of rows or of keys at once, "
+                f"got {rows * self._row_bytes}; push or pull ranges of keys, one after the other"
+            )
+
+    def _listed(self, keys: ArrayLike) -> Keys:
+        found = _array(keys, "keys")
+        if found.dtype.kind not in "iu" and len(found):
+            raise ValueError(f"expected whole numbers as keys, got {found.dtype}")
+        listed: Keys = found.astype(np.int64, copy=False)
+        if wrong := problem_of(Entries(0, listed, listed), 0, self.keys):
+            raise ValueError(f"{wrong}; sort them, and add up what is for the same key")
+        return listed
+
+    def _range(self, first: int, last: int) -> tuple[int, int]:
+        if not 0 <= first < last <= self.keys:
+            raise ValueError(f"expected keys from 0 to {self.keys - 1}, got {first} to {last - 1}")
+        return first, last
+
+    @property
+    def _states(self) -> tuple[str, ...]:
+        """What is kept besides the values, as far as is known here."""
+        return () if isinstance(self._update, Function) else tuple(self._update.states)
+
+    def _nothing(self, value: Any, after: Iterable[Future]) -> Future:
+        return self._requests.when_done(after, lambda: value)
+
+
+def _array(given: ArrayLike, name: str, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+    """Return keys or numbers as an array; a tensor as its values, whether it requires a gradient or not."""
+    try:
+        return np.ascontiguousarray(given.detach() if hasattr(given, "detach") else given, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(given).__name__
+        what = f"expected {name} as an array or a tensor on the CPU, of a type that numpy has"
+        raise ValueError(f"{what}, got a {kind}: {error}") from error
+
+
+def _ends(listed: Keys) -> tuple[int, int]:
+    return int(listed[0]), int(listed[-1]) + 1

@@ -1,0 +1,303 @@
+"""A node of a parameter server, whichever it is: its links, its line to the manager, its messages to others.
+
+This module never decides who holds what: the manager's views say that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any, Final
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from offbeat.errors import LinkError, OffbeatError
+from offbeat.events import (
+    ClientGone,
+    CloseServers,
+    Event,
+    GroupAction,
+    GroupViewed,
+    NodeJoined,
+    NodeLeft,
+    PassesEnded,
+    Refuse,
+    ServerMissed,
+    ServerReached,
+    SpaceRefused,
+    Stop,
+    TaskIssued,
+    Viewed,
+    WorkerRefused,
+)
+from offbeat.policies.manager import view_of
+from offbeat.policies.parcels import View
+from offbeat.runtime.control.channel import ControlLine
+from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.runtime.control.outages import OutageNotes
+from offbeat.runtime.ps.filtering import Filtering
+from offbeat.runtime.ps.messenger import Place, Post, Show, never, nowhere
+from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER, Array
+from offbeat.runtime.transport import addresses as places
+from offbeat.runtime.transport.buffer_pool import Buffer, Buffers
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.runtime.transport.shared_memory import MAX_UNREAD_BYTES, UNREAD_BYTES
+from offbeat.runtime.transport.staging import MIN_STAGED_BYTES
+
+# Who is lost, the manager judges: nodes keep their sessions with servers for as long as its view has these,
+# and with itself for far longer than it waits for them.
+_MANAGER_SILENT_S: Final = 600.0
+_GONE_S: Final = 10.0  # for which a server that is out may be silent before its session is given up
+_RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
+_GOODBYE_S: Final = 5.0
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a parameter server is, and what lets a node in. Whoever has it may do anything there.
+
+    Attributes:
+        job: its id.
+        token: its secret.
+        manager: the manager's addresses, best first.
+    """
+
+    job: str
+    token: str
+    manager: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """Read a cluster file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OffbeatError: it is no cluster file.
+        """
+        try:
+            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except msgspec.MsgspecError as error:
+            raise OffbeatError(
+                f"expected a cluster file in {path}, as `offbeat serve --new {path}` writes it: {error}"
+            ) from None
+
+    def own_host(self) -> str:
+        """Return this host's address as the cluster's nodes reach it."""
+        hosts = [address.host for address in map(places.parse, self.manager) if address.host]
+        return places.own_address(hosts[0]) if hosts else "127.0.0.1"
+
+    def write(self, path: str | Path) -> None:
+        """Write a cluster file, which nobody else on this host may read."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(self) + b"\n")
+
+
+class Node:
+    """A server or a client.
+
+    All callbacks run in the links' thread, and so must what is called here, but for `close`.
+
+    Args:
+        name: "server-3" or "client-7".
+        cluster: where the manager is.
+        host: the address to listen on and to be reached at.
+        on_view: there is a new view.
+        on_message: (node, message) from a server or a client; may raise ProtocolError.
+        on_refused: a namespace cannot be as this node wants it.
+        on_group: the manager has said something of a group of workers.
+        place, gather, show: see `Post`.
+        on_close: the job to which the servers belong is over.
+        on_gone: this node takes part no more, with the cause; called once.
+        functions: import paths of the user's own updates that a server has.
+        unix: nodes on this host may reach it over Unix sockets, instead of TCP.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        *,
+        host: str,
+        on_view: Callable[[View], None],
+        on_message: Callable[[str, Any], None],
+        on_gone: Callable[[str], None],
+        on_refused: Callable[[SpaceRefused], None] = lambda refused: None,
+        on_group: Callable[[GroupAction], None] = lambda said: None,
+        on_close: Callable[[], None] = lambda: None,
+        place: Place = nowhere,
+        gather: Callable[[], None] = lambda: None,
+        show: Show = never,
+        functions: tuple[str, ...] = (),
+        unix: bool = True,
+    ) -> None:
+        self.name = name
+        self._on_view, self._on_gone = on_view, on_gone
+        self._on_refused, self._on_group, self._on_close = on_refused, on_group, on_close
+        self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
+        self._gone: set[str] = set()  # servers and clients that were there
+        self._missed: set[str] = set()  # servers from which nothing comes, as the manager was told
+        self._is_over = False
+        is_server = name.startswith("server-")
+        self.endpoint = Endpoint(
+            name,
+            job=cluster.job,
+            token=cluster.token,
+            on_message=self._hear,
+            on_lost=self._lost,
+            on_left=self._left,
+            on_unreachable=self._unreachable,
+            on_reachable=self._reachable,
+            on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
+            host=host,
+            unix=unix,
+            silent_s=_MANAGER_SILENT_S,
+            spins=is_server,
+            unread_bytes=MAX_UNREAD_BYTES if is_server else UNREAD_BYTES,
+        )
+        self._notes = OutageNotes(name, self.endpoint.later)
+        kinds = TO_SERVER if is_server else TO_CLIENT
+        self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
+        self.filtering = Filtering(crc32(name.encode()))
+        self._buffers = Buffers(self._allocate, lambda buffer: self.endpoint.is_read(buffer.data))
+        self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
+        self._functions = functions
+
+    def join(self) -> None:
+        """Say to the manager that this node is there; nothing is called back before."""
+        addresses = self.endpoint.addresses
+        self.tell(NodeJoined(now_s=0.0, node=self.name, addresses=addresses, functions=self._functions))
+
+    def tell(self, *events: Event) -> None:
+        """Say something to the manager; never blocks."""
+        self._line.tell(*events)
+
+    def send(self, to: str, message: Any) -> None:
+        """Send a message to a server or a client, as its namespace's filters make it."""
+        self.post.send(to, self.filtering.encoded(to, message))
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array for what is sent, whose values are anything.
+
+        If it is large, nodes on this host read it where it lies.
+        """
+        return self._buffers.array(shape, dtype)
+
+    def close(self) -> None:
+        """Leave in order."""
+        if not self._is_over:
+            self._is_over = True
+            self.tell(NodeLeft(now_s=0.0, node=self.name))
+            self._line.settle(_GOODBYE_S)
+        self.endpoint.close()
+
+    # In the links' thread --------------------------------------------------------------------------------
+
+    def _allocate(self, size_bytes: int) -> Buffer:
+        if size_bytes < MIN_STAGED_BYTES:
+            return np.empty(size_bytes, np.uint8)
+        return np.frombuffer(self.endpoint.allocate(size_bytes), np.uint8)
+
+    def _hear(self, peer: str, payload: bytes) -> None:
+        if peer != Coordinator.NAME:
+            if peer not in self._gone:
+                if self._missed:
+                    self._reachable(peer)
+                self.post.hear(peer, payload)
+            return
+        for action in self._line.hear(payload):
+            match action:
+                case Viewed():
+                    self._see(action)
+                case SpaceRefused():
+                    self._on_refused(action)
+                case ClientGone():
+                    self._gone.add(action.node)
+                    self._forget(action.node)
+                case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused():
+                    self._on_group(action)
+                case CloseServers():
+                    self._on_close()
+                case Refuse() | Stop():
+                    self._end(action.reason)
+
+    def _see(self, viewed: Viewed) -> None:
+        servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
+        for name in self._addresses.keys() - servers.keys():
+            self._gone.add(name)
+            self._reachable(name)
+            self._notes.forget(name)
+            self._forget(name)
+            if name != self.name:
+                self.endpoint.introduce(name, self._addresses[name], lasting=True, silent_s=_GONE_S)
+        for name in servers.keys() - self._addresses.keys():
+            if name != self.name:
+                self.endpoint.introduce(name, servers[name], lasting=True, silent_s=inf)
+        self._addresses = servers
+        view = view_of(viewed)
+        self.filtering.learn(view.spaces)
+        self._on_view(view)
+
+    def _lost(self, error: LinkError) -> None:
+        peer = error.peer
+        if peer == Coordinator.NAME:
+            self._line.lost(error)
+            return
+        if error.failure == "no files":  # whoever the peer is, it is not the peer's fault
+            self._end(str(error))
+            return
+        self.post.lost(peer)  # what is to be sent to a client waits for it until the manager says it is gone
+        if peer in self._addresses:
+            self._unreachable(peer, str(error))
+            if error.was_open:
+                self._reach(peer)
+            else:
+                self.endpoint.later(_RETRY_S, partial(self._reach, peer))
+
+    def _left(self, peer: str) -> None:
+        if peer == Coordinator.NAME:
+            self._line.left()
+        else:
+            self._forget(peer)
+
+    def _reach(self, peer: str) -> None:
+        """Connect to a server anew."""
+        if peer in self._addresses and not self._is_over:
+            self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=inf)
+            self.post.again(peer)
+
+    def _unreachable(self, peer: str, cause: str) -> None:
+        """Nothing comes from a server that is said to be there, or from the manager."""
+        if not self._is_over and (peer in self._addresses or peer == Coordinator.NAME):
+            self._notes.begin(_spoken_name(peer), cause)
+        if peer in self._addresses and peer not in self._missed:
+            self._missed.add(peer)
+            self.tell(ServerMissed(now_s=0.0, node=self.name, server=_number(peer), cause=cause))
+
+    def _reachable(self, peer: str) -> None:
+        """Something comes again, or the server is out."""
+        self._notes.end(_spoken_name(peer))
+        if peer in self._missed:
+            self._missed.discard(peer)
+            self.tell(ServerReached(now_s=0.0, node=self.name, server=_number(peer)))
+
+    def _forget(self, peer: str) -> None:
+        self.post.forget(peer)
+        self.filtering.forget(peer)
+
+    def _end(self, cause: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_gone(cause)
+
+
+def _spoken_name(peer: str) -> str:
+    return "the manager" if peer == Coordinator.NAME else peer
+
+
+def _number(server: str) -> int:
+    return int(server.removeprefix("server-"))

@@ -1,0 +1,252 @@
+"""A server of a parameter server, as a process: a `ServerNode` with links, and a table a namespace.
+
+Run as `python -m offbeat.runtime.server`: it reads its configuration, one JSON object, from standard input,
+answers with one line when it is there, and serves until it is told to leave (SIGTERM, SIGINT) or is not part
+of the cluster any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from offbeat.errors import OffbeatError, ProtocolError
+from offbeat.events import ServerFilled, ServerLeaves
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.spaces import load, make_table
+from offbeat.numerics.tables import ArrayTable, Empty
+from offbeat.policies.manager import server_of
+from offbeat.policies.parcels import Copy, Filled, Pull, Push, View
+from offbeat.policies.placement import Space
+from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refused
+from offbeat.runtime.control.starting import failure, given, say
+from offbeat.runtime.processes.threads import start_thread
+from offbeat.runtime.processes.waiting import Condition
+from offbeat.runtime.ps.node import Cluster, Node
+from offbeat.runtime.ps.packing import Array, Encoded
+
+_LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
+
+
+class ServerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a server is told.
+
+    Attributes:
+        cluster: where the manager is.
+        host: the address to listen on and to be reached at.
+        server: its id, which no other has or had; drawn where it is None.
+        functions: import paths of the user's own updates.
+        unix: nodes on this host may reach it over Unix sockets, instead of TCP.
+    """
+
+    cluster: Cluster
+    host: str
+    server: int | None = None
+    functions: tuple[str, ...] = ()
+    unix: bool = True
+
+
+class Tables:
+    """All values of one server.
+
+    Args:
+        functions: the user's own updates, by import path.
+        empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
+    """
+
+    def __init__(self, functions: Mapping[str, Any], empty: Empty) -> None:
+        self._functions, self._empty = functions, empty
+        self._tables: dict[str, ArrayTable] = {}
+
+    def table(self, space: Space) -> ArrayTable:
+        """Return a namespace's table, made if need be."""
+        found = self._tables.get(space.name)
+        if found is None:
+            found = self._tables[space.name] = make_table(
+                space.about, space.keys, space.block_keys, self._functions, self._empty
+            )
+        return found
+
+
+class Server:
+    """A server that runs in this process.
+
+    Args:
+        configuration: see `ServerConfiguration`.
+
+    Raises:
+        OffbeatError: a function cannot be imported.
+        OSError: it is impossible to listen there.
+    """
+
+    def __init__(self, configuration: ServerConfiguration) -> None:
+        functions = {path: load(path) for path in configuration.functions}
+        server = configuration.server
+        self.server = 1000 + secrets.randbelow(2**31) if server is None else server
+        tables = Tables(functions, lambda shape, dtype: self._node.empty(shape, dtype))
+        self._core = ServerNode(self.server, tables)
+        self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
+        self._changed = Condition()
+        self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
+        self._gone: str | None = None
+        self._node = Node(
+            f"server-{self.server}",
+            configuration.cluster,
+            host=configuration.host,
+            on_view=self._see,
+            on_message=self._hear,
+            on_close=self._close,
+            on_gone=self._end,
+            show=self._show,
+            functions=configuration.functions,
+            unix=configuration.unix,
+        )
+        self._node.join()  # now that what is called back finds it
+
+    def serve(self) -> None:
+        """Run until it has left, its job is over, or it is not part of the cluster any more.
+
+        Raises:
+            OffbeatError: it was not asked to leave, and is out.
+        """
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_leaving or self._is_closed or self._gone is not None)
+                if self._is_closed:
+                    return
+                if self._gone is None:
+                    leaves = ServerLeaves(now_s=0.0, node=self._node.name, server=self.server)
+                    self._node.tell(leaves)
+                    self._changed.wait_for(
+                        lambda: self._is_out or self._is_last or self._gone is not None, _LEAVE_S
+                    )
+                if self._gone is not None and not self._is_leaving:
+                    raise OffbeatError(f"server {self.server} is out of the cluster: {self._gone}")
+        finally:
+            self._node.close()
+
+    def leave(self) -> None:
+        """Leave as soon as others, if there are any, have all that is held here.
+
+        Any thread and a signal handler may call it.
+        """
+        start_thread("offbeat leaves", self._leave, lambda error: self._end(f"it could not leave: {error!r}"))
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._is_leaving = True
+            self._changed.notify_all()
+
+    # In the links' thread --------------------------------------------------------------------------------
+
+    def _see(self, view: View) -> None:
+        self._take_up(self._core.see(view))
+        held, self._held = self._held, {}
+        for peer, messages in held.items():
+            for message in messages:
+                self._take_late(peer, message)
+        is_in = self.server in view.ring.servers or (
+            view.target is not None and self.server in view.target.servers
+        )
+        with self._changed:
+            self._is_out = self._is_in and not is_in
+            self._is_in |= is_in
+            self._is_last = view.ring.servers == (self.server,) and view.target is None
+            self._changed.notify_all()
+
+    def _hear(self, peer: str, message: Any) -> None:
+        if isinstance(message, OF_CLIENTS):
+            may_say = peer == f"client-{message.client}"
+        else:
+            may_say = server_of(peer) is not None
+        if not may_say:
+            raise ProtocolError(f"{peer} may not send a {type(message).__name__} of another node")
+        if peer in self._held or self._is_ahead(message):
+            self._held.setdefault(peer, []).append(message)
+        else:
+            self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
+
+    def _take_late(self, peer: str, message: Any) -> None:
+        """Take what was held; whose turn it is now is not to blame for it."""
+        try:
+            self._hear(peer, message)
+        except ProtocolError as error:
+            if not isinstance(message, OF_CLIENTS):
+                raise
+            self._node.send(peer, refused(message, error))
+
+    def _is_ahead(self, message: Any) -> bool:
+        """Whether only a view to come says which filters undo this."""
+        one: Any = message.operation if isinstance(message, Copy) else message
+        content = one.keys if isinstance(message, Pull) else getattr(one, "content", None)
+        if not isinstance(content, Encoded) or self._node.filtering.knows(one.namespace):
+            return False
+        number = message.epoch if isinstance(message, OF_CLIENTS) else message.view
+        return self._core.view is None or number > self._core.view.number
+
+    def _show(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
+        """Let what was pushed be read where it lies, if once is enough, and nothing of it is kept."""
+        if not isinstance(message, Push) or not isinstance(message.content, Entries):
+            return False
+        content = message.content
+        if content.values is not array or peer in self._held or not self._core.keeps_nothing_of(message):
+            return False
+        message.content = Entries(content.first, shown, content.keys, content.terms)
+        return True
+
+    def _take_up(self, said: Sequence[Send]) -> None:
+        for to, message in said:
+            if to == MANAGER:
+                assert isinstance(message, Filled)
+                self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
+            else:
+                self._node.send(to, message)
+
+    def _close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _end(self, cause: str) -> None:
+        with self._changed:
+            self._gone = cause
+            self._changed.notify_all()
+
+
+def serve(server: Server, is_there: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT tells it to leave.
+
+    Args:
+        is_there: called once, when signals are heard.
+
+    Raises:
+        OffbeatError: it is out of the cluster though nobody told it to leave.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.leave())
+    is_there()
+    server.serve()
+
+
+def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
+    """Read the configuration, answer with the server's id or an error, and serve."""
+    try:
+        server = Server(given(source, ServerConfiguration))
+    except (OffbeatError, ProtocolError, ValueError, OSError) as error:
+        say(answer, failure(error))
+        return 1
+    try:
+        serve(server, lambda: say(answer, {"server": server.server}))
+    except OffbeatError as error:
+        print(f"offbeat: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Dense tensors on a parameter server: a namespace whose keys are the numbers of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from offbeat.numerics.entries import Entries
+from offbeat.numerics.tensors import Offsets, Tensor
+from offbeat.runtime.ps.future import Future
+from offbeat.runtime.ps.namespace import Namespace
+from offbeat.runtime.ps.requests import Requests
+
+
+class Tensors:
+    """Named tensors of a parameter server; `PS.tensors` makes it.
+
+    Attributes:
+        namespace: where they are.
+        offsets: which keys are which tensor's.
+    """
+
+    def __init__(self, requests: Requests, namespace: Namespace, offsets: Offsets) -> None:
+        self._requests, self.namespace, self.offsets = requests, namespace, offsets
+
+    def push(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
+        """Send tensors, or gradients of them, by name; those that are left out get nothing.
+
+        Args:
+            tensors: of the names, shapes and type that the namespace has. They must not change until the push
+                is done.
+            after: requests that have to be done before this one is sent.
+
+        Raises:
+            ValueError: no tensor, or one that the namespace has not got.
+            OffbeatError: this client is out of the parameter server.
+        """
+        ranges = self._ranges(tensors)
+        contents = [self.offsets.gather(tensors, first, last) for first, last in ranges]
+        before = list(after)
+        pushes = [
+            self.namespace.push(content, first=first, after=before)
+            for content, (first, _) in zip(contents, ranges, strict=True)
+        ]
+        return self._requests.when_done(pushes)
+
+    def pull(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
+        """Fetch tensors by name into the ones that are given, which change before the pull is done.
+
+        Args:
+            tensors: of the names, shapes and type that the namespace has.
+            after: requests that have to be done before this one is sent.
+
+        Raises:
+            ValueError: no tensor, or one that the namespace has not got.
+            OffbeatError: this client is out of the parameter server.
+        """
+        ranges = self._ranges(tensors)
+        for first, last in ranges:
+            self.offsets.gather(tensors, first, last)  # says what does not fit before anything is asked for
+        before = list(after)
+        pulls = [self.namespace.pull(first=first, last=last, after=before) for first, last in ranges]
+
+        def write() -> None:
+            for (first, _), pull in zip(ranges, pulls, strict=True):
+                self.offsets.scatter(Entries(first, pull.result()), tensors)
+
+        return self._requests.when_done(pulls, write)
+
+    def _ranges(self, tensors: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """The ranges of keys of these tensors, ascending; neighbours are one."""
+        found: list[tuple[int, int]] = []
+        for first, last in sorted(self.offsets.range_of(name) for name in tensors):
+            if found and found[-1][1] == first:
+                found[-1] = (found[-1][0], last)
+            elif first < last:
+                found.append((first, last))
+        if not found:
+            raise ValueError("expected at least one tensor with numbers in it, got none")
+        return found

@@ -1,0 +1,1 @@
+"""Training on the parameter server with bounded staleness."""

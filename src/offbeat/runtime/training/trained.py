@@ -1,0 +1,133 @@
+"""What a worker trains: a model, and the optimizers that step its parameters, which go by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offbeat.errors import OffbeatError
+from offbeat.runtime.training.hyperparameters import Group
+
+
+class Trained:
+    """A model and the optimizers that step it.
+
+    Attributes:
+        model: the same architecture on every worker.
+        optimizers: at least one; on every worker the same, in the same order.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.model, self.optimizers = model, tuple(optimizers)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The parameter groups of all the optimizers, in order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def optimizer_of_group(self) -> list[Optimizer]:
+        """Whose each of the `groups` is."""
+        return [optimizer for optimizer in self.optimizers for _ in optimizer.param_groups]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """By parameter: its first name, in the model's order."""
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Returns a parameter's name in the model; None where it is not the model's."""
+        return self._names.get(id(parameter))
+
+    def parameters_of(self, group: Group) -> dict[str, torch.Tensor]:
+        """Returns the parameters of a group by name, in the model's order, whatever order the group has."""
+        held = {id(parameter): parameter for parameter in group["params"]}
+        return {name: held[number] for number, name in self._names.items() if number in held}
+
+    def names_without_optimizer(self) -> list[str]:
+        """Returns the names of the parameters that require a gradient and are in no group."""
+        held = {id(parameter) for group in self.groups for parameter in group["params"]}
+        return [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in held
+        ]
+
+    # Checkpoints ---------------------------------------------------------------------------------------
+
+    def optimizers_state(self) -> list[dict[str, Any]]:
+        """Returns each optimizer's `state_dict()`, with parameters' names in place of their numbers."""
+        return [self._named_state(optimizer) for optimizer in self.optimizers]
+
+    def load_optimizers_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Lets the optimizers go on with what `optimizers_state` returned; parameters are matched by name.
+
+        Raises:
+            OffbeatError: it is of other optimizers, or their groups hold other parameters.
+        """
+        if len(states) != len(self.optimizers):
+            raise OffbeatError(
+                f"the state is of {len(states)} optimizers and {len(self.optimizers)} were given to join: "
+                "join with those that the state was taken with"
+            )
+        numbered = [
+            self._numbered_state(optimizer, state)
+            for optimizer, state in zip(self.optimizers, states, strict=True)
+        ]
+        for optimizer, state in zip(self.optimizers, numbered, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _named_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        names = self._names_in_order(optimizer)
+        return {
+            **state,
+            "state": {
+                names[key] if isinstance(key, int) else key: row for key, row in state["state"].items()
+            },
+            "param_groups": [
+                {**group, "params": [names[number] for number in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
+
+    def _numbered_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(self._names_in_order(optimizer))}
+        theirs = [sorted(group["params"]) for group in state["param_groups"]]
+        own = [sorted(self.parameters_of(group)) for group in optimizer.param_groups]
+        if theirs != own:
+            raise OffbeatError(
+                f"the state of {type(optimizer).__name__} is of parameter groups with other parameters, "
+                f"{_first_difference(theirs, own)}: make the groups as they were when it was saved"
+            )
+        groups = []
+        for saved, group in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+            kept = {name: group[name] for name in ("params", "param_names") if name in group}
+            groups.append({**saved, **kept})
+        rows = {numbers.get(key, key): row for key, row in state["state"].items()}
+        return {**state, "state": rows, "param_groups": groups}
+
+    def _names_in_order(self, optimizer: Optimizer) -> list[str]:
+        """Returns the names of an optimizer's parameters in the order in which it numbers them."""
+        return [self._names[id(one)] for group in optimizer.param_groups for one in group["params"]]
+
+
+def _first_difference(theirs: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
+    """Says in which group, and by which parameter, two lists of groups differ."""
+    if len(theirs) != len(own):
+        return f"{len(theirs)} of them where there are {len(own)} now"
+    number, (before, now) = next(
+        (number, pair) for number, pair in enumerate(zip(theirs, own, strict=True)) if pair[0] != pair[1]
+    )
+    name = min({*before} ^ {*now})
+    return f"in group {number} {name}, which is {'not ' if name in before else ''}there now"

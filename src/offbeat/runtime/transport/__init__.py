@@ -1,0 +1,1 @@
+"""Connections between nodes: framing, handshake, sessions, shared memory, and the thread that serves them."""

@@ -1,0 +1,196 @@
+"""Where a node listens and how another one dials it: `unix:///name?host=…` and `tcp://host:port`.
+
+A Unix socket here has a name in the kernel's abstract namespace (Linux) and no file: it is gone with its
+process, however that ends, reaches exactly as far as the network namespace, and needs no folder. A file's
+permissions would keep other users from connecting; but the handshake does that, as it does for TCP.
+
+This module never sends or receives a byte and never blocks, but for looking up the name of a host in
+`resolve`, `listen`, `listen_tcp` and `own_address`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from ipaddress import ip_address
+from urllib.parse import quote, unquote, urlsplit
+
+from offbeat.errors import OffbeatError, explain
+from offbeat.runtime.transport.descriptors import is_none_left
+
+BACKLOG = 512
+HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
+
+_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
+
+SocketAddress = str | tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Address:
+    """One way to reach a node: the Unix socket `name` on the host `place`, or TCP to `host` and `port`."""
+
+    text: str
+    name: str = ""
+    place: str = ""
+    host: str = ""
+    port: int = 0
+
+    @property
+    def needs_lookup(self) -> bool:
+        """Whether the host is a name that must be looked up, which blocks."""
+        if self.name:
+            return False
+        try:
+            ip_address(self.host.partition("%")[0])
+        except ValueError:
+            return True
+        return False
+
+    def why_unusable(self) -> str | None:
+        """Say why dialling this from here makes no sense; None if it does."""
+        return "a Unix socket of another host" if self.name and self.place != this_host() else None
+
+    def resolve(self) -> tuple[socket.AddressFamily, SocketAddress]:
+        """Return what to connect to.
+
+        Raises:
+            OSError: the host's name is unknown.
+        """
+        if self.name:
+            return socket.AF_UNIX, f"\0{self.name}"
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        family, _, _, _, where = found[0]
+        return family, where  # type: ignore[return-value]
+
+
+def parse(text: str) -> Address:
+    """Return the address that a text names.
+
+    Raises:
+        ValueError: it is neither `unix:///name?host=…` nor `tcp://host:port`.
+    """
+    try:
+        url = urlsplit(text)
+        if url.scheme == "tcp" and url.hostname and url.port:
+            return Address(text, host=url.hostname, port=url.port)
+        if url.scheme == "unix" and url.path[1:] and url.query.startswith("host="):
+            place = unquote(url.query.removeprefix("host="))
+            return Address(text, name=unquote(url.path[1:]), place=place)
+    except ValueError:
+        pass
+    raise ValueError(f"expected an address as tcp://host:port or unix:///name?host=…, got {text!r}")
+
+
+@cache
+def this_host() -> str:
+    """Return what tells this host, boot and network namespace from every other one.
+
+    Raises:
+        OSError: this process can open no more files.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError as error:
+        if is_none_left(error):
+            raise  # another name would be another host's
+        return f"{socket.gethostname()}.{uuid.getnode():x}"
+
+
+def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[socket.socket, str]]:
+    """Listen wherever a node does; return the sockets and their addresses, best first.
+
+    Args:
+        host: the address to listen on with TCP, and to tell others; None for no TCP.
+        port: to listen on; 0 for any free one.
+        unix: also listen on a Unix socket, where there are nameless ones (Linux).
+
+    Raises:
+        ValueError: `host` stands for every address, which nobody can dial.
+        OSError: an address cannot be bound.
+    """
+    found: list[tuple[socket.socket, str]] = []
+    try:
+        if host is not None:
+            found.append(listen_tcp(host, port))
+        if unix and HAS_UNIX:
+            found.insert(0, listen_unix())
+    except BaseException:
+        for sock, _ in found:
+            sock.close()
+        raise
+    return found
+
+
+def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
+    """Listen on `host`, which others will be told to dial; port 0 takes any free one.
+
+    Raises:
+        ValueError: `host` stands for every address, which nobody can dial.
+        OSError: the address cannot be bound.
+    """
+    if host in ("", "0.0.0.0", "::"):
+        raise ValueError(f"expected the address at which other nodes reach this one, got {host!r}")
+    family, where = Address("", host=host, port=port).resolve()
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    shown = f"[{host}]" if ":" in host else host
+    return sock, f"tcp://{shown}:{sock.getsockname()[1]}"
+
+
+def listen_unix() -> tuple[socket.socket, str]:
+    """Listen on a Unix socket of a new name; return the socket and its address."""
+    name, host = f"offbeat-{secrets.token_hex(8)}", this_host()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0{name}")
+    sock.listen(BACKLOG)
+    return sock, f"unix:///{name}?host={quote(host)}"
+
+
+def own_address(master_addr: str) -> str:
+    """Return the address at which the other hosts reach this one.
+
+    It is that of the interface that leads to the master (MASTER_ADDR, or the manager). On the master itself,
+    many systems' /etc/hosts say that its own name is 127.0.1.1, where nobody else finds it: then, that of the
+    default route.
+    """
+    try:
+        address = _source(master_addr)
+    except OSError as error:
+        raise OffbeatError(
+            f"{master_addr!r} (MASTER_ADDR, or the manager) leads nowhere: {explain(error)}"
+        ) from error
+    if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
+        with suppress(OSError):
+            return _source(_SOMEWHERE)
+    return address
+
+
+def _source(target: str) -> str:
+    """The address from which this host would speak to another; connecting a UDP socket sends nothing."""
+    family, _, _, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _is_address(text: str) -> bool:
+    with suppress(ValueError):
+        ip_address(text)
+        return True
+    return False

@@ -1,0 +1,213 @@
+"""Where what comes from one peer belongs: posted receives, and data that came before anybody asked for it.
+
+Bytes of a posted message go straight into the buffer posted for it; each byte may come once. What comes early
+is kept as it came, until it is expected or forgotten.
+
+This module never touches a socket and never allocates a message because a header claims its size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+
+from offbeat.errors import ProtocolError
+from offbeat.runtime.transport.framing import Frame
+
+MAX_EARLY_BYTES = 256 * 1024 * 1024
+EARLY_FRAME_COST_BYTES = 512  # what keeping an early frame costs besides its payload, roughly
+MAX_FORGOTTEN_RANGES = 65536
+
+OnData = Callable[[int, int], None]
+OnShared = Callable[[int, memoryview], None]
+
+
+class Ranges:
+    """A set of whole numbers, kept as ranges [first, last) that neither touch nor overlap."""
+
+    __slots__ = ("_firsts", "_lasts")
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def overlaps(self, first: int, last: int) -> bool:
+        """Whether any number of [first, last) is here."""
+        i = bisect_right(self._lasts, first)
+        return i < len(self._firsts) and self._firsts[i] < last
+
+    def add(self, first: int, last: int) -> None:
+        """Add [first, last)."""
+        if first >= last:
+            return
+        i = bisect_left(self._lasts, first)
+        j = bisect_right(self._firsts, last)
+        if i < j:
+            first = min(first, self._firsts[i])
+            last = max(last, self._lasts[j - 1])
+        self._firsts[i:j] = [first]
+        self._lasts[i:j] = [last]
+
+    def remove(self, first: int, last: int) -> None:
+        """Remove [first, last), which lies within one range."""
+        i = bisect_right(self._firsts, first) - 1
+        begin, end = self._firsts[i], self._lasts[i]
+        kept = [run for run in ((begin, first), (last, end)) if run[0] < run[1]]
+        self._firsts[i : i + 1] = [run[0] for run in kept]
+        self._lasts[i : i + 1] = [run[1] for run in kept]
+
+    def drop_lowest(self) -> None:
+        """Remove the range of the lowest numbers."""
+        del self._firsts[0], self._lasts[0]
+
+
+class _Posting:
+    __slots__ = ("came", "into", "missing", "on_data", "on_shared")
+
+    def __init__(self, into: memoryview, on_data: OnData, on_shared: OnShared | None) -> None:
+        self.into = into
+        self.on_data = on_data
+        self.on_shared = on_shared
+        self.missing = len(into)
+        self.came = Ranges()
+
+    def place(self, tag: int, offset: int, length: int, total: int) -> memoryview:
+        """Return where the bytes go, and take note that they come now."""
+        if total != len(self.into):
+            raise ProtocolError(
+                f"expected message {tag:#x} to have {len(self.into)} bytes, got {total}: call backward and "
+                "step equally often on every worker"
+            )
+        end = offset + length
+        if self.came.overlaps(offset, end):
+            raise ProtocolError(f"bytes {offset} to {end} of message {tag:#x} overlap what has already come")
+        self.came.add(offset, end)
+        return self.into[offset:end]
+
+
+class _Early:
+    __slots__ = ("frames", "total")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.frames: list[tuple[int, bytes | bytearray]] = []
+
+
+class Inbox:
+    """The tensor messages from one peer.
+
+    Args:
+        forgotten: tags whose data is dropped without a word; shared by all peers of a node.
+
+    Attributes:
+        early_bytes: what data that nobody has asked for yet costs.
+    """
+
+    def __init__(self, forgotten: Ranges) -> None:
+        self.early_bytes = 0
+        self._forgotten = forgotten
+        self._posted: dict[int, _Posting] = {}
+        self._early: dict[int, _Early] = {}
+
+    def post(self, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None) -> None:
+        """Let the bytes of message `tag` go into `into`; what came early is delivered at once.
+
+        Raises:
+            ValueError: the tag is posted already.
+            ProtocolError: what came early does not fit.
+        """
+        if self._forgotten.overlaps(tag, tag + 1):
+            return
+        if tag in self._posted:
+            raise ValueError(
+                f"expected one receive for message {tag:#x}, got a second; never use a tag twice"
+            )
+        posting = _Posting(into, on_data, on_shared)
+        self._posted[tag] = posting
+        early = self._pop_early(tag)
+        if early is None:
+            return
+        for offset, payload in early.frames:
+            if self._posted.get(tag) is not posting:
+                return  # forgotten meanwhile
+            posting.place(tag, offset, len(payload), early.total)[:] = payload
+            self._deliver(tag, posting, offset, len(payload))
+
+    def destination(self, tag: int, offset: int, length: int, total: int) -> memoryview | None:
+        """Return where a frame's bytes belong, or None if the message is not posted."""
+        posting = self._posted.get(tag)
+        return None if posting is None else posting.place(tag, offset, length, total)
+
+    def take_back(self, frame: Frame) -> None:
+        """The rest of a frame that has a destination will not come: the whole frame will come again."""
+        posting = self._posted.get(frame.tag)
+        if posting is not None:
+            posting.came.remove(frame.offset, frame.offset + frame.length)
+
+    def arrived(self, frame: Frame) -> None:
+        """Take a complete DATA frame: tell who expects it, keep it if nobody does yet."""
+        tag, payload = frame.tag, frame.payload
+        posting = self._posted.get(tag)
+        if payload is None:
+            if posting is not None:  # else it was forgotten while it came
+                self._deliver(tag, posting, frame.offset, frame.length)
+        elif posting is not None:  # it was posted while the frame came
+            posting.place(tag, frame.offset, frame.length, frame.total)[:] = payload
+            self._deliver(tag, posting, frame.offset, frame.length)
+        elif not self._forgotten.overlaps(tag, tag + 1):
+            self._keep(tag, frame.offset, payload, frame.total)
+
+    def shared(self, tag: int, offset: int, total: int, source: memoryview) -> None:
+        """Take bytes that lie in the sender's memory, where they must not be looked for later."""
+        posting = self._posted.get(tag)
+        if posting is None:
+            if not self._forgotten.overlaps(tag, tag + 1):
+                self._keep(tag, offset, bytes(source), total)
+            return
+        into = posting.place(tag, offset, len(source), total)
+        if posting.on_shared is None:
+            into[:] = source
+            self._deliver(tag, posting, offset, len(source))
+        else:
+            self._count(tag, posting, len(source))
+            posting.on_shared(offset, source)
+
+    def drop(self, first: int, last: int) -> None:
+        """Drop posted receives and early data with first <= tag < last."""
+        for tag in [tag for tag in self._posted if first <= tag < last]:
+            del self._posted[tag]
+        for tag in [tag for tag in self._early if first <= tag < last]:
+            self._pop_early(tag)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._posted.clear()
+        self._early.clear()
+        self.early_bytes = 0
+
+    def _keep(self, tag: int, offset: int, payload: bytes | bytearray, total: int) -> None:
+        early = self._early.get(tag)
+        if early is None:
+            early = self._early[tag] = _Early(total)
+        if early.total != total:
+            raise ProtocolError(f"expected message {tag:#x} to have {early.total} bytes, got {total}")
+        early.frames.append((offset, payload))
+        self.early_bytes += len(payload) + EARLY_FRAME_COST_BYTES
+
+    def _deliver(self, tag: int, posting: _Posting, offset: int, length: int) -> None:
+        self._count(tag, posting, length)
+        posting.on_data(offset, length)
+
+    def _count(self, tag: int, posting: _Posting, length: int) -> None:
+        posting.missing -= length
+        if not posting.missing:
+            del self._posted[tag]
+
+    def _pop_early(self, tag: int) -> _Early | None:
+        early = self._early.pop(tag, None)
+        if early is not None:
+            self.early_bytes -= sum(len(payload) + EARLY_FRAME_COST_BYTES for _, payload in early.frames)
+        return early

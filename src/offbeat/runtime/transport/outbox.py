@@ -1,0 +1,439 @@
+"""What goes to one peer next: the queue of outgoing messages, cut into frames in order of urgency.
+
+Control messages go before all tensor bytes; tensor messages go by (priority, order of arrival), a lower
+number first. A frame that the kernel has begun to take is finished; everything behind it can still be
+overtaken.
+
+Of a tensor message whose bytes are lent, only where they lie is sent. How much of that a peer may be told of
+before it has read it is limited, for what it was told of cannot be overtaken.
+
+For a session that outlives its connections, each numbered frame is kept until the peer has acknowledged it:
+the header and a view of the bytes, never a copy. On the next connection, what the peer has not received goes
+out again, in the same order, before anything else; frames are numbered by their order alone. So a message is
+done when its last frame is acknowledged, and not when the kernel has taken it.
+
+This module never touches a socket and never copies tensor bytes, but for the rest of a begun frame that is
+forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+from offbeat.errors import ProtocolError
+from offbeat.runtime.transport.framing import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_DATA_BYTES,
+    MAX_SHARED_BYTES,
+    NUMBERED,
+    PLACE,
+    PLACE_BYTES,
+    VERSION,
+    Kind,
+)
+from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region
+
+FRAME_STEP_BYTES = 64 * 1024
+MAX_FRAMES_AT_ONCE = 64
+# Of a message that is long beside it, a frame may be larger, since it keeps an urgent one waiting for no more
+# than this part of the time that the message itself takes.
+FRAMES_MIN = 4
+LONG_FRAME_BYTES = 512 * 1024
+SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
+
+_DATA, _SHARED, _REGION = int(Kind.DATA), int(Kind.SHARED), int(Kind.REGION)
+_ACK, _SKIP = int(Kind.ACK), int(Kind.SKIP)
+_SKIP_HEADER = HEADER.pack(MAGIC, VERSION, _SKIP, 0, 0, 0, 0)
+_NOTHING = memoryview(b"")
+_FIRST: tuple[int, int, int] = (0, -1, 0)  # what is sent again, and acknowledgements
+_TENSORS = frozenset({_DATA, _SHARED})
+
+Key = tuple[int, int, int]
+"""(0 for control or 1 for tensor bytes, priority, order of arrival)."""
+
+
+class Outgoing:
+    """One message on its way out: `data` is what is sent of it, from `offset` of `total` bytes on.
+
+    Attributes:
+        kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame is about
+            that region, and `data` an empty view that keeps its memory.
+        whole: where they are SHARED, as few frames as there can be.
+    """
+
+    __slots__ = ("data", "done", "key", "kind", "lent", "offset", "sent", "tag", "total", "whole")
+
+    def __init__(
+        self,
+        kind: int,
+        key: Key,
+        data: memoryview,
+        *,
+        tag: int = 0,
+        offset: int = 0,
+        total: int = 0,
+        done: Callable[[], None] | None = None,
+        lent: tuple[Region, int] | None = None,
+        whole: bool = False,
+    ) -> None:
+        self.whole = whole
+        self.lent = lent
+        self.kind = kind
+        self.key = key
+        self.data = data
+        self.tag = tag
+        self.offset = offset
+        self.total = total
+        self.done = done
+        self.sent = 0  # bytes of data in frames that the kernel has taken or begun to take
+
+
+class _Frame(NamedTuple):
+    """A numbered frame that the peer has not acknowledged."""
+
+    header: bytes
+    data: memoryview
+    item: Outgoing
+    is_last: bool  # of its message
+
+
+class Outbox:
+    """The messages to one peer.
+
+    `gather()` the next buffers to send, tell `taken(n)` how many of their bytes the kernel took, and get the
+    messages that are done: wholly out or, where frames are kept until they are acknowledged, the ones that
+    `acknowledge(n)` returns. Those whose bytes are lent are done when the peer has read them.
+
+    Args:
+        frame_bytes: see below.
+        unread_bytes: of lent bytes a peer is told of no more while it has not read as many.
+
+    Attributes:
+        frame_bytes: payload of one frame at most, but for long messages; a multiple of 64 KiB.
+        keeps: whether numbered frames are kept until the peer has acknowledged them.
+        known: numbers of the regions that the peer was told of.
+        descriptor: what has to be sent along with what was gathered.
+    """
+
+    def __init__(self, frame_bytes: int, unread_bytes: int = UNREAD_BYTES) -> None:
+        self.frame_bytes = frame_bytes
+        self._unread_bytes_max = unread_bytes
+        self._heap: list[tuple[Key, Outgoing]] = []
+        self.keeps = False
+        self._kept: deque[_Frame] = deque()  # not acknowledged, in order
+        self._kept_from = 0  # the number of the first of them
+        self._out = 0  # how many of them have gone out on this connection
+        self._ack: int | None = None  # frames of the peer to acknowledge
+        self._ack_header = memoryview(bytearray(HEADER_BYTES))
+        self._ack_item = Outgoing(_ACK, _FIRST, _NOTHING)
+        self.known: set[int] = set()
+        self.descriptor: int | None = None
+        self._unread: deque[tuple[Outgoing, int, bool]] = deque()  # message, bytes, whether they end it
+        self._unread_bytes = 0
+        # What was gathered: acknowledgement or not, frames to be sent again, and new ones: message, bytes of
+        # it, bytes of the frame.
+        self._gathered_ack = False
+        self._gathered_kept: list[_Frame] = []
+        self._gathered: list[tuple[Outgoing, int, int]] = []
+        self._begun: list[memoryview] = []  # what is left of the frame that the kernel has begun to take
+        self._begun_of: Outgoing | None = None
+        self._headers = [memoryview(bytearray(SHARED_BYTES)) for _ in range(MAX_FRAMES_AT_ONCE)]
+
+    def __bool__(self) -> bool:
+        return bool(self._heap) or self._begun_of is not None or self._out < len(self._kept)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the kernel has taken a part of a frame."""
+        return self._begun_of is not None
+
+    @property
+    def key(self) -> Key | None:
+        """How urgent the most urgent thing here is; None where there is nothing that may go now."""
+        if self._ack is not None or self._out < len(self._kept):
+            return _FIRST
+        head = self._heap[0][0] if self._heap and not self._waits(self._heap[0][1]) else None
+        if self._begun_of is None:
+            return head
+        return self._begun_of.key if head is None else min(head, self._begun_of.key)
+
+    def add(self, item: Outgoing) -> None:
+        """Queue a message."""
+        heappush(self._heap, (item.key, item))
+
+    def items(self) -> list[Outgoing]:
+        """Return every queued message, in no order."""
+        return [item for _, item in self._heap]
+
+    def gather(self) -> tuple[list[memoryview], int]:
+        """Return the buffers to send next, about one frame's worth, and their bytes in all."""
+        views = list(self._begun)
+        size = sum(map(len, views))
+        gathered = self._gathered
+        gathered.clear()
+        self.descriptor = None
+        if self._ack is not None:
+            HEADER.pack_into(self._ack_header, 0, MAGIC, VERSION, _ACK, 0, 0, 0, self._ack)
+            views.append(self._ack_header)
+            size += HEADER_BYTES
+            self._gathered_ack = True
+        if self._out < len(self._kept):
+            return views, size + self._gather_kept(views)
+        heap, frame_bytes = self._heap, self.frame_bytes
+        unread_bytes = self._unread_bytes
+        while heap and size < frame_bytes and len(gathered) < MAX_FRAMES_AT_ONCE:
+            item = heap[0][1]
+            if item.kind == _SHARED and unread_bytes >= self._unread_bytes_max:
+                break
+            if item.kind == _REGION:
+                if views:
+                    break  # a descriptor goes with the first bytes of what is sent: its frame's own
+                assert item.lent is not None
+                self.descriptor = item.lent[0].descriptor
+            heappop(heap)
+            header = self._headers[len(gathered)]
+            length = self._pack(item, header)
+            if item.kind == _SHARED:
+                views.append(header)
+                size_now = SHARED_BYTES
+                unread_bytes += length
+            else:
+                views.append(header[:HEADER_BYTES])
+                if length:
+                    views.append(item.data[item.sent : item.sent + length])
+                size_now = HEADER_BYTES + length
+            gathered.append((item, length, size_now))
+            size += size_now
+            if self.descriptor is not None:
+                break
+        return views, size
+
+    def taken(self, n: int) -> list[Outgoing]:
+        """Take note that the kernel took `n` bytes of what was gathered; return what is done with that."""
+        finished: list[Outgoing] = []
+        begun_of = self._begun_of
+        if begun_of is not None:
+            n = self._take_begun(n)
+            if self._begun_of is None and self._is_done_when_out(begun_of):
+                finished.append(begun_of)
+        if self._gathered_ack:
+            n = self._take_ack(n)
+        if self._gathered_kept:
+            n = self._take_kept(n)
+        for i, (item, length, size) in enumerate(self._gathered):
+            if n > 0:
+                data = item.data[item.sent : item.sent + length]
+                item.sent += length
+                is_out = item.sent == len(item.data)
+                if item.kind == _SHARED:
+                    self._tell(item, length, is_out)
+                elif self.keeps and item.kind in NUMBERED:
+                    self._kept.append(_Frame(bytes(self._headers[i][:HEADER_BYTES]), data, item, is_out))
+                    self._out += 1
+                if n < size:
+                    header = memoryview(bytes(self._headers[i]))
+                    self._begin(item, [header] if item.kind == _SHARED else [header[:HEADER_BYTES], data], n)
+                elif is_out and self._is_done_when_out(item):
+                    finished.append(item)
+                n -= size
+                if is_out:
+                    continue
+            heappush(self._heap, (item.key, item))
+        self._gathered.clear()
+        return finished
+
+    def owe(self, received: int) -> None:
+        """Acknowledge, with what goes out next, that so many frames of the peer have come."""
+        self._ack = received
+
+    def acknowledge(self, received: int) -> list[Outgoing]:
+        """Take note that the peer has received so many frames in all; return the messages that this ends.
+
+        Raises:
+            ProtocolError: so many were never sent.
+        """
+        sent = self._kept_from + self._out
+        if not self._kept_from <= received <= sent:
+            raise ProtocolError(
+                f"expected from {self._kept_from} to {sent} frames to be acknowledged, got {received}"
+            )
+        finished: list[Outgoing] = []
+        for _ in range(received - self._kept_from):
+            frame = self._kept.popleft()
+            if frame.is_last and frame.item.done is not None:
+                finished.append(frame.item)
+        self._out -= received - self._kept_from
+        self._kept_from = received
+        return finished
+
+    def rewind(self) -> None:
+        """The connection is gone: all that is not acknowledged goes out again on the next one."""
+        self._out = 0
+        self._begun = []
+        self._begun_of = None
+        self._ack = None
+
+    def resume(self, received: int) -> list[Outgoing]:
+        """Go on on a new connection, behind so many frames that the peer has received; as `acknowledge`."""
+        self._out = len(self._kept)  # all of them may have come
+        finished = self.acknowledge(received)
+        self._out = 0
+        return finished
+
+    def read(self, n: int) -> list[Outgoing]:
+        """Take note that the peer has read `n` more SHARED frames; return the messages that this ends.
+
+        Raises:
+            ProtocolError: it was not told of as many.
+        """
+        if n > len(self._unread):
+            raise ProtocolError(f"expected at most {len(self._unread)} SHARED frames to be read, got {n}")
+        finished: list[Outgoing] = []
+        for _ in range(n):
+            item, length, is_last = self._unread.popleft()
+            assert item.lent is not None
+            item.lent[0].unread -= 1
+            self._unread_bytes -= length
+            if is_last:
+                finished.append(item)
+        return finished
+
+    def _pack(self, item: Outgoing, header: memoryview) -> int:
+        """Write the header of an item's next frame; return how many of its bytes that is about."""
+        kind, sent = item.kind, item.sent
+        length = len(item.data) - sent
+        if kind == _SHARED:
+            assert item.lent is not None
+            length = min(length, MAX_SHARED_BYTES if item.whole else MAX_DATA_BYTES)
+            region, place = item.lent
+            HEADER.pack_into(
+                header, 0, MAGIC, VERSION, kind, PLACE_BYTES, item.tag, item.offset + sent, item.total
+            )
+            PLACE.pack_into(header, HEADER_BYTES, region.number, place + sent, length)
+            return length
+        if kind == _DATA:
+            share = min(item.total // FRAMES_MIN, LONG_FRAME_BYTES) // FRAME_STEP_BYTES * FRAME_STEP_BYTES
+            length = min(length, max(self.frame_bytes, share))
+        offset = item.offset + sent if kind == _DATA else 0
+        HEADER.pack_into(header, 0, MAGIC, VERSION, kind, length, item.tag, offset, item.total)
+        return length
+
+    def _tell(self, item: Outgoing, length: int, is_last: bool) -> None:
+        """Take note that the peer is told where `length` bytes lie, and will read them."""
+        assert item.lent is not None
+        item.lent[0].unread += 1
+        self._unread.append((item, length, is_last))
+        self._unread_bytes += length
+
+    def _gather_kept(self, views: list[memoryview]) -> int:
+        """Add frames that are to be sent again, about one frame's worth; return their bytes."""
+        size = 0
+        for frame in islice(self._kept, self._out, self._out + MAX_FRAMES_AT_ONCE):
+            self._gathered_kept.append(frame)
+            views.append(memoryview(frame.header))
+            if frame.data:
+                views.append(frame.data)
+            size += HEADER_BYTES + len(frame.data)
+            if size >= self.frame_bytes:
+                break
+        return size
+
+    def _take_ack(self, n: int) -> int:
+        """Take the acknowledgement off what the kernel took; return how much is left over."""
+        self._gathered_ack = False
+        if n > 0:
+            self._ack = None
+            if n < HEADER_BYTES:
+                self._begin(self._ack_item, [memoryview(bytes(self._ack_header))], n)
+        return n - HEADER_BYTES
+
+    def _take_kept(self, n: int) -> int:
+        """Take frames that were sent again off it; return how much is left over."""
+        for frame in self._gathered_kept:
+            if n <= 0:
+                break
+            size = HEADER_BYTES + len(frame.data)
+            self._out += 1
+            if n < size:
+                self._begin(frame.item, [memoryview(frame.header), frame.data], n)
+            n -= size
+        self._gathered_kept.clear()
+        return n
+
+    def _begin(self, item: Outgoing, frame: list[memoryview], n: int) -> None:
+        """The kernel has taken the first `n` bytes of a frame."""
+        # An empty view could never be taken, and the frame never be done.
+        self._begun = [view for view in frame if len(view)]
+        self._begun_of = item
+        self._take_begun(n)
+
+    def _is_done_when_out(self, item: Outgoing) -> bool:
+        """Whether a message whose frame is wholly out is done with that."""
+        if item.kind == _SHARED or item.sent < len(item.data):
+            return False
+        return not (self.keeps and item.kind in NUMBERED)
+
+    def drop(self, first: int, last: int) -> None:
+        """Forget tensor messages with first <= tag < last; their bytes are not read any more from here.
+
+        A peer still reads what it was told of: that cannot be taken back.
+        """
+        kept = [entry for entry in self._heap if not _within(entry[1], first, last)]
+        if len(kept) < len(self._heap):
+            self._heap = kept
+            heapify(self._heap)
+        for item, _, _ in self._unread:
+            if _within(item, first, last):
+                item.done = None
+        begun = self._begun_of
+        if begun is not None and _within(begun, first, last):
+            self._begun = [memoryview(bytes(view)) for view in self._begun]
+            begun.data = memoryview(b"")
+            begun.sent = 0
+            begun.done = None
+        for place, frame in enumerate(self._kept):
+            if _within(frame.item, first, last):
+                frame.item.done = None
+                self._kept[place] = _Frame(_SKIP_HEADER, _NOTHING, frame.item, False)
+
+    def clear(self, *, keep_control: bool = False) -> None:
+        """Drop everything, or everything but control messages and the rest of a begun frame."""
+        if keep_control:
+            self._heap = [entry for entry in self._heap if entry[1].kind not in _TENSORS]
+            heapify(self._heap)
+        else:
+            self._heap.clear()
+            self._begun = []
+            self._begun_of = None
+            self._unread.clear()
+            self._unread_bytes = 0
+            self._kept.clear()
+            self._kept_from = self._out = 0
+            self._ack = None
+            self.known.clear()
+
+    def _waits(self, item: Outgoing) -> bool:
+        return item.kind == _SHARED and self._unread_bytes >= self._unread_bytes_max
+
+    def _take_begun(self, n: int) -> int:
+        """Take `n` bytes off the begun frame; return how many are left over."""
+        while n > 0 and self._begun:
+            view = self._begun[0]
+            if n < len(view):
+                self._begun[0] = view[n:]
+                return 0
+            n -= len(view)
+            del self._begun[0]
+        if not self._begun:
+            self._begun_of = None
+        return n
+
+
+def _within(item: Outgoing, first: int, last: int) -> bool:
+    return item.kind in _TENSORS and first <= item.tag < last

@@ -1,0 +1,104 @@
+"""Shared memory through which large arrays go to nodes on this host, a slab at a time.
+
+What a program pushes lies in memory of its own, which no other process can read. Copying it into memory that
+they can costs less than handing it to the kernel and back.
+
+Everything here runs in the links' thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Final
+
+from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.runtime.transport.framing import MAX_SHARED_BYTES
+
+MIN_STAGED_BYTES: Final = 256 * 1024
+_SLAB_BYTES: Final = MAX_SHARED_BYTES
+_SLABS_MAX: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """An array on its way: `sent` bytes of it are in slabs, or were, of which `read` are free again."""
+
+    peer: str
+    tag: int
+    data: memoryview
+    done: Callable[[], None]
+    sent: int = 0
+    read: int = 0
+
+
+class Staging:
+    """The slabs of one node.
+
+    Args:
+        endpoint: the node's links.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._free: list[memoryview] = []
+        self._lent: dict[int, tuple[_Job, memoryview]] = {}  # what for, by number
+        self._numbers = count()
+        self._jobs: deque[_Job] = deque()
+
+    def put(self, peer: str, tag: int, data: memoryview, done: Callable[[], None]) -> None:
+        """Send an array's bytes to a node that shares memory with this one; see `Endpoint.put`."""
+        self._jobs.append(_Job(peer, tag, data, done))
+        self._go_on()
+
+    def lost(self, peer: str) -> None:
+        """A connection broke. Its node may still read what it was told of, so these slabs are let go."""
+        self._jobs = deque(job for job in self._jobs if job.peer != peer)
+        for number in [number for number, (job, _) in self._lent.items() if job.peer == peer]:
+            del self._lent[number]
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._jobs:
+            slab = self._slab()
+            if slab is None:
+                return
+            job = self._jobs[0]
+            size = min(len(slab), len(job.data) - job.sent)
+            piece = slab[:size]
+            piece[:] = job.data[job.sent : job.sent + size]
+            number = next(self._numbers)
+            self._lent[number] = job, slab
+            self._endpoint.put(
+                job.peer,
+                job.tag,
+                piece,
+                offset=job.sent,
+                total=len(job.data),
+                done=partial(self._back, number, size),
+                whole=True,
+            )
+            job.sent += size
+            if job.sent == len(job.data):
+                self._jobs.popleft()
+
+    def _slab(self) -> memoryview | None:
+        if self._free:
+            return self._free.pop()
+        if len(self._lent) == _SLABS_MAX:
+            return None
+        return self._endpoint.allocate(_SLAB_BYTES)
+
+    def _back(self, number: int, size: int) -> None:
+        lent = self._lent.pop(number, None)
+        if lent is None:  # its connection broke
+            return
+        job, slab = lent
+        self._free.append(slab)
+        job.read += size
+        if job.read == len(job.data):
+            job.done()
+        self._go_on()

@@ -1,0 +1,1 @@
+"""Validating a snapshot of an epoch while the next epoch trains."""

@@ -1,0 +1,174 @@
+"""`Validation`: what the validation of an epoch will have come to; the ledger of those under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.numerics.metrics import Value, joined
+from offbeat.policies.validation import Block, Skip, Take, ValidationScheduler
+from offbeat.runtime.processes.waiting import Flag
+from offbeat.runtime.validation.evaluators import Part
+
+
+class NoMetricsError(OffbeatError):
+    """There will be no metrics of an epoch: it was skipped or taken back, or nobody has its snapshot."""
+
+
+class Validation:
+    """What the validation of an epoch will have come to.
+
+    Attributes:
+        epoch: that is validated, from 0.
+        deadline_s: how long `result` waits unless it is told otherwise, in seconds.
+    """
+
+    def __init__(self, epoch: int, deadline_s: float, ledger: Ledger) -> None:
+        self.epoch, self.deadline_s = epoch, deadline_s
+        self._ledger = ledger
+        self._is_over = Flag()
+        self._metrics: Mapping[str, float] = {}
+        self._error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._is_over.is_set()
+
+    def result(self, timeout_s: float | None = None) -> Mapping[str, float]:
+        """Wait for the metrics of the whole set.
+
+        Raises:
+            OffbeatError: that took longer than `timeout_s` seconds, names what is missing; or there will be
+                none: the epoch was skipped or taken back, or the validator closed.
+            Exception: what `evaluate` raised, with its traceback.
+        """
+        self.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._metrics
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is done, whatever it came to.
+
+        Raises:
+            OffbeatError: that took longer; names what is missing.
+        """
+        timeout_s = self.deadline_s if timeout_s is None else timeout_s
+        if self._is_over.is_set():
+            return
+        with self._ledger.waiting():
+            is_over = self._is_over.wait(timeout_s)
+        if not is_over:
+            raise OffbeatError(
+                f"the validation of epoch {self.epoch} is not done after {timeout_s:g} s: "
+                f"{self._ledger.what_is_missing(self.epoch)}"
+            )
+
+    def finish(self, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
+        """There are metrics, or an error in their place; what comes second is dropped."""
+        if not self.is_done:
+            self._metrics, self._error = metrics, error
+            self._is_over.set()
+
+
+class Ledger:
+    """The validations that are under way: threads that evaluate write results down, the training reads.
+
+    Attributes:
+        what_is_missing: says of an epoch that is not over what it waits for.
+        waiting: is entered as long as somebody waits for a validation.
+    """
+
+    def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
+        self.what_is_missing: Callable[[int], str] = self._missing_parts
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._scheduler, self._deadline_s = scheduler, deadline_s
+        self._lock = threading.Lock()
+        self._open: dict[int, Validation] = {}
+        self._failure: BaseException | None = None
+
+    def begin(self, epoch: int, parts: tuple[range, ...]) -> tuple[Take | Block | Skip, Validation]:
+        """Say what becomes of an epoch that has ended, and what will come of it."""
+        validation = Validation(epoch, self._deadline_s, self)
+        with self._lock:
+            answer = self._scheduler.epoch_ended(epoch, parts)
+            if isinstance(answer, Take):
+                self._open[epoch] = validation
+                if self._failure is not None:
+                    self._fail(validation, self._failure)
+        return answer, validation
+
+    def done(self, part: Part[Any], result: Mapping[str, Value] | BaseException) -> None:
+        """Take note of what a part came to; the last one of an epoch ends its validation."""
+        with self._lock:
+            validation = self._open.get(part.epoch)
+            if part.cancelled.is_set() or validation is None:
+                return
+            if isinstance(result, BaseException):
+                part.cancelled.set()  # which all parts of the epoch have in common
+                self._fail(validation, result)
+                return
+            results = self._scheduler.part_done(part.epoch, part.number, (len(part.positions), result))
+        if results is not None:
+            try:
+                validation.finish(joined(results))
+            except BaseException as error:  # of a metric that computes; whoever asks for the result gets it
+                validation.finish({}, error)
+
+    def abandon(self, error: BaseException) -> None:
+        """End all validations, those to come too, with an error."""
+        with self._lock:
+            self._failure = error
+            for validation in self._open.values():
+                self._fail(validation, error)
+
+    def _fail(self, validation: Validation, error: BaseException) -> None:
+        if not validation.is_done:
+            self._scheduler.give_up(validation.epoch)
+            validation.finish({}, error)
+
+    def report(self) -> tuple[int, Validation | None] | None:
+        """Return the next epoch that is over, in order, with what came of it; None for a skipped one."""
+        with self._lock:
+            epoch = self._scheduler.report()
+            return None if epoch is None else (epoch, self._open.pop(epoch, None))
+
+    def without_metrics(self, epoch: int, why: str) -> Validation:
+        """Return what comes of an epoch that is not validated."""
+        validation = Validation(epoch, self._deadline_s, self)
+        _end(validation, why)
+        return validation
+
+    def wait_for_oldest(self) -> bool:
+        """Wait until the oldest validation that is not reported is done; return whether there was one.
+
+        Raises:
+            OffbeatError: that took longer than the deadline; names what is missing.
+        """
+        with self._lock:
+            oldest = self._open[min(self._open)] if self._open else None
+        if oldest is not None:
+            oldest.wait()
+        return oldest is not None
+
+    def drop(self, after: int, why: str) -> None:
+        """End the validations of epochs after `after`, without metrics."""
+        with self._lock:
+            self._scheduler.forget(after)
+            dropped = [self._open.pop(epoch) for epoch in list(self._open) if epoch > after]
+        for validation in dropped:
+            _end(validation, why)
+
+    def _missing_parts(self, epoch: int) -> str:
+        with self._lock:
+            missing = self._scheduler.missing(epoch)
+        return f"evaluating part {', '.join(map(str, missing))} has not ended"
+
+
+def _end(validation: Validation, why: str) -> None:
+    """End a validation of which there will be no metrics."""
+    validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {why}"))

@@ -1,0 +1,224 @@
+"""Validation that the workers of a job share out: each evaluates the parts that it is dealt.
+
+Who evaluates what, and with whose snapshot, is the coordinator's to say (see
+`offbeat.policies.shared_validation`). No exchange of the training is used, and nobody waits here for a worker
+but where metrics are acted on.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from torch import nn
+
+from offbeat.errors import OffbeatError, WorkerError
+from offbeat.policies.validation import PENDING_MAX, Take
+from offbeat.runtime.control.client import Member
+from offbeat.runtime.processes.waiting import Flag
+from offbeat.runtime.validation.evaluators import Crew, Evaluate, Evaluator
+from offbeat.runtime.validation.parts import Data, samples_of
+from offbeat.runtime.validation.result import Validation
+from offbeat.runtime.validation.shared_parts import Shares, WithTheRightSnapshot
+from offbeat.runtime.validation.snapshot import Snapshot
+from offbeat.runtime.validation.validator import Moment, Validator
+
+_PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lrs", "eps")
+
+
+class SharedValidator(Validator):
+    """A `Validator` whose epochs are evaluated by all workers of a session together; see `Session.validate`.
+
+    All take the same decisions at the same points, so that nobody stops while others train on: metrics are
+    acted on once `max_pending` + 1 further epochs have been validated and not before, and training waits for
+    them there. With "sync", and in the end, it waits for all.
+
+    Args:
+        model, evaluate, data: see `Validator`.
+        member: the control side of this worker.
+        is_current: whether this worker's model is one to validate with.
+        goes_back: whether the strategy allows for "rollback".
+        has_rates: a worker that comes later has the others' learning rates, with their state.
+        is_alone: no other thread of this process trains.
+        options: of `Validator`.
+
+    Raises:
+        ValueError: an argument out of range, or one that several workers cannot do.
+        OffbeatError: see `Validator`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Evaluate,
+        data: Data,
+        *,
+        member: Member,
+        is_current: Callable[[], bool],
+        goes_back: bool,
+        has_rates: bool,
+        is_alone: bool,
+        **options: Any,
+    ) -> None:
+        _check(options, goes_back=goes_back)
+        self._member, self._is_current, self._has_rates = member, is_current, has_rates
+        self._max_pending: int = options.get("max_pending", PENDING_MAX)
+        self._evaluators: int = options.get("workers", 1)
+        self._shares: Shares
+        self._is_ending = False
+        self._best_owner: int | None = None
+        self._has_begun = False
+        self._read: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # by threads that nobody waits for
+        if options.get("backend", "auto") == "auto":
+            options["backend"] = "thread"
+        super().__init__(model, evaluate, data, **options)
+        self._is_rehearsed = not is_alone  # else what another thread draws would be taken for evaluate's
+        self._ledger.what_is_missing = self._shares.what_is_missing
+        self._shares.begin()
+
+    def _crew(self, evaluators: list[Evaluator[Snapshot]]) -> Crew[Snapshot]:
+        shares = Shares(
+            member=self._member,
+            ledger=self._ledger,
+            samples=samples_of(self._data),
+            deadline_s=self._deadline_s,
+        )
+        self._shares = shares
+        crew = Crew(
+            [WithTheRightSnapshot(evaluator, shares) for evaluator in evaluators],
+            shares.done,
+            partial(self._member.fail_in, "offbeat validation"),
+        )
+        shares.crew = crew
+        return crew
+
+    # The end of an epoch --------------------------------------------------------------------------------
+
+    def validate(self, epoch: int | None = None) -> Validation:
+        """See `Validator.validate`."""
+        if self._ended < 0:
+            epoch = self.epoch if epoch is None else epoch
+            self._catch_up(epoch)
+            if self.stopped:
+                self._ended = epoch
+                return self._ledger.without_metrics(epoch, "training had been stopped when this worker came")
+        return super().validate(epoch)
+
+    def _catch_up(self, epoch: int) -> None:
+        """Act on what was validated before this worker came, as the others do, at the same points."""
+        groups = [] if self._plateau is None else self._plateau.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        self._act_on_earlier(epoch)
+        if self._has_rates:  # what the others' plateau did to them is in them
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _act_on_earlier(self, epoch: int) -> None:
+        for earlier in sorted(one for one in self._member.validated if one < epoch):
+            self._ended = earlier
+            self._take_in()
+            self._ledger.begin(earlier, self._parts_now())
+            self._moments[earlier] = Moment(
+                snapshot=Snapshot(shared=self.backend == "process"),  # which stays empty
+                cancelled=Flag(),
+                states=[],
+                randomness=None,
+            )
+            self._shares.watch(earlier, self._moments[earlier])
+            self._take_in()
+
+    def _parts_now(self) -> tuple[range, ...]:
+        return (range(self._samples),)  # of which this worker is dealt some
+
+    def _give(self, take: Take, moment: Moment) -> None:
+        start_s = time.perf_counter()
+        self._shares.offer(
+            take.epoch,
+            moment,
+            is_current=self._is_current(),
+            evaluators=self._evaluators,
+            terms=self._terms(),
+        )
+        self.copy_s += time.perf_counter() - start_s
+
+    def _terms(self) -> str:
+        """Return in words what follows from metrics when: where workers differ in it they go apart."""
+        terms = f"decision={self._decision!r}, max_pending={self._max_pending}, monitor={self._monitor!r}"
+        if self._plateau is not None:
+            terms += f", plateau={ ({name: getattr(self._plateau, name) for name in _PLATEAU}) }"
+        return terms
+
+    def _go_back(self, epoch: int, moment: Moment) -> None:
+        super()._go_back(epoch, moment)
+        self._shares.drop_after(epoch)
+
+    def _take_in(self) -> None:
+        """Act on what all workers act on here; wait for it."""
+        is_begun = self._ended in self._moments
+        waits = 0 if self._is_ending or self._decision == "sync" else self._max_pending + is_begun
+        while len(self._moments) > waits:
+            self._ledger.wait_for_oldest()
+            self._take_in_next()
+            self._shares.keep(self._moments)
+            self._raise()  # others wait for this worker: the job is to know
+
+    def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
+        digest, over = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)
+        if self._shares.is_read(epoch):
+            self._read.add(moment.snapshot)
+        super()._act(epoch, metrics, moment)
+        if self._best is moment.snapshot:
+            self._best_owner = over.owner
+            if digest != over.digest:  # it was evaluated with another one, which is the best
+                self._best = None
+                self._use_again(moment.snapshot)
+
+    def _use_again(self, unused: Snapshot | None) -> None:
+        if unused not in self._read:
+            super()._use_again(unused)
+
+    def finish(self) -> None:
+        """See `Validator.finish`; call it on all workers at the same point, since it acts on metrics."""
+        self._is_ending = True
+        try:
+            super().finish()
+        finally:
+            self._is_ending = False
+
+    def best_state_dict(self) -> dict[str, Any]:
+        """See `Validator.best_state_dict`; where `has_best` is false, this worker cannot return it.
+
+        Raises:
+            OffbeatError: another worker has it; names that one.
+        """
+        if self._best is None and self._best_owner is not None:
+            raise OffbeatError(
+                f"the best snapshot is worker {self._best_owner}'s, and this is worker "
+                f"{self._member.worker}: save it where session.validator.has_best is true"
+            )
+        return super().best_state_dict()
+
+    def abandon(self, error: WorkerError) -> None:
+        """End all waiting with the job's failure; any thread may call it."""
+        self._ledger.abandon(error)
+
+
+def _check(options: dict[str, Any], *, goes_back: bool) -> None:
+    if options.get("backend") == "inline":
+        raise ValueError(
+            "expected a backend of thread, process or stream with several workers, got 'inline': parts come "
+            "when they are dealt; decision='sync' makes training wait for them"
+        )
+    if options.get("when_full", "block") != "block":
+        raise ValueError(
+            "expected when_full='block' with several workers, got 'skip': which epochs are skipped would "
+            "depend on who is how fast"
+        )
+    if options.get("decision") == "rollback" and not goes_back:
+        raise ValueError(
+            "expected a decision of sync or lag with this strategy, got 'rollback': not all workers have the "
+            "same parameters at the same time, so that they cannot all go back to them"
+        )
