@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.aggregation import Aggregation, Request
-from offbeat.policies.parcels import Push
+from offbeat.policies.ps.aggregation import Aggregation, Request
+from offbeat.policies.ps.messages import Push
 
 
 def request(client, time, first, last, number=0):

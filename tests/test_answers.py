@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.memory import page_aligned
-from offbeat.policies.clocks import Piece
+from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.ps.pull_buffer import Answer
 from offbeat.runtime.transport.buffer_pool import Buffers
 

@@ -21,7 +21,7 @@ from offbeat.events import (
     Stop,
     Tick,
 )
-from offbeat.policies.assembly import Assembly
+from offbeat.policies.membership.assembly import Assembly
 
 MODEL = ("weight float32 (10, 5)", "bias float32 (10,)")
 

@@ -12,7 +12,7 @@ from offbeat.bench.exclusions import (
     slow_in,
 )
 from offbeat.events import Finished, Group, Halt, Ready, Tick
-from offbeat.policies.slowness import Slowness, parse
+from offbeat.policies.stragglers.injection import Slowness, parse
 
 WORKERS, BATCH = 4, 8
 

@@ -19,7 +19,7 @@ from offbeat.bench.staleness import PARTS, Plan, Row, bursts, lasting
 from offbeat.cli import main
 from offbeat.errors import WorkerError
 from offbeat.events import Clocked, Evaluated, Grant, StepTimed
-from offbeat.policies.slowness import Slowness, parse
+from offbeat.policies.stragglers.injection import Slowness, parse
 from runlogs import wait_until
 
 

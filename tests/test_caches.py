@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.caches import CacheDirectory, clock_of, time_of
+from offbeat.policies.staleness.caches import CacheDirectory, clock_of, time_of
 
 STRETCHES = 3  # of the parameters, each on a server of its own
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.policies.calibration import (
+from offbeat.policies.stragglers.calibration import (
     LIMIT_MAX,
     choose,
     excursion_probability,
@@ -17,7 +17,7 @@ from offbeat.policies.calibration import (
     profile_iterations,
     smallest_limit,
 )
-from offbeat.policies.stragglers import StragglerClassifier
+from offbeat.policies.stragglers.classifier import StragglerClassifier
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.channels import Channel, Packet
+from offbeat.policies.ps.ordered_channel import Channel, Packet
 
 
 def numbers(packets: list[Packet]) -> list[int]:

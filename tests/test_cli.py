@@ -131,7 +131,9 @@ def test_no_command_shows_the_help(capsys):
 
 
 def log_of(path, group):
-    header = {"policies": [{"path": "offbeat.policies.lockstep:Lockstep", "arguments": {"world": 1}}]}
+    header = {
+        "policies": [{"path": "offbeat.policies.membership.lockstep:Lockstep", "arguments": {"world": 1}}]
+    }
     log = record.LogWriter(path, header)
     joined = Joined(
         now_s=0.0, worker=0, world=1, peer="a", place="here", addresses=(), model=(), strategy="bsp"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.clocks import KEYS, Piece, RangeVectorClock
+from offbeat.policies.ps.range_clock import KEYS, Piece, RangeVectorClock
 
 SOME = 40  # keys that the model has one by one; what lies behind them has the time of the last
 CLIENTS = 3

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.consistency import ConsistencyGate, Counts, Opened
+from offbeat.policies.staleness.clock_gate import ConsistencyGate, Counts, Opened
 
 
 def running(workers: int, s: int | None, counts: Counts = "own", s_max: int | None = None) -> ConsistencyGate:

@@ -529,7 +529,7 @@ def test_it_never_imports_torch(tmp_path):
     with running_job(2, prelude=prelude) as (process, peers):
         goes_on(peers, process)
     modules = out.read_text().split()
-    assert "offbeat.policies.lockstep" in modules
+    assert "offbeat.policies.membership.lockstep" in modules
     assert not {"torch", "numpy", "pickle"} & set(modules)
 
 
@@ -577,7 +577,7 @@ def test_who_comes_after_the_job_ended_before_its_start_is_told_why():
 
 def test_a_coordinator_that_fails_tells_the_workers_why(tmp_path):
     prelude = (
-        "from offbeat.policies.lockstep import Lockstep\n"
+        "from offbeat.policies.membership.lockstep import Lockstep\n"
         "def fail(self, event): raise KeyError('no such worker')\n"
         "Lockstep._handle_left = fail"
     )

@@ -16,7 +16,7 @@ import offbeat
 from cluster import run, values
 from jobs import MARK, coordinator, job
 from offbeat.events import Recalled
-from offbeat.policies.follower import Follower
+from offbeat.policies.membership.group_membership import Follower
 from offbeat.runtime.collectives import link_exchange
 from offbeat.runtime.data.equal_shards import epoch_order
 from offbeat.strategies import AllReduce, PartialAllReduce

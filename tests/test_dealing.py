@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Block, Deal, Ready, Recall, Recalled, Wants
-from offbeat.policies.dealing import Dealing
+from offbeat.policies.data.group_assigner import Dealing
 
 SAMPLES, BATCH = 40, 4
 

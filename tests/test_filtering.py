@@ -16,8 +16,8 @@ from offbeat.numerics.filters import Passed
 from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import Filters, FilterSpec, describe
 from offbeat.numerics.updates import Assign, Sum
-from offbeat.policies.clocks import Piece
-from offbeat.policies.parcels import (
+from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.messages import (
     Copied,
     Copy,
     Inspect,
@@ -31,7 +31,7 @@ from offbeat.policies.parcels import (
     Refused,
     Stale,
 )
-from offbeat.policies.placement import Space
+from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.ps.filtering import Filtering
 from offbeat.runtime.ps.packing import Encoded
 from test_parcelling import came, packed, plain

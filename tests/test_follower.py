@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offbeat.events import Group, Halt
-from offbeat.policies.follower import Follower, Turn
+from offbeat.policies.membership.group_membership import Follower, Turn
 
 
 def group(generation: int, step: int, members: tuple[int, ...], joining: tuple[int, ...] = ()) -> Group:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.gate import ThroughputGate, break_even_factor
+from offbeat.policies.stragglers.throughput_gate import ThroughputGate, break_even_factor
 
 TIME_S = st.sampled_from([0.5, 1.0, 1.1, 1.3, 1.4, 2.0, 5.0])
 LAST_S = st.dictionaries(st.integers(0, 9), st.lists(TIME_S, max_size=4), min_size=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.events import Block, Deal
-from offbeat.policies.hand import Hand
+from offbeat.policies.data.block_queue import Hand
 
 
 def block(number: int, epoch: int = 0) -> Block:

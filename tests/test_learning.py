@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.learning import LprController
+from offbeat.policies.staleness.adaptive_bound import LprController
 
 losses = st.one_of(
     st.none(),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from offbeat.events import Brought, Deal, Lend, Ready, Settle, Wants
-from offbeat.policies.dealing import Dealing
+from offbeat.policies.data.group_assigner import Dealing
 
 SAMPLES, BATCH = 80, 4
 

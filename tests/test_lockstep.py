@@ -27,7 +27,7 @@ from offbeat.events import (
     Stop,
     Tick,
 )
-from offbeat.policies.lockstep import Lockstep
+from offbeat.policies.membership.lockstep import Lockstep
 
 
 def joined(worker: int, world: int = 2) -> Joined:

@@ -44,9 +44,9 @@ from offbeat.events import (
     WorkerJoins,
     WorkerLeaves,
 )
-from offbeat.policies.manager import Manager, view_of
-from offbeat.policies.parcels import View
-from offbeat.policies.placement import Space
+from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.manager import Manager, view_of
+from offbeat.policies.ps.messages import View
 
 SERVERS = 3
 

@@ -27,8 +27,7 @@ from offbeat.events import NodeLost, ServerMissed, ServerReached
 from offbeat.numerics.entries import Entries, Terms
 from offbeat.numerics.filters import FilterChain, Message
 from offbeat.numerics.spaces import FilterSpec
-from offbeat.policies.clocks import Piece
-from offbeat.policies.parcels import (
+from offbeat.policies.ps.messages import (
     Chunk,
     ChunkTaken,
     Copied,
@@ -47,6 +46,7 @@ from offbeat.policies.parcels import (
     Stale,
     View,
 )
+from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.cluster import start_cluster
 from offbeat.runtime.ps.node import Cluster, Node

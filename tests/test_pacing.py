@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.pacing import Climb, Pace, Pacing
+from offbeat.policies.validation.throttle import Climb, Pace, Pacing
 
 CALLS = 100
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.events import RoundNamed, Stop
-from offbeat.policies.lockstep import Lockstep
+from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.runtime.data.pairing import Pairing
 from test_lockstep import joined, left_out, ready
 

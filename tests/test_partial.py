@@ -29,8 +29,8 @@ from offbeat.events import (
     Tick,
 )
 from offbeat.policies import decide
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.partial import PartialGroups
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.membership.partial_groups import PartialGroups
 
 
 class Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from offbeat.policies.participants import Participants
+from offbeat.policies.ps.participants import Participants
 
 
 def of(*clients):

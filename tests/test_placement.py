@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.policies.placement import POINTS, Ring, Space, block_point
+from offbeat.policies.ps.hash_ring import POINTS, Ring, Space, block_point
 
 SPACE = Space("w", 10**6, 100)
 some_servers = st.sets(st.integers(0, 30), min_size=1, max_size=8)

@@ -22,7 +22,7 @@ import nodes
 from nodes import DEADLINE_S, KIB, MIB, Node
 from offbeat.errors import LinkError, ProtocolError
 from offbeat.numerics.entries import Entries
-from offbeat.policies.parcels import Copied, Handed, Mark, Operation, Pulled, Pushed
+from offbeat.policies.ps.messages import Copied, Handed, Mark, Operation, Pulled, Pushed
 from offbeat.runtime.ps.messenger import Post
 from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER
 from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES

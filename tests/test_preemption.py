@@ -18,8 +18,8 @@ import offbeat
 from cluster import run, values
 from jobs import job
 from offbeat.events import Failed, Joined, Lost, Preempt, Preempted
-from offbeat.policies.follower import Follower
-from offbeat.policies.preemption import Preemption
+from offbeat.policies.membership.group_membership import Follower
+from offbeat.policies.membership.preemption import Preemption
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.processes.preemption_signals import PreemptionSignals
 from offbeat.strategies import SSP, AllReduce, Downpour, Hybrid, PartialAllReduce, ServerBSP

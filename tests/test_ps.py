@@ -19,7 +19,7 @@ from offbeat.numerics.entries import Entries
 from offbeat.numerics.logistic import BlockProximal
 from offbeat.numerics.spaces import FilterSpec, Function
 from offbeat.numerics.updates import SGD, Adagrad, Assign
-from offbeat.policies.parcels import Pull, Pulled, Refused
+from offbeat.policies.ps.messages import Pull, Pulled, Refused
 from offbeat.runtime.transport.shared_memory import HAS_SHARED
 from runlogs import wait_until
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.events import PeerReachable, PeerUnreachable
-from offbeat.policies.reachability import Reachability
+from offbeat.policies.membership.reachability import Reachability
 
 
 def unreachable(worker: int | None, peer: int, now_s: float = 1.0) -> PeerUnreachable:

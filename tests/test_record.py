@@ -120,8 +120,8 @@ from offbeat.record import (
 HEADER = {
     "job": "test",
     "policies": [
-        {"path": "offbeat.policies.assembly:Assembly", "arguments": {"world": 2}},
-        {"path": "offbeat.policies.lockstep:Lockstep", "arguments": {"world": 2}},
+        {"path": "offbeat.policies.membership.assembly:Assembly", "arguments": {"world": 2}},
+        {"path": "offbeat.policies.membership.lockstep:Lockstep", "arguments": {"world": 2}},
     ],
 }
 
@@ -796,15 +796,15 @@ def test_replay_builds_fresh_policies_every_time():
         ("os:system", "expected a policy as 'offbeat.policies.MODULE:Class', got 'os:system'"),
         ("offbeat.record:LogWriter", "expected a policy as"),
         ("offbeat.policies:Policy", "expected a policy as"),
-        ("offbeat.policies.lockstep", "expected a policy as"),
-        ("offbeat.policies.lockstep:Lockstep.handle", "expected a policy as"),
+        ("offbeat.policies.membership.lockstep", "expected a policy as"),
+        ("offbeat.policies.membership.lockstep:Lockstep.handle", "expected a policy as"),
         ("offbeat.policies..lockstep:Lockstep", "expected a policy as"),
-        ("offbeat.policies.lockstep:Lockstep\n", "expected a policy as"),
+        ("offbeat.policies.membership.lockstep:Lockstep\n", "expected a policy as"),
         ("offbeat.policies.nothing:Lockstep", "there is no such module"),
-        ("offbeat.policies.lockstep:Nothing", "has no such policy"),
-        ("offbeat.policies.lockstep:Joined", "has no such policy"),
-        ("offbeat.policies.slowness:SlowRule", "has no such policy"),
-        ("offbeat.policies.lockstep:Any", "has no such policy"),
+        ("offbeat.policies.membership.lockstep:Nothing", "has no such policy"),
+        ("offbeat.policies.membership.lockstep:Joined", "has no such policy"),
+        ("offbeat.policies.stragglers.injection:SlowRule", "has no such policy"),
+        ("offbeat.policies.membership.lockstep:Any", "has no such policy"),
     ],
 )
 def test_a_log_names_policies_and_nothing_else(path, words):
@@ -819,7 +819,7 @@ def test_a_policy_that_does_not_take_the_arguments_is_named(arguments):
     with pytest.raises(
         ValueError, match=r"the policy offbeat\.policies\.lockstep:Lockstep cannot be built with"
     ):
-        build_policy("offbeat.policies.lockstep:Lockstep", arguments)
+        build_policy("offbeat.policies.membership.lockstep:Lockstep", arguments)
 
 
 @pytest.mark.parametrize("policies", [None, {}, "x", [1], [{"arguments": {}}], [{"path": 3}]])

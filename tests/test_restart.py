@@ -14,7 +14,7 @@ import pytest
 from cluster import values
 from jobs import MARK, coordinator, job
 from offbeat.events import Group, Halt, Halted, Joined, Left, Lost, Ready, Start, StepTimed, Stop
-from offbeat.policies.follower import Follower
+from offbeat.policies.membership.group_membership import Follower
 from offbeat.record import read_log, replay
 from offbeat.runtime import session
 from offbeat.runtime.control import client as member

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from offbeat.errors import LostKeysError, ProtocolError
-from offbeat.policies.client import Client, Done, Failed
-from offbeat.policies.parcels import Copied, Copy, Filled, Pulled, Push, Pushed, Refused, Stale
-from offbeat.policies.placement import Space, block_point
-from offbeat.policies.server import MANAGER, Send, ServerNode
-from offbeat.policies.servers import ServerGroup
+from offbeat.policies.ps.client import Client, Done, Failed
+from offbeat.policies.ps.hash_ring import Space, block_point
+from offbeat.policies.ps.messages import Copied, Copy, Filled, Pulled, Push, Pushed, Refused, Stale
+from offbeat.policies.ps.server_group import ServerGroup
+from offbeat.policies.ps.server_node import MANAGER, Send, ServerNode
 from offbeat.simulator.serving import Tables, cut
 
 SPACE = Space("w", 100, 10)

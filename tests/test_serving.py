@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.policies.aggregation import Aggregation
-from offbeat.policies.client import Client
-from offbeat.policies.clocks import Piece, RangeVectorClock
-from offbeat.policies.manager import Manager
-from offbeat.policies.parcels import Copy, Inspected, Push
-from offbeat.policies.server import ServerNode
+from offbeat.policies.ps.aggregation import Aggregation
+from offbeat.policies.ps.client import Client
+from offbeat.policies.ps.manager import Manager
+from offbeat.policies.ps.messages import Copy, Inspected, Push
+from offbeat.policies.ps.range_clock import Piece, RangeVectorClock
+from offbeat.policies.ps.server_node import ServerNode
 from offbeat.simulator.serving import Serving, ViolationError, trial_of
 
 SEEDS = 150

@@ -27,8 +27,8 @@ from offbeat.events import (
     WorkerLeaves,
     WorkerRefused,
 )
-from offbeat.policies.shards import POLICIES, SHARDS_MAX
-from offbeat.policies.workers import WorkerGroups
+from offbeat.policies.ps.shard_scheduler import POLICIES, SHARDS_MAX
+from offbeat.policies.ps.worker_groups import WorkerGroups
 
 PATIENCE_S = 10.0
 

@@ -28,7 +28,7 @@ from offbeat.events import (
     Validating,
     WentBack,
 )
-from offbeat.policies.shared_validation import BACKUP_FACTOR, PARTS_PER_EVALUATOR, SharedValidation
+from offbeat.policies.validation.shared_schedule import BACKUP_FACTOR, PARTS_PER_EVALUATOR, SharedValidation
 
 DEADLINE_S = 100.0
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from offbeat.events import Block, Deal, Left, Ready, Stop
 from offbeat.policies import Policy
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.lockstep import Lockstep
-from offbeat.policies.partial import PartialGroups
-from offbeat.policies.slowness import parse as rule
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.membership.lockstep import Lockstep
+from offbeat.policies.membership.partial_groups import PartialGroups
+from offbeat.policies.stragglers.injection import parse as rule
 from offbeat.simulator import campaign, faults, times
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.engine import Engine

@@ -9,8 +9,8 @@ import pytest
 from offbeat.cli import main
 from offbeat.events import Halt, PeerUnreachable
 from offbeat.policies import Policy
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.partial import PartialGroups
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.simulator import campaign
 from offbeat.simulator.cluster import ViolationError
 from offbeat.simulator.faults import Cut, Reset

@@ -13,13 +13,13 @@ import pytest
 
 from offbeat.cli import main
 from offbeat.policies import Policy
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.caches import CacheDirectory
-from offbeat.policies.consistency import ConsistencyGate
-from offbeat.policies.learning import LprController
-from offbeat.policies.slowness import parse as rule
-from offbeat.policies.solo import SoloDealing
-from offbeat.policies.staleness import BoundedStaleness
+from offbeat.policies.data.worker_assigner import SoloDealing
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.staleness.adaptive_bound import LprController
+from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
+from offbeat.policies.staleness.caches import CacheDirectory
+from offbeat.policies.staleness.clock_gate import ConsistencyGate
+from offbeat.policies.stragglers.injection import parse as rule
 from offbeat.simulator import staleness
 from offbeat.simulator.bounded import BoundedCluster, make_directory, served_of
 from offbeat.simulator.cluster import Setting, ViolationError

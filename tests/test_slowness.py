@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.policies.slowness import Burst, EpochPart, Slowness, SlowRule, parse
+from offbeat.policies.stragglers.injection import Burst, EpochPart, Slowness, SlowRule, parse
 
 
 def slowness(*texts: str, workers: int = 4, seed: int = 0) -> Slowness:
@@ -192,7 +192,7 @@ def test_victims_depend_on_the_seed_and_on_the_rules_place():
 
 def test_victims_are_the_same_in_a_process_with_other_hashes():
     code = (
-        "from offbeat.policies.slowness import Slowness, parse\n"
+        "from offbeat.policies.stragglers.injection import Slowness, parse\n"
         "s = Slowness([parse('random:3')], workers=4, seed=7)\n"
         "print([w for e in range(30) for w in range(4) if s.factor(w, e, 0, 1, e) > 1])"
     )

@@ -35,7 +35,7 @@ from offbeat.events import (
     Used,
     Wants,
 )
-from offbeat.policies.staleness import BoundedStaleness
+from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 
 SAMPLES, BATCH = 40, 4
 

@@ -26,8 +26,8 @@ from offbeat.events import (
     Stop,
     Wants,
 )
-from offbeat.policies.hand import Hand
-from offbeat.policies.staleness import BoundedStaleness
+from offbeat.policies.data.block_queue import Hand
+from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 
 BATCH = 4
 

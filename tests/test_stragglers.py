@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.stragglers import StragglerClassifier
+from offbeat.policies.stragglers.classifier import StragglerClassifier
 
 FAST_S, SLOW_S = 0.1, 0.5
 

@@ -13,8 +13,9 @@ from offbeat.errors import ProtocolError
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.tables import ArrayTable
 from offbeat.numerics.updates import Adam
-from offbeat.policies.client import Client, Done, Failed
-from offbeat.policies.parcels import (
+from offbeat.policies.ps.client import Client, Done, Failed
+from offbeat.policies.ps.hash_ring import Ring, Space
+from offbeat.policies.ps.messages import (
     Copied,
     Copy,
     Enlist,
@@ -28,9 +29,8 @@ from offbeat.policies.parcels import (
     View,
     Withdraw,
 )
-from offbeat.policies.placement import Ring, Space
-from offbeat.policies.server import MANAGER, ServerNode
-from offbeat.policies.servers import ServerGroup
+from offbeat.policies.ps.server_group import ServerGroup
+from offbeat.policies.ps.server_node import MANAGER, ServerNode
 from offbeat.simulator.serving import Tables, cut
 
 SPACE = Space("w", 100, 10, aggregates=True)

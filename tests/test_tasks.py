@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.tasks import (
+from offbeat.policies.ps.task_graph import (
     IssueAgain,
     IterationScheduler,
     Run,

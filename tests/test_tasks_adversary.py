@@ -9,7 +9,14 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.policies.tasks import IssueAgain, IterationScheduler, Run, TaskFinished, TaskGraph, Withdrawn
+from offbeat.policies.ps.task_graph import (
+    IssueAgain,
+    IterationScheduler,
+    Run,
+    TaskFinished,
+    TaskGraph,
+    Withdrawn,
+)
 
 
 class Trial:

@@ -219,7 +219,7 @@ def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
 
 def test_the_coordinator_needs_no_torch():
     code = (
-        "import sys, offbeat.runtime.control.channel.coordinator, offbeat.policies.assembly, offbeat.policies.lockstep\n"
+        "import sys, offbeat.runtime.control.channel.coordinator, offbeat.policies.membership.assembly, offbeat.policies.membership.lockstep\n"
         "print('torch' in sys.modules)"
     )
     assert in_a_fresh_process(code) == "False"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.policies.monitor import Monitor
-from offbeat.policies.overlap import OverlapChooser, Spent
-from offbeat.policies.validation import Block, Skip, Take, ValidationScheduler, split_even
+from offbeat.policies.validation.early_stopping import Monitor
+from offbeat.policies.validation.overlap import OverlapChooser, Spent
+from offbeat.policies.validation.schedule import Block, Skip, Take, ValidationScheduler, split_even
 
 # Parts ----------------------------------------------------------------------------------------------------
 

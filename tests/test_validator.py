@@ -39,8 +39,8 @@ import offbeat
 from files import few_files
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import joined
-from offbeat.policies.overlap import Choice, OverlapChooser
-from offbeat.policies.pacing import Pace
+from offbeat.policies.validation.overlap import Choice, OverlapChooser
+from offbeat.policies.validation.throttle import Pace
 from offbeat.runtime.validation.isolation import GlobalRandomness
 from offbeat.runtime.validation.throttle import Pacer
 from offbeat.strategies import AllReduce, Hybrid

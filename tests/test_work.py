@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Block
-from offbeat.policies.work import Dealt, WorkScheduler
+from offbeat.policies.data.block_scheduler import Dealt, WorkScheduler
 
 
 def positions(*blocks: Block) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import LinkError, LostKeysError, OffbeatError, ProtocolError, WorkerError
-from offbeat.policies.monitor import Monitor
+from offbeat.policies.validation.early_stopping import Monitor
 
 if TYPE_CHECKING:
     from offbeat.runtime.ps.client import PS

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from offbeat.data import Splits
     from offbeat.job import Job
     from offbeat.policies import Policy
-    from offbeat.policies.caches import Terms
+    from offbeat.policies.staleness.caches import Terms
     from offbeat.timesheet import TimeSheet
     from offbeat.training import Settings
 
@@ -289,7 +289,7 @@ def run(
     and understands --nproc-per-node, --module and --no-python only; every line says which worker wrote it.
     """
     from offbeat import job
-    from offbeat.policies.slowness import parse
+    from offbeat.policies.stragglers.injection import parse
     from offbeat.runtime.control import environment
     from offbeat.runtime.control.run_log import check_bytes_max
     from offbeat.training import SEED_MAX

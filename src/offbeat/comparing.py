@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from offbeat import timesheet
-from offbeat.policies.slowness import Burst, SlowRule, parse
+from offbeat.policies.stragglers.injection import Burst, SlowRule, parse
 from offbeat.timesheet import TimeSheet
 
 FIRST_EPOCH: Final = 1  # the epoch before it warms up: connections, memory and caches are set up in it

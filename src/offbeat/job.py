@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from offbeat.data import Progress, Splits, load
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.models import build
-from offbeat.policies.slowness import Slowness, SlowRule, parse
+from offbeat.policies.stragglers.injection import Slowness, SlowRule, parse
 from offbeat.record import finished_parts, from_plain
 from offbeat.runtime.control import environment
 from offbeat.runtime.data.equal_shards import EqualShards

@@ -18,8 +18,15 @@ import numpy as np
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
-from offbeat.policies.monitor import Monitor
-from offbeat.policies.validation import PENDING_MAX, Block, Skip, ValidationScheduler, WhenFull, split_even
+from offbeat.policies.validation.early_stopping import Monitor
+from offbeat.policies.validation.schedule import (
+    PENDING_MAX,
+    Block,
+    Skip,
+    ValidationScheduler,
+    WhenFull,
+    split_even,
+)
 from offbeat.runtime.processes.waiting import Flag
 from offbeat.runtime.validation.evaluators import CancelledError, Crew, Part, parts_of
 from offbeat.runtime.validation.isolation import OwnRandomness, apart

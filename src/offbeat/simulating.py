@@ -23,7 +23,7 @@ from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
     from offbeat.policies import Policy
-    from offbeat.policies.caches import Terms
+    from offbeat.policies.staleness.caches import Terms
     from offbeat.simulator.bounded import BoundedCluster
     from offbeat.simulator.cluster import Cluster, Setting
     from offbeat.simulator.times import ComputeTimes
@@ -149,7 +149,7 @@ def _setting(
     rate_mbit: float,
     seed: int,
 ) -> Setting:
-    from offbeat.policies import slowness
+    from offbeat.policies.stragglers import injection as slowness
     from offbeat.simulator import faults
     from offbeat.simulator.cluster import Setting
     from offbeat.simulator.network import Network
@@ -219,7 +219,7 @@ def _one_on_servers(
     arguments: dict[str, Any],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Servers themselves are simulated by `offbeat simulate ps`; here nothing happens to them."""
-    from offbeat.policies.manager import Manager
+    from offbeat.policies.ps.manager import Manager
     from offbeat.simulator.bounded import BoundedCluster, served_of
 
     steps = setting.steps
@@ -299,7 +299,7 @@ def _run(cluster: Cluster) -> None:
 
 
 def _is_lockstep(policies: Sequence[Policy]) -> bool:
-    from offbeat.policies.lockstep import Lockstep
+    from offbeat.policies.membership.lockstep import Lockstep
 
     return any(isinstance(policy, Lockstep) for policy in policies)
 

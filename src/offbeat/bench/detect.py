@@ -21,7 +21,7 @@ from offbeat.bench import runs
 from offbeat.bench.exclusions import Findings, judge, read_changes, read_steps, slow_in
 from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import Run
-from offbeat.policies.slowness import Slowness, parse
+from offbeat.policies.stragglers.injection import Slowness, parse
 from offbeat.record import read_log
 
 BATCH_SIZES = (32, 64)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from offbeat.events import Action, Event, Finished, Group, Halt, Left, Ready
-from offbeat.policies.slowness import Slowness
+from offbeat.policies.stragglers.injection import Slowness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.bench.result import Result, percentile
-from offbeat.policies.gate import break_even_factor
-from offbeat.policies.stragglers import StragglerClassifier
+from offbeat.policies.stragglers.classifier import StragglerClassifier
+from offbeat.policies.stragglers.throughput_gate import break_even_factor
 
 # Shapes: i iterations of all epochs, e epochs, w workers.
 Times: TypeAlias = NDArray[np.float64]

@@ -22,7 +22,7 @@ from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.job import one_thread
 from offbeat.models import build
-from offbeat.policies.slowness import parse
+from offbeat.policies.stragglers.injection import parse
 from offbeat.runtime.control import environment
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy

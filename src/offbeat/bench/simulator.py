@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from offbeat.bench.result import Result
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.events import Action, Event, Group
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.partial import PartialGroups
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.record import Log, policies_of, read_log
 from offbeat.runtime.session import join
 from offbeat.simulator import likeness

@@ -30,7 +30,7 @@ from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.spaces import FilterSpec
 from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
 from offbeat.numerics.updates import Assign
-from offbeat.policies.slowness import Slowness, parse
+from offbeat.policies.stragglers.injection import Slowness, parse
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.namespace import Namespace
 from offbeat.runtime.ps.node import Cluster

@@ -44,7 +44,7 @@ from offbeat.bench.served import Found, Served
 from offbeat.data import DEFAULT_DIR
 from offbeat.errors import OffbeatError
 from offbeat.numerics.updates import Adam
-from offbeat.policies.slowness import parse
+from offbeat.policies.stragglers.injection import parse
 from offbeat.record import read_log
 from offbeat.runtime.control.environment import cores
 from offbeat.training import Settings

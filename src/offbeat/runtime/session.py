@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Evaluated, Event, Finished, Preempted, Saving, StepTimed
-from offbeat.policies.slowness import Slowness, parse
-from offbeat.policies.work import batches_in_words
+from offbeat.policies.data.block_scheduler import batches_in_words
+from offbeat.policies.stragglers.injection import Slowness, parse
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.control.coordinator import Configuration, PolicySpec
 from offbeat.runtime.control.environment import Environment, of_thread, read_environment
@@ -52,8 +52,8 @@ _SILENT_S = 10.0
 _STAY_S = 10.0  # at most, for others to finish, where nobody needs this worker any more
 _COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
-_VALIDATION = PolicySpec(path="offbeat.policies.shared_validation:SharedValidation")
-_PREEMPTION = PolicySpec(path="offbeat.policies.preemption:Preemption")
+_VALIDATION = PolicySpec(path="offbeat.policies.validation.shared_schedule:SharedValidation")
+_PREEMPTION = PolicySpec(path="offbeat.policies.membership.preemption:Preemption")
 _joined: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 

@@ -32,7 +32,7 @@ from offbeat.events import (
     Stop,
 )
 from offbeat.policies import Policy
-from offbeat.policies.caches import CacheDirectory, Terms
+from offbeat.policies.staleness.caches import CacheDirectory, Terms
 from offbeat.simulator.cluster import Cluster, Setting
 from offbeat.simulator.faults import SERVERS, Cut, Death, Fault, Hang, Split
 from offbeat.simulator.lines import UNREACHABLE_S

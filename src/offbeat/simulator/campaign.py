@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.policies import Policy
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.lockstep import Lockstep
-from offbeat.policies.partial import PartialGroups
-from offbeat.policies.slowness import Burst, EpochPart, SlowRule
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.membership.lockstep import Lockstep
+from offbeat.policies.membership.partial_groups import PartialGroups
+from offbeat.policies.stragglers.injection import Burst, EpochPart, SlowRule
 from offbeat.simulator.cluster import Cluster, Setting, ViolationError
 from offbeat.simulator.faults import (
     WHOSE,

@@ -54,9 +54,9 @@ from offbeat.events import (
     WorkerRefused,
 )
 from offbeat.policies import Policy, decide
-from offbeat.policies.lockstep import Lockstep
-from offbeat.policies.slowness import Slowness, SlowRule
-from offbeat.policies.work import WorkScheduler
+from offbeat.policies.data.block_scheduler import WorkScheduler
+from offbeat.policies.membership.lockstep import Lockstep
+from offbeat.policies.stragglers.injection import Slowness, SlowRule
 from offbeat.simulator.cohort import Cohort
 from offbeat.simulator.engine import Engine
 from offbeat.simulator.exchange import Exchange

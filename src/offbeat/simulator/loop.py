@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from offbeat.events import Block, Deal, Wants
-from offbeat.policies.hand import Hand
+from offbeat.policies.data.block_queue import Hand
 
 
 @dataclass(frozen=True, kw_only=True)

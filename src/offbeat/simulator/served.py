@@ -25,7 +25,7 @@ from offbeat.events import (
     Stop,
     Wants,
 )
-from offbeat.policies.caches import CacheDirectory, time_of
+from offbeat.policies.staleness.caches import CacheDirectory, time_of
 from offbeat.simulator.loop import Loop, Next
 from offbeat.simulator.times import Stopwatch
 from offbeat.simulator.versions import Push, Row, Step

@@ -39,12 +39,11 @@ from offbeat.events import (
     Tick,
     Viewed,
 )
-from offbeat.policies.channels import Channel, Packet
-from offbeat.policies.client import Client, Done, Failed
-from offbeat.policies.clocks import Piece
-from offbeat.policies.failure_detector import SILENT_S
-from offbeat.policies.manager import Manager, view_of
-from offbeat.policies.parcels import (
+from offbeat.policies.ps.client import Client, Done, Failed
+from offbeat.policies.ps.failure_detector import SILENT_S
+from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.manager import Manager, view_of
+from offbeat.policies.ps.messages import (
     Content,
     Copy,
     Enlist,
@@ -56,8 +55,9 @@ from offbeat.policies.parcels import (
     View,
     Withdraw,
 )
-from offbeat.policies.placement import Space
-from offbeat.policies.server import MANAGER, Send, ServerNode, Store
+from offbeat.policies.ps.ordered_channel import Channel, Packet
+from offbeat.policies.ps.range_clock import Piece
+from offbeat.policies.ps.server_node import MANAGER, Send, ServerNode, Store
 from offbeat.simulator.cluster import ViolationError
 from offbeat.simulator.engine import Engine
 

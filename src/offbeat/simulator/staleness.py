@@ -12,10 +12,10 @@ from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.policies import Policy
-from offbeat.policies.assembly import Assembly
-from offbeat.policies.caches import Terms
-from offbeat.policies.slowness import Burst, SlowRule
-from offbeat.policies.staleness import BoundedStaleness
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
+from offbeat.policies.staleness.caches import Terms
+from offbeat.policies.stragglers.injection import Burst, SlowRule
 from offbeat.simulator.bounded import BoundedCluster, MakeDirectory, Served, make_directory, served_of
 from offbeat.simulator.cluster import Setting, ViolationError
 from offbeat.simulator.faults import (

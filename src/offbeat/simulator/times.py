@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.events import Ready
-from offbeat.policies.slowness import Slowness
+from offbeat.policies.stragglers.injection import Slowness
 
 _BLOCK = 256
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.policies.caches import clock_of, time_of
+from offbeat.policies.staleness.caches import clock_of, time_of
 from offbeat.simulator.faults import SERVERS
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from offbeat.events import (
     Stop,
     Wants,
 )
-from offbeat.policies.follower import Follower, Turn
+from offbeat.policies.membership.group_membership import Follower, Turn
 from offbeat.simulator.loop import Loop, Next
 from offbeat.simulator.times import Stopwatch
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from offbeat.policies.partial import Monitor, PartialGroups
+from offbeat.policies.membership.partial_groups import Monitor, PartialGroups
 from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.strategies.parts import Averaging, assembly
 
@@ -26,7 +26,8 @@ class _AroundTheSlow(Averaging, ABC):
         return (
             assembly(world, start_s, self.shards),
             PolicySpec(
-                path="offbeat.policies.partial:PartialGroups", arguments={"world": world, **self._groups()}
+                path="offbeat.policies.membership.partial_groups:PartialGroups",
+                arguments={"world": world, **self._groups()},
             ),
         )
 

@@ -17,7 +17,7 @@ from offbeat.runtime.training.trained import Trained
 def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
     """Who has to be here before the job starts, and by when; whether others may come while it runs."""
     return PolicySpec(
-        path="offbeat.policies.assembly:Assembly",
+        path="offbeat.policies.membership.assembly:Assembly",
         arguments={"world": world, "deadline_s": start_s, "is_open": shards == "dynamic"},
     )
 
@@ -27,7 +27,7 @@ def lockstep(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec,
     return (
         assembly(world, start_s, "equal"),
         PolicySpec(
-            path="offbeat.policies.lockstep:Lockstep",
+            path="offbeat.policies.membership.lockstep:Lockstep",
             arguments={"world": world, "deadline_s": deadline_s},
         ),
     )

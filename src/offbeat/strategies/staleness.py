@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from offbeat.policies.caches import Terms
-from offbeat.policies.learning import Signal
-from offbeat.policies.staleness import BoundedStaleness
+from offbeat.policies.staleness.adaptive_bound import Signal
+from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
+from offbeat.policies.staleness.caches import Terms
 from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
 from offbeat.runtime.training.interface import Loop
@@ -39,11 +39,12 @@ class OnServers(ABC):
         return (
             assembly(world, start_s, self.shards),
             PolicySpec(
-                path="offbeat.policies.staleness:BoundedStaleness",
+                path="offbeat.policies.staleness.bounded_staleness:BoundedStaleness",
                 arguments={"world": world, **self.staleness()},
             ),
             PolicySpec(
-                path="offbeat.policies.manager:Manager", arguments={"servers": servers, "copies": self.copies}
+                path="offbeat.policies.ps.manager:Manager",
+                arguments={"servers": servers, "copies": self.copies},
             ),
         )
 

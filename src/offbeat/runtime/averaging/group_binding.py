@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from offbeat.errors import LinkError, WorkerError
 from offbeat.events import Group
-from offbeat.policies.follower import Follower, Turn
+from offbeat.policies.membership.group_membership import Follower, Turn
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.data.late_gradients import LateGradients

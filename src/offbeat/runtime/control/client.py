@@ -42,8 +42,8 @@ from offbeat.events import (
     Validating,
     WorkerLost,
 )
-from offbeat.policies.follower import Follower
-from offbeat.policies.hand import Hand
+from offbeat.policies.data.block_queue import Hand
+from offbeat.policies.membership.group_membership import Follower
 from offbeat.runtime.control.channel import ControlLine
 from offbeat.runtime.control.coordinator import Coordinator
 from offbeat.runtime.control.outages import OutageNotes

@@ -30,7 +30,7 @@ from offbeat.events import GroupAction, ServerLeaves, SpaceOpened
 from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
 from offbeat.numerics.tables import DENSE_KEYS_MAX, Aggregate
 from offbeat.numerics.updates import Sum, Update
-from offbeat.policies.placement import Space
+from offbeat.policies.ps.hash_ring import Space
 from offbeat.runtime.ps.cluster import SILENT_S, LocalServers
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 from offbeat.runtime.ps.namespace import Namespace

@@ -101,7 +101,7 @@ def start_cluster(
             job=job,
             token=token,
             host=host,
-            policies=(PolicySpec(path="offbeat.policies.manager:Manager", arguments=arguments),),
+            policies=(PolicySpec(path="offbeat.policies.ps.manager:Manager", arguments=arguments),),
             log_path=run_log,
             silent_s=silent_s,
         )

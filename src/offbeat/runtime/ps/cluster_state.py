@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from offbeat.errors import OffbeatError
 from offbeat.events import SpaceRefused
-from offbeat.policies.parcels import View
-from offbeat.policies.placement import Space
+from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.messages import View
 from offbeat.runtime.processes.waiting import Condition
 
 

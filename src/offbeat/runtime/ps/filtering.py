@@ -25,8 +25,8 @@ from offbeat.numerics.filters import (
     UnknownKeysError,
 )
 from offbeat.numerics.spaces import NO_FILTERS, Filters, make_filters
-from offbeat.policies.parcels import Copy, Inspected, Operation, Pull, Pulled, Push, Refused, Stale
-from offbeat.policies.placement import Space
+from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.messages import Copy, Inspected, Operation, Pull, Pulled, Push, Refused, Stale
 from offbeat.runtime.ps.packing import Encoded
 
 _Part: TypeAlias = tuple[int, int, int]  # of a request: its number, the first key and the one behind the last

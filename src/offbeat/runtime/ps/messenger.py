@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.channels import Channel, Packet
+from offbeat.policies.ps.ordered_channel import Channel, Packet
 from offbeat.runtime.ps.packing import Array, Packed, Packer, Unpacker
 from offbeat.runtime.transport.endpoint import STRETCH_S, Endpoint
 from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES

@@ -27,7 +27,7 @@ from offbeat.numerics.filters import Passed
 from offbeat.numerics.spaces import Function
 from offbeat.numerics.tables import check_states, check_weight
 from offbeat.numerics.updates import Update, with_settings
-from offbeat.policies.placement import Space
+from offbeat.policies.ps.hash_ring import Space
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 from offbeat.runtime.ps.packing import ARRAY_BYTES_MAX
 from offbeat.runtime.ps.push_coalescer import SMALL_BYTES_MAX

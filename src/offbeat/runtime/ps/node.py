@@ -35,8 +35,8 @@ from offbeat.events import (
     Viewed,
     WorkerRefused,
 )
-from offbeat.policies.manager import view_of
-from offbeat.policies.parcels import View
+from offbeat.policies.ps.manager import view_of
+from offbeat.policies.ps.messages import View
 from offbeat.runtime.control.channel import ControlLine
 from offbeat.runtime.control.coordinator import Coordinator
 from offbeat.runtime.control.outages import OutageNotes

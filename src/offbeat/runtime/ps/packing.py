@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from offbeat.errors import ProtocolError
 from offbeat.known import make_known
 from offbeat.numerics.entries import Entries, Terms
-from offbeat.policies.parcels import ToClient, ToServer
+from offbeat.policies.ps.messages import ToClient, ToServer
 from offbeat.runtime.transport.buffer_pool import Buffers
 
 INLINE_BYTES: Final = 32 * 1024  # arrays that are smaller are in the message itself

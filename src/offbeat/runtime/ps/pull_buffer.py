@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of
-from offbeat.policies.clocks import Piece
+from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.transport.buffer_pool import Buffers
 
 States: TypeAlias = dict[str, Rows]  # "values", and what the update keeps besides them

@@ -20,10 +20,10 @@ import numpy as np
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ClientEnlists, ClientPaused, ClientWithdraws, Event, GroupAction
 from offbeat.numerics.entries import Entries, Keys, places_of
-from offbeat.policies.client import Client, Done, Failed
-from offbeat.policies.parcels import Enlist, Pulled, Reached, View, Withdraw
-from offbeat.policies.server import MANAGER, Send
-from offbeat.policies.tasks import IterationScheduler, Run, TaskGraph, Told
+from offbeat.policies.ps.client import Client, Done, Failed
+from offbeat.policies.ps.messages import Enlist, Pulled, Reached, View, Withdraw
+from offbeat.policies.ps.server_node import MANAGER, Send
+from offbeat.policies.ps.task_graph import IterationScheduler, Run, TaskGraph, Told
 from offbeat.runtime.ps.cluster_state import Views
 from offbeat.runtime.ps.future import TIMEOUT_S, Future, Span
 from offbeat.runtime.ps.inflight_window import REQUEST_BYTES, Window

@@ -20,10 +20,10 @@ from offbeat.events import ServerFilled, ServerLeaves
 from offbeat.numerics.entries import Entries
 from offbeat.numerics.spaces import load, make_table
 from offbeat.numerics.tables import ArrayTable, Empty
-from offbeat.policies.manager import server_of
-from offbeat.policies.parcels import Copy, Filled, Pull, Push, View
-from offbeat.policies.placement import Space
-from offbeat.policies.server import MANAGER, OF_CLIENTS, Send, ServerNode, refused
+from offbeat.policies.ps.hash_ring import Space
+from offbeat.policies.ps.manager import server_of
+from offbeat.policies.ps.messages import Copy, Filled, Pull, Push, View
+from offbeat.policies.ps.server_node import MANAGER, OF_CLIENTS, Send, ServerNode, refused
 from offbeat.runtime.control.starting import failure, given, say
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import Condition

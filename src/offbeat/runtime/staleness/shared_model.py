@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.policies.caches import CacheDirectory, clock_of, time_of
-from offbeat.policies.clocks import Piece
+from offbeat.policies.ps.range_clock import Piece
+from offbeat.policies.staleness.caches import CacheDirectory, clock_of, time_of
 from offbeat.runtime.processes.waiting import Condition
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.future import Future

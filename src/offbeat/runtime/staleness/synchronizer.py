@@ -25,7 +25,7 @@ from offbeat.numerics.entries import Entries
 from offbeat.numerics.tables import Aggregate
 from offbeat.numerics.tensors import Offsets
 from offbeat.numerics.translation import settings_of, states_of, take_states, translate
-from offbeat.policies.caches import CacheDirectory, Terms
+from offbeat.policies.staleness.caches import CacheDirectory, Terms
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.control.rendezvous import Meeting
 from offbeat.runtime.data.late_gradients import LateGradients

@@ -16,7 +16,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, plain
-from offbeat.policies.validation import Take
+from offbeat.policies.validation.schedule import Take
 from offbeat.runtime.processes.threads import start_thread
 from offbeat.runtime.processes.waiting import Flag
 from offbeat.runtime.validation.isolation import OwnRandomness, Watch

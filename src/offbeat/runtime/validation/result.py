@@ -9,7 +9,7 @@ from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.metrics import Value, joined
-from offbeat.policies.validation import Block, Skip, Take, ValidationScheduler
+from offbeat.policies.validation.schedule import Block, Skip, Take, ValidationScheduler
 from offbeat.runtime.processes.waiting import Flag
 from offbeat.runtime.validation.evaluators import Part
 

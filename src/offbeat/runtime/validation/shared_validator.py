@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.policies.validation import PENDING_MAX, Take
+from offbeat.policies.validation.schedule import PENDING_MAX, Take
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.processes.waiting import Flag
 from offbeat.runtime.validation.evaluators import Crew, Evaluate, Evaluator

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from offbeat.policies.pacing import Pace, Pacing, Turn
+from offbeat.policies.validation.throttle import Pace, Pacing, Turn
 from offbeat.runtime.processes.waiting import Condition
 
 _STUCK_S: Final = 10.0

@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.policies.monitor import Monitor
-from offbeat.policies.overlap import Choice, OverlapChooser, Spent
-from offbeat.policies.validation import (
+from offbeat.policies.validation.early_stopping import Monitor
+from offbeat.policies.validation.overlap import Choice, OverlapChooser, Spent
+from offbeat.policies.validation.schedule import (
     PENDING_MAX,
     Block,
     Skip,

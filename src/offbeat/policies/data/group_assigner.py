@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Block, Brought, Ready, Recall, Recalled, Wants
-from offbeat.policies.dealer import Dealer
-from offbeat.policies.lending import Lending
+from offbeat.policies.data.assigner import Dealer
+from offbeat.policies.data.late_blocks import Lending
 
 _WITNESSES = 8  # that may all die before one of them has said what it knows
 _NEVER_AGAIN = 2**63  # rounds: a worker that has finished has done all that it will ever do

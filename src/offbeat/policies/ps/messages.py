@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from offbeat.events import LostArc
-from offbeat.policies.clocks import Piece
-from offbeat.policies.placement import Ring, Space
+from offbeat.policies.ps.hash_ring import Ring, Space
+from offbeat.policies.ps.range_clock import Piece
 
 Content: TypeAlias = Any
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Block, Deal, Saving, Used, Wants
-from offbeat.policies.work import WorkScheduler
+from offbeat.policies.data.block_scheduler import WorkScheduler
 
 
 class Dealer:

@@ -40,7 +40,7 @@ from offbeat.events import (
     ValidationEvent,
     Wants,
 )
-from offbeat.policies.reachability import Reachability
+from offbeat.policies.membership.reachability import Reachability
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ from offbeat.events import (
     ValidationEvent,
     Wants,
 )
-from offbeat.policies.dealing import Dealing
-from offbeat.policies.reachability import Reachability
-from offbeat.policies.stragglers import StragglerClassifier
+from offbeat.policies.data.group_assigner import Dealing
+from offbeat.policies.membership.reachability import Reachability
+from offbeat.policies.stragglers.classifier import StragglerClassifier
 
 Monitor: TypeAlias = Literal["continuous", "epoch_window"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from offbeat.errors import ProtocolError
 from offbeat.events import LostArc
-from offbeat.policies.clocks import KEYS
-from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
-from offbeat.policies.participants import Participants
-from offbeat.policies.placement import POINTS, Ring, Space
+from offbeat.policies.ps.hash_ring import POINTS, Ring, Space
+from offbeat.policies.ps.messages import Arc, Enlist, Filled, Reached, View, Withdraw
+from offbeat.policies.ps.participants import Participants
+from offbeat.policies.ps.range_clock import KEYS
 
 
 class ServerGroup:

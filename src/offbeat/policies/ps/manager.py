@@ -42,11 +42,11 @@ from offbeat.events import (
     WorkerJoins,
     WorkerLeaves,
 )
-from offbeat.policies.failure_detector import SILENT_S, FailureDetector
-from offbeat.policies.parcels import Arc, Enlist, Filled, Reached, View, Withdraw
-from offbeat.policies.placement import Ring, Space
-from offbeat.policies.servers import ServerGroup
-from offbeat.policies.workers import Said, WorkerGroups
+from offbeat.policies.ps.failure_detector import SILENT_S, FailureDetector
+from offbeat.policies.ps.hash_ring import Ring, Space
+from offbeat.policies.ps.messages import Arc, Enlist, Filled, Reached, View, Withdraw
+from offbeat.policies.ps.server_group import ServerGroup
+from offbeat.policies.ps.worker_groups import Said, WorkerGroups
 
 _SERVER, _CLIENT = "server-", "client-"
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Final
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Block, Wants
-from offbeat.policies.dealer import Dealer
-from offbeat.policies.work import blocks_of, plain_of
+from offbeat.policies.data.assigner import Dealer
+from offbeat.policies.data.block_scheduler import blocks_of, plain_of
 
 _LATELY: Final = 32  # clocks
 

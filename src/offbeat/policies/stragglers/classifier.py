@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from offbeat.errors import ProtocolError
-from offbeat.policies import calibration
-from offbeat.policies.gate import ThroughputGate, break_even_factor
+from offbeat.policies.stragglers import calibration
+from offbeat.policies.stragglers.throughput_gate import ThroughputGate, break_even_factor
 
 JUDGED_ASSUMED = 1000
 K_MAX = 2.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from offbeat.events import Action, Brought, Lend, Settle
-from offbeat.policies.work import WorkScheduler
+from offbeat.policies.data.block_scheduler import WorkScheduler
 
 
 class _Loan(NamedTuple):

@@ -44,11 +44,11 @@ from offbeat.events import (
     ValidationEvent,
     Wants,
 )
-from offbeat.policies.consistency import ConsistencyGate, Counts, Opened
-from offbeat.policies.learning import LprController
-from offbeat.policies.manager import client_of
-from offbeat.policies.solo import SoloDealing
-from offbeat.policies.stragglers import StragglerClassifier
+from offbeat.policies.data.worker_assigner import SoloDealing
+from offbeat.policies.ps.manager import client_of
+from offbeat.policies.staleness.adaptive_bound import LprController
+from offbeat.policies.staleness.clock_gate import ConsistencyGate, Counts, Opened
+from offbeat.policies.stragglers.classifier import StragglerClassifier
 
 _FIRST: Final = 0  # the worker whose parameters all begin with
 _NEVER: Final = 2**62  # a clock

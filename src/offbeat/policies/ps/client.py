@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from offbeat.errors import LostKeysError, OffbeatError, ProtocolError
 from offbeat.events import LostArc
-from offbeat.policies.clocks import Piece, RangeVectorClock
-from offbeat.policies.parcels import (
+from offbeat.policies.ps.hash_ring import Space, Span, block_point
+from offbeat.policies.ps.messages import (
     Content,
     Enlist,
     Inspect,
@@ -29,8 +29,8 @@ from offbeat.policies.parcels import (
     View,
     Withdraw,
 )
-from offbeat.policies.placement import Space, Span, block_point
-from offbeat.policies.server import MANAGER, Send
+from offbeat.policies.ps.range_clock import Piece, RangeVectorClock
+from offbeat.policies.ps.server_node import MANAGER, Send
 
 _SPANS_MAX: Final = 4096
 _RANGES_MAX: Final = 8  # of lost keys that an error names

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat.policies.pacing import Pace
+from offbeat.policies.validation.throttle import Pace
 
 _MARGIN: Final = 0.05
 """The least saving, as a share of an epoch, for which overlapping is tried: it is a prediction."""

@@ -31,7 +31,7 @@ from offbeat.events import (
     Validating,
     WentBack,
 )
-from offbeat.policies.validation import split_even
+from offbeat.policies.validation.schedule import split_even
 
 PARTS_PER_EVALUATOR: Final = 4
 BACKUP_FACTOR: Final = 2.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.policies.parcels import Push
+from offbeat.policies.ps.messages import Push
 
 
 @dataclass(slots=True, eq=False)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from offbeat.errors import ProtocolError
-from offbeat.policies.aggregation import Aggregation, Request, Sum
-from offbeat.policies.clocks import RangeVectorClock
-from offbeat.policies.parcels import (
+from offbeat.policies.ps.aggregation import Aggregation, Request, Sum
+from offbeat.policies.ps.hash_ring import POINTS, Space, Span, block_point
+from offbeat.policies.ps.messages import (
     Chunk,
     ChunkTaken,
     Content,
@@ -39,7 +39,7 @@ from offbeat.policies.parcels import (
     ToServer,
     View,
 )
-from offbeat.policies.placement import POINTS, Space, Span, block_point
+from offbeat.policies.ps.range_clock import RangeVectorClock
 
 MANAGER = "manager"
 _CHUNKS_UNDER_WAY_MAX = 4

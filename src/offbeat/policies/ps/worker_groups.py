@@ -21,7 +21,7 @@ from offbeat.events import (
     WorkerLeaves,
     WorkerRefused,
 )
-from offbeat.policies.shards import ShardScheduler
+from offbeat.policies.ps.shard_scheduler import ShardScheduler
 
 Said: TypeAlias = WorkerJoins | WorkerLeaves | TaskWanted | TaskDone | TauSet | ProgressWanted
 

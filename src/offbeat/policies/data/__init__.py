@@ -1,0 +1,1 @@
+"""Which worker gets which samples of an epoch."""

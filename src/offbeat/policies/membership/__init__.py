@@ -1,0 +1,1 @@
+"""Who takes part in a job and in its groups."""

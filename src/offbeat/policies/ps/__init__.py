@@ -1,0 +1,1 @@
+"""The parameter server's protocol: clients, servers and their manager as machines without I/O."""

@@ -1,0 +1,1 @@
+"""How far workers may be apart, and what their caches may serve."""

@@ -1,0 +1,1 @@
+"""Which workers are slow, and whether leaving them out pays."""
