@@ -17,9 +17,9 @@ from offbeat.libsvm import read_libsvm
 from offbeat.numerics.logistic import BlockProximal, BlockWorker, Passes
 from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.proximal_newton import compare
-from offbeat.numerics.spaces import FilterSpec
+from offbeat.numerics.ps.spaces import FilterSpec
+from offbeat.numerics.ps.updates import Assign
 from offbeat.numerics.sparse import SignedColumns, joined
-from offbeat.numerics.updates import Assign
 
 
 def load(path):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import offbeat
 from cluster import run, values
 from offbeat.events import Ready
-from offbeat.numerics.schedules import segments
+from offbeat.numerics.collectives.schedules import segments
 from offbeat.strategies import AllReduce, Hybrid
 from runlogs import entries_of
 from test_session import flat

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.buckets import plan_buckets
+from offbeat.numerics.collectives.buckets import plan_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.float16]
 ENTRIES = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=40)

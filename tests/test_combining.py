@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.ps.entries import Entries
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.push_coalescer import SMALL_BYTES_MAX, Combiner
 

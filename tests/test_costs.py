@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.costs import Cost, Line, cost, fit_line
-from offbeat.numerics.schedules import ALGORITHMS
+from offbeat.numerics.collectives.costs import Cost, Line, cost, fit_line
+from offbeat.numerics.collectives.schedules import ALGORITHMS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.entries import LAST_MAX, Entries, Terms, gathered, problem_of, summed
+from offbeat.numerics.ps.entries import LAST_MAX, Entries, Terms, gathered, problem_of, summed
 
 # Neighbours at both ends of what a key can be, where floats would take one for another.
 KEYS = st.one_of(st.integers(0, 30), st.integers(LAST_MAX - 30, LAST_MAX - 1))

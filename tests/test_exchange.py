@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cluster import run, start, values
 from offbeat.errors import WorkerError
-from offbeat.numerics.buckets import Bucket
-from offbeat.numerics.schedules import ALGORITHMS
+from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.numerics.collectives.schedules import ALGORITHMS
 from offbeat.runtime.averaging.buckets import Slot
 from offbeat.runtime.collectives.contribution import Part
 from offbeat.runtime.collectives.interface import TensorMemory

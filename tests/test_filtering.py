@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries, Terms
-from offbeat.numerics.filters import Passed
 from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.spaces import Filters, FilterSpec, describe
-from offbeat.numerics.updates import Assign, Sum
+from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.filters import Passed
+from offbeat.numerics.ps.spaces import Filters, FilterSpec, describe
+from offbeat.numerics.ps.updates import Assign, Sum
 from offbeat.policies.ps.hash_ring import Space
 from offbeat.policies.ps.messages import (
     Copied,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.filters import (
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.filters import (
     KKT,
     Compression,
     FilterChain,

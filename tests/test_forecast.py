@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.numerics.costs import Line
-from offbeat.numerics.forecast import Work, forecast
-from offbeat.numerics.plans import POLICIES
-from offbeat.numerics.timeline import Layer
+from offbeat.numerics.collectives.costs import Line
+from offbeat.numerics.collectives.forecast import Work, forecast
+from offbeat.numerics.collectives.plans import POLICIES
+from offbeat.numerics.collectives.timeline import Layer
 
 LINE = Line(alpha_s=0.0, beta_s=1e-6)
 

@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.filters import KKT
 from offbeat.numerics.logistic import (
     WIDTH_FIRST,
     WIDTH_MAX,
@@ -35,7 +33,9 @@ from offbeat.numerics.logistic import (
 )
 from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.proximal_newton import compare, hessian, solve
-from offbeat.numerics.spaces import describe, make_table
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.filters import KKT
+from offbeat.numerics.ps.spaces import describe, make_table
 from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
 
 

@@ -24,9 +24,9 @@ from jobs import MARK, coordinator, marked
 from nodes import DEADLINE_S
 from offbeat.errors import LinkError, LostKeysError, OffbeatError
 from offbeat.events import NodeLost, ServerMissed, ServerReached
-from offbeat.numerics.entries import Entries, Terms
-from offbeat.numerics.filters import FilterChain, Message
-from offbeat.numerics.spaces import FilterSpec
+from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.filters import FilterChain, Message
+from offbeat.numerics.ps.spaces import FilterSpec
 from offbeat.policies.ps.messages import (
     Chunk,
     ChunkTaken,

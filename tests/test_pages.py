@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offbeat.numerics.entries import Entries
 from offbeat.numerics.memory import page_aligned
-from offbeat.numerics.tables import ArrayTable
-from offbeat.numerics.updates import Sum
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tables import ArrayTable
+from offbeat.numerics.ps.updates import Sum
 from offbeat.runtime.transport.buffer_pool import Buffers
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries, Terms
+from offbeat.numerics.ps.entries import Entries, Terms
 from offbeat.policies.ps.messages import Chunk, Copied, Handed, Mark, Operation, Pull, Pulled, Push, Pushed
 from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.ps.packing import INLINE_BYTES, TO_CLIENT, TO_SERVER, Encoded, Packer, Unpacker

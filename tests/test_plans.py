@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.costs import Line
-from offbeat.numerics.plans import POLICIES, Layer, busy, latency_bytes, plan
+from offbeat.numerics.collectives.costs import Line
+from offbeat.numerics.collectives.plans import POLICIES, Layer, busy, latency_bytes, plan
 
 LINE = Line(alpha_s=200e-6, beta_s=8e-9)  # 1 Gbit/s
 

@@ -21,7 +21,7 @@ import pytest
 import nodes
 from nodes import DEADLINE_S, KIB, MIB, Node
 from offbeat.errors import LinkError, ProtocolError
-from offbeat.numerics.entries import Entries
+from offbeat.numerics.ps.entries import Entries
 from offbeat.policies.ps.messages import Copied, Handed, Mark, Operation, Pulled, Pushed
 from offbeat.runtime.ps.messenger import Post
 from offbeat.runtime.ps.packing import TO_CLIENT, TO_SERVER

@@ -15,10 +15,10 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.numerics.entries import Entries
 from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.spaces import FilterSpec, Function
-from offbeat.numerics.updates import SGD, Adagrad, Assign
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.spaces import FilterSpec, Function
+from offbeat.numerics.ps.updates import SGD, Adagrad, Assign
 from offbeat.policies.ps.messages import Pull, Pulled, Refused
 from offbeat.runtime.transport.shared_memory import HAS_SHARED
 from runlogs import wait_until

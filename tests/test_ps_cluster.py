@@ -8,7 +8,7 @@ import pytest
 
 import offbeat
 from cluster import start
-from offbeat.numerics.spaces import FilterSpec
+from offbeat.numerics.ps.spaces import FilterSpec
 from runlogs import wait_until
 
 KEYS, SPARSE_KEYS = 48, 5000

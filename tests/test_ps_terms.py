@@ -9,8 +9,8 @@ import pytest
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.numerics.spaces import FilterSpec, Function
-from offbeat.numerics.updates import SGD, Adam, Sum
+from offbeat.numerics.ps.spaces import FilterSpec, Function
+from offbeat.numerics.ps.updates import SGD, Adam, Sum
 from offbeat.runtime.ps.namespace import Namespace
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.numerics.updates import Assign
+from offbeat.numerics.ps.updates import Assign
 from offbeat.runtime.control.starting import start_server
 from offbeat.runtime.ps.cluster import start_cluster
 from offbeat.runtime.ps.inflight_window import REQUEST_BYTES

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.schedules import (
+from offbeat.numerics.collectives.schedules import (
     ALGORITHMS,
     Step,
     chain_broadcast,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.numerics.entries import Entries
 from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.spaces import (
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.spaces import (
     FILTERS,
     NO_FILTERS,
     UPDATES,
@@ -26,8 +26,8 @@ from offbeat.numerics.spaces import (
     make_filters,
     make_table,
 )
-from offbeat.numerics.tables import Aggregate, ArrayTable
-from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
+from offbeat.numerics.ps.tables import Aggregate, ArrayTable
+from offbeat.numerics.ps.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum
 
 HERE = "test_spaces"
 EXAMPLES = [

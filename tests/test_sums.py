@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.tables import ArrayTable
-from offbeat.numerics.updates import Adam
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tables import ArrayTable
+from offbeat.numerics.ps.updates import Adam
 from offbeat.policies.ps.client import Client, Done, Failed
 from offbeat.policies.ps.hash_ring import Ring, Space
 from offbeat.policies.ps.messages import (

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.numerics import tables
-from offbeat.numerics.entries import Entries, Terms
-from offbeat.numerics.tables import ArrayTable
-from offbeat.numerics.updates import SGD, Adam, Assign, Sum
+from offbeat.numerics.ps import tables
+from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.tables import ArrayTable
+from offbeat.numerics.ps.updates import SGD, Adam, Assign, Sum
 
 KEYS = 60
 

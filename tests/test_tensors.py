@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.tensors import Offsets
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tensors import Offsets
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5).filter(
     lambda shapes: sum(map(math.prod, shapes)) > 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.models import AlexNet
-from offbeat.numerics.timeline import (
+from offbeat.numerics.collectives.timeline import (
     Layer,
     Message,
     Timeline,

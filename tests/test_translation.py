@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.numerics.entries import Entries, Terms
-from offbeat.numerics.tables import ArrayTable
-from offbeat.numerics.translation import settings_of, states_of, take_states, translate
+from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.tables import ArrayTable
+from offbeat.numerics.ps.translation import settings_of, states_of, take_states, translate
 
 SHAPE = (7, 5)
 NUMBERS, STEPS = 35, 36

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, with_settings
+from offbeat.numerics.ps.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, with_settings
 
 KEYS, STEPS = 50, 30
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.numerics.entries import LAST_MAX, Entries
+from offbeat.numerics.ps.entries import LAST_MAX, Entries
+from offbeat.numerics.ps.tables import ArrayTable
+from offbeat.numerics.ps.updates import SGD
 from offbeat.numerics.sparse import SignedColumns, SparseRows
-from offbeat.numerics.tables import ArrayTable
-from offbeat.numerics.updates import SGD
 from offbeat.numerics.workingset import WorkingSet, times, times_transposed
 
 # Few enough for two sets to have some in common, and of every size that a key can have.

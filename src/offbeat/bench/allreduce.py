@@ -27,7 +27,7 @@ from offbeat.bench.result import Result, machine
 from offbeat.bench.sockets import SocketRing
 from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.errors import OffbeatError
-from offbeat.numerics.schedules import ALGORITHMS
+from offbeat.numerics.collectives.schedules import ALGORITHMS
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.launch import free_port

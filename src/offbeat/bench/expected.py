@@ -9,10 +9,10 @@ from torch import nn
 
 from offbeat.bench.gloo import bound_s
 from offbeat.bench.timed import ModelTimes
-from offbeat.numerics.costs import Line
-from offbeat.numerics.forecast import Work, forecast
-from offbeat.numerics.plans import kind_of
-from offbeat.numerics.timeline import Layer, Message, least_step_s
+from offbeat.numerics.collectives.costs import Line
+from offbeat.numerics.collectives.forecast import Work, forecast
+from offbeat.numerics.collectives.plans import kind_of
+from offbeat.numerics.collectives.timeline import Layer, Message, least_step_s
 from offbeat.strategies import Hybrid, parse_strategy
 
 DDP, COST_MODEL = "ddp", "cost_model"

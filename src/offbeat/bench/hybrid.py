@@ -53,8 +53,8 @@ from offbeat.bench.namespaces import hosts
 from offbeat.bench.result import Result, machine
 from offbeat.bench.timed import ModelTimes
 from offbeat.bench.workers import answer, run_workers, settings_of
-from offbeat.numerics.forecast import Work
-from offbeat.numerics.timeline import possible_saving
+from offbeat.numerics.collectives.forecast import Work
+from offbeat.numerics.collectives.timeline import possible_saving
 from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.launch import free_port
 from offbeat.runtime.session import join

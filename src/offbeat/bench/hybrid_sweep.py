@@ -31,7 +31,7 @@ from offbeat.bench.expected import (
     works_of,
 )
 from offbeat.bench.result import Result, machine
-from offbeat.numerics.forecast import forecast
+from offbeat.numerics.collectives.forecast import forecast
 
 GROUP = 16
 HIERARCHICAL = "hierarchical"

@@ -27,9 +27,9 @@ from offbeat.bench.result import Result
 from offbeat.libsvm import read_libsvm
 from offbeat.numerics.logistic import BlockProximal, BlockWorker, Passes
 from offbeat.numerics.powerlaw import power_law
-from offbeat.numerics.spaces import FilterSpec
+from offbeat.numerics.ps.spaces import FilterSpec
+from offbeat.numerics.ps.updates import Assign
 from offbeat.numerics.sparse import SignedColumns, SparseRows, joined
-from offbeat.numerics.updates import Assign
 from offbeat.policies.stragglers.injection import Slowness, parse
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.namespace import Namespace

@@ -43,7 +43,7 @@ from offbeat.bench.runs import Compute
 from offbeat.bench.served import Found, Served
 from offbeat.data import DEFAULT_DIR
 from offbeat.errors import OffbeatError
-from offbeat.numerics.updates import Adam
+from offbeat.numerics.ps.updates import Adam
 from offbeat.policies.stragglers.injection import parse
 from offbeat.record import read_log
 from offbeat.runtime.control.environment import cores

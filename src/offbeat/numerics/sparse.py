@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.entries import places_of
+from offbeat.numerics.ps.entries import places_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.entries import LAST_MAX, Entries, Keys, Rows, places_of, problem_of
+from offbeat.numerics.ps.entries import LAST_MAX, Entries, Keys, Rows, places_of, problem_of
 from offbeat.numerics.sparse import SignedColumns, SparseRows, sums_at
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from offbeat.numerics.plans import POLICIES, Policy
+from offbeat.numerics.collectives.plans import POLICIES, Policy
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import Grouping
 from offbeat.runtime.averaging.interface import Averager, Host

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.buckets import Bucket
+from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.runtime.collectives.interface import Pending
 
 

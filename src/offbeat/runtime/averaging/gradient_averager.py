@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.numerics.buckets import plan_buckets
+from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.runtime.averaging.buckets import BufferList, Slot
 from offbeat.runtime.averaging.group_binding import Grouping, RegroupedError, Seat
 from offbeat.runtime.averaging.interface import LANES, WORD_S, Host, gathered, spread

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
-from offbeat.numerics.schedules import Schedule, chain_broadcast, schedule, segments, span
+from offbeat.numerics.collectives.schedules import Schedule, chain_broadcast, schedule, segments, span
 from offbeat.runtime.collectives.contribution import Contribution, Part
 from offbeat.runtime.collectives.interface import Pending, bytes_of
 from offbeat.runtime.processes.waiting import Flag

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.schedules import segments
+from offbeat.numerics.collectives.schedules import segments
 
 
 @dataclass(frozen=True, kw_only=True)

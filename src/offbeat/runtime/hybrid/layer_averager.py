@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.plans import Policy
+from offbeat.numerics.collectives.plans import Policy
 from offbeat.runtime.averaging.group_binding import Grouping
 from offbeat.runtime.averaging.interface import Host
 from offbeat.runtime.hybrid.deferred_step import DeferredStep, StepsAhead

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.buckets import bucket_of, plan_buckets
-from offbeat.numerics.costs import Line
-from offbeat.numerics.plans import Layer, Policy, kind_of, plan
+from offbeat.numerics.collectives.buckets import bucket_of, plan_buckets
+from offbeat.numerics.collectives.costs import Line
+from offbeat.numerics.collectives.plans import Layer, Policy, kind_of, plan
 
 Order: TypeAlias = Literal["priority", "fifo"]
 

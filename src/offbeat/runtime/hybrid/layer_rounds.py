@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
-from offbeat.numerics.costs import Line, cost, fit_line
+from offbeat.numerics.collectives.costs import Line, cost, fit_line
 from offbeat.runtime.averaging.buckets import BufferList, Slot
 from offbeat.runtime.averaging.group_binding import Grouping
 from offbeat.runtime.averaging.interface import LANES, WORD_S, Host, gathered, spread

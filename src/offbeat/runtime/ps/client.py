@@ -27,9 +27,9 @@ import numpy as np
 
 from offbeat.errors import OffbeatError
 from offbeat.events import GroupAction, ServerLeaves, SpaceOpened
-from offbeat.numerics.spaces import Filters, FilterSpec, Function, describe
-from offbeat.numerics.tables import DENSE_KEYS_MAX, Aggregate
-from offbeat.numerics.updates import Sum, Update
+from offbeat.numerics.ps.spaces import Filters, FilterSpec, Function, describe
+from offbeat.numerics.ps.tables import DENSE_KEYS_MAX, Aggregate
+from offbeat.numerics.ps.updates import Sum, Update
 from offbeat.policies.ps.hash_ring import Space
 from offbeat.runtime.ps.cluster import SILENT_S, LocalServers
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
@@ -40,7 +40,7 @@ from offbeat.runtime.ps.requests import Requests
 from offbeat.runtime.ps.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from offbeat.numerics.tensors import Tensor
+    from offbeat.numerics.ps.tensors import Tensor
     from offbeat.runtime.ps.tensors import Tensors
 
 _START_S: Final = 30.0
@@ -229,7 +229,7 @@ class PS:
             ValueError: tensors of different types, or of one that servers do not keep.
             OffbeatError: there is another namespace with this name.
         """
-        from offbeat.numerics.tensors import Offsets  # they need torch, which takes a second to load
+        from offbeat.numerics.ps.tensors import Offsets  # they need torch, which takes a second to load
         from offbeat.runtime.ps.tensors import Tensors
 
         offsets = Offsets.of(named)

@@ -14,8 +14,8 @@ from zlib import crc32
 import numpy as np
 
 from offbeat.errors import ProtocolError
-from offbeat.numerics.entries import Entries, Keys
-from offbeat.numerics.filters import (
+from offbeat.numerics.ps.entries import Entries, Keys
+from offbeat.numerics.ps.filters import (
     KKT,
     Filter,
     FilterChain,
@@ -24,7 +24,7 @@ from offbeat.numerics.filters import (
     Passed,
     UnknownKeysError,
 )
-from offbeat.numerics.spaces import NO_FILTERS, Filters, make_filters
+from offbeat.numerics.ps.spaces import NO_FILTERS, Filters, make_filters
 from offbeat.policies.ps.hash_ring import Space
 from offbeat.policies.ps.messages import Copy, Inspected, Operation, Pull, Pulled, Push, Refused, Stale
 from offbeat.runtime.ps.packing import Encoded

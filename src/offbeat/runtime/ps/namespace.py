@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.entries import (
+from offbeat.numerics.ps.entries import (
     Entries,
     Keys,
     Rows,
@@ -23,10 +23,10 @@ from offbeat.numerics.entries import (
     problem_of,
     problem_of_rows,
 )
-from offbeat.numerics.filters import Passed
-from offbeat.numerics.spaces import Function
-from offbeat.numerics.tables import check_states, check_weight
-from offbeat.numerics.updates import Update, with_settings
+from offbeat.numerics.ps.filters import Passed
+from offbeat.numerics.ps.spaces import Function
+from offbeat.numerics.ps.tables import check_states, check_weight
+from offbeat.numerics.ps.updates import Update, with_settings
 from offbeat.policies.ps.hash_ring import Space
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 from offbeat.runtime.ps.packing import ARRAY_BYTES_MAX

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offbeat.errors import ProtocolError
 from offbeat.known import make_known
-from offbeat.numerics.entries import Entries, Terms
+from offbeat.numerics.ps.entries import Entries, Terms
 from offbeat.policies.ps.messages import ToClient, ToServer
 from offbeat.runtime.transport.buffer_pool import Buffers
 

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from offbeat.numerics.entries import Entries, Keys, Rows, gathered, places_of
+from offbeat.numerics.ps.entries import Entries, Keys, Rows, gathered, places_of
 from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.transport.buffer_pool import Buffers
 

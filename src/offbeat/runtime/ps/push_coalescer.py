@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.tables import Empty
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tables import Empty
 from offbeat.runtime.ps.future import Future
 
 COMBINED_BYTES_MAX: Final = 4 * 1024 * 1024  # of numbers: what a server takes up in one go anyway

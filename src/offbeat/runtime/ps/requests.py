@@ -19,7 +19,7 @@ import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ClientEnlists, ClientPaused, ClientWithdraws, Event, GroupAction
-from offbeat.numerics.entries import Entries, Keys, places_of
+from offbeat.numerics.ps.entries import Entries, Keys, places_of
 from offbeat.policies.ps.client import Client, Done, Failed
 from offbeat.policies.ps.messages import Enlist, Pulled, Reached, View, Withdraw
 from offbeat.policies.ps.server_node import MANAGER, Send

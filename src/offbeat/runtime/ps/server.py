@@ -17,9 +17,9 @@ import msgspec
 
 from offbeat.errors import OffbeatError, ProtocolError
 from offbeat.events import ServerFilled, ServerLeaves
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.spaces import load, make_table
-from offbeat.numerics.tables import ArrayTable, Empty
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.spaces import load, make_table
+from offbeat.numerics.ps.tables import ArrayTable, Empty
 from offbeat.policies.ps.hash_ring import Space
 from offbeat.policies.ps.manager import server_of
 from offbeat.policies.ps.messages import Copy, Filled, Pull, Push, View

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.tensors import Offsets, Tensor
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tensors import Offsets, Tensor
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.namespace import Namespace
 from offbeat.runtime.ps.requests import Requests

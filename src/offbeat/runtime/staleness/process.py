@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.errors import WorkerError
-from offbeat.numerics.updates import Assign
+from offbeat.numerics.ps.updates import Assign
 from offbeat.runtime.control.rendezvous import Meeting
 from offbeat.runtime.control.starting import start_server
 from offbeat.runtime.ps.client import PS

@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Clocked, Grant
-from offbeat.numerics.entries import Entries
-from offbeat.numerics.tables import Aggregate
-from offbeat.numerics.tensors import Offsets
-from offbeat.numerics.translation import settings_of, states_of, take_states, translate
+from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.tables import Aggregate
+from offbeat.numerics.ps.tensors import Offsets
+from offbeat.numerics.ps.translation import settings_of, states_of, take_states, translate
 from offbeat.policies.staleness.caches import CacheDirectory, Terms
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.control.rendezvous import Meeting

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.entries import Settings
+from offbeat.numerics.ps.entries import Settings
 
 Rows: TypeAlias = NDArray[np.floating]  # (K,) or (K, width)
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from offbeat.numerics import updates
-from offbeat.numerics.entries import Rows
+from offbeat.numerics.ps import updates
+from offbeat.numerics.ps.entries import Rows
 
 # What torch and an update call the same thing, one number for each of the parameter's.
 _STATES: Final[Mapping[type[Optimizer], Mapping[str, str]]] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from offbeat.numerics.schedules import schedule, segments
+from offbeat.numerics.collectives.schedules import schedule, segments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.entries import PLAIN, Entries, Keys, Rows, Terms, problem_of, problem_of_keys, summed
 from offbeat.numerics.memory import page_aligned
-from offbeat.numerics.updates import Update, with_settings
+from offbeat.numerics.ps.entries import PLAIN, Entries, Keys, Rows, Terms, problem_of, problem_of_keys, summed
+from offbeat.numerics.ps.updates import Update, with_settings
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
 Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # a new array, whose values are anything

@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.numerics.filters import (
+from offbeat.numerics.logistic import BlockProximal
+from offbeat.numerics.ps.filters import (
     KKT,
     Compression,
     Filter,
@@ -29,9 +30,8 @@ from offbeat.numerics.filters import (
     RandomSkip,
     SignificantlyModified,
 )
-from offbeat.numerics.logistic import BlockProximal
-from offbeat.numerics.tables import Aggregate, ArrayTable, Empty
-from offbeat.numerics.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
+from offbeat.numerics.ps.tables import Aggregate, ArrayTable, Empty
+from offbeat.numerics.ps.updates import FTRL, SGD, Adagrad, Adam, Assign, SoftThreshold, Sum, Update
 
 UPDATES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (Sum, Assign, SGD, Adagrad, Adam, FTRL, SoftThreshold, BlockProximal)

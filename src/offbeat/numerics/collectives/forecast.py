@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offbeat.numerics import plans
-from offbeat.numerics.costs import Line, cost
-from offbeat.numerics.plans import Kind, Policy
-from offbeat.numerics.timeline import Layer, Message, Order, Overlap, Timeline, simulate
+from offbeat.numerics.collectives import plans
+from offbeat.numerics.collectives.costs import Line, cost
+from offbeat.numerics.collectives.plans import Kind, Policy
+from offbeat.numerics.collectives.timeline import Layer, Message, Order, Overlap, Timeline, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

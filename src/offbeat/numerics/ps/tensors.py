@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offbeat.numerics.entries import LAST_MAX, Entries, problem_of
+from offbeat.numerics.ps.entries import LAST_MAX, Entries, problem_of
 
 Tensor: TypeAlias = torch.Tensor | NDArray[Any]
 

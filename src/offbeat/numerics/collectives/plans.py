@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from offbeat.numerics.costs import Line, cost
-from offbeat.numerics.schedules import ALGORITHMS
+from offbeat.numerics.collectives.costs import Line, cost
+from offbeat.numerics.collectives.schedules import ALGORITHMS
 
 Kind: TypeAlias = Literal["convolution", "dense", "other"]
 Policy: TypeAlias = Literal["cost_model", "conv_butterfly_fc_ring", "table4", "ring"]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, ProtocolError
-from offbeat.numerics.entries import (
+from offbeat.numerics.ps.entries import (
     LAST_MAX,
     Entries,
     Keys,

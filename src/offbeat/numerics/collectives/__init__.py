@@ -1,0 +1,1 @@
+"""Schedules of collectives, their costs, and what travels together."""

@@ -1,0 +1,1 @@
+"""The values of a parameter server: keys, tables, updates, filters."""
