@@ -13,7 +13,7 @@ from offbeat.policies.ps.hash_ring import Space, block_point
 from offbeat.policies.ps.messages import Copied, Copy, Filled, Pulled, Push, Pushed, Refused, Stale
 from offbeat.policies.ps.server_group import ServerGroup
 from offbeat.policies.ps.server_node import MANAGER, Send, ServerNode
-from offbeat.simulator.serving import Tables, cut
+from offbeat.simulator.ps.cluster import Tables, cut
 
 SPACE = Space("w", 100, 10)
 

@@ -12,7 +12,7 @@ from offbeat.policies.ps.manager import Manager
 from offbeat.policies.ps.messages import Copy, Inspected, Push
 from offbeat.policies.ps.range_clock import Piece, RangeVectorClock
 from offbeat.policies.ps.server_node import ServerNode
-from offbeat.simulator.serving import Serving, ViolationError, trial_of
+from offbeat.simulator.ps.cluster import Serving, ViolationError, trial_of
 
 SEEDS = 150
 SEEDS_MAX = 400  # until what is broken is found

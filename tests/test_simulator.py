@@ -18,13 +18,14 @@ from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.injection import parse as rule
-from offbeat.simulator import campaign, faults, times
-from offbeat.simulator.cluster import Cluster, Setting, ViolationError
-from offbeat.simulator.engine import Engine
-from offbeat.simulator.loop import Samples
-from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import History, LeastSquares, Uses
-from offbeat.simulator.times import Constant, Jittered, Recorded
+from offbeat.simulator.core import faults, times
+from offbeat.simulator.core.engine import Engine
+from offbeat.simulator.core.network import Network
+from offbeat.simulator.core.times import Constant, Jittered, Recorded
+from offbeat.simulator.training import campaign
+from offbeat.simulator.training.cluster import Cluster, Setting, ViolationError
+from offbeat.simulator.training.replicas import History, LeastSquares, Uses
+from offbeat.simulator.training.sample_loop import Samples
 
 
 def lockstep(world: int) -> Callable[[], list[Policy]]:

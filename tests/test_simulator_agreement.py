@@ -11,7 +11,7 @@ from offbeat.bench import simulator
 from offbeat.cli import main
 from offbeat.events import Finished, Joined, Ready
 from offbeat.record import read_log
-from offbeat.simulator import likeness
+from offbeat.simulator.training import setting_from_log as likeness
 
 
 def train(rank, say, *arguments):

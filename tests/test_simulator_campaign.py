@@ -11,9 +11,9 @@ from offbeat.events import Halt, PeerUnreachable
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
-from offbeat.simulator import campaign
-from offbeat.simulator.cluster import ViolationError
-from offbeat.simulator.faults import Cut, Reset
+from offbeat.simulator.core.faults import Cut, Reset
+from offbeat.simulator.training import campaign
+from offbeat.simulator.training.cluster import ViolationError
 
 SEEDS = 240  # each takes longer than before, for cuts last up to 20 s
 

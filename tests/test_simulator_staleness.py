@@ -20,11 +20,11 @@ from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 from offbeat.policies.staleness.caches import CacheDirectory
 from offbeat.policies.staleness.clock_gate import ConsistencyGate
 from offbeat.policies.stragglers.injection import parse as rule
-from offbeat.simulator import staleness
-from offbeat.simulator.bounded import BoundedCluster, make_directory, served_of
-from offbeat.simulator.cluster import Setting, ViolationError
-from offbeat.simulator.loop import Samples
-from offbeat.simulator.times import Bursty, ComputeTimes, Jittered
+from offbeat.simulator.core.times import Bursty, ComputeTimes, Jittered
+from offbeat.simulator.staleness import campaign as staleness
+from offbeat.simulator.staleness.cluster import BoundedCluster, make_directory, served_of
+from offbeat.simulator.training.cluster import Setting, ViolationError
+from offbeat.simulator.training.sample_loop import Samples
 from offbeat.strategies import parse_strategy
 
 SEEDS = 40

@@ -31,7 +31,7 @@ from offbeat.policies.ps.messages import (
 )
 from offbeat.policies.ps.server_group import ServerGroup
 from offbeat.policies.ps.server_node import MANAGER, ServerNode
-from offbeat.simulator.serving import Tables, cut
+from offbeat.simulator.ps.cluster import Tables, cut
 
 SPACE = Space("w", 100, 10, aggregates=True)
 

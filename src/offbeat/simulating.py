@@ -24,9 +24,9 @@ from offbeat.errors import OffbeatError
 if TYPE_CHECKING:
     from offbeat.policies import Policy
     from offbeat.policies.staleness.caches import Terms
-    from offbeat.simulator.bounded import BoundedCluster
-    from offbeat.simulator.cluster import Cluster, Setting
-    from offbeat.simulator.times import ComputeTimes
+    from offbeat.simulator.core.times import ComputeTimes
+    from offbeat.simulator.staleness.cluster import BoundedCluster
+    from offbeat.simulator.training.cluster import Cluster, Setting
 
 Build = Callable[[str, int], Callable[[], Sequence["Policy"]]]
 OnServers = Callable[[str], "tuple[Terms, dict[str, Any]] | None"]
@@ -150,9 +150,9 @@ def _setting(
     seed: int,
 ) -> Setting:
     from offbeat.policies.stragglers import injection as slowness
-    from offbeat.simulator import faults
-    from offbeat.simulator.cluster import Setting
-    from offbeat.simulator.network import Network
+    from offbeat.simulator.core import faults
+    from offbeat.simulator.core.network import Network
+    from offbeat.simulator.training.cluster import Setting
 
     return Setting(
         world=workers,
@@ -169,7 +169,7 @@ def _setting(
 
 def _times(compute: str) -> ComputeTimes:
     from offbeat import record
-    from offbeat.simulator import times
+    from offbeat.simulator.core import times
 
     if not compute.startswith("log="):
         return times.parse(compute)
@@ -184,7 +184,7 @@ def _times(compute: str) -> ComputeTimes:
 def _one(
     setting: Setting, build: Callable[[], Sequence[Policy]], strategy: str
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    from offbeat.simulator.cluster import Cluster
+    from offbeat.simulator.training.cluster import Cluster
 
     cluster = Cluster(setting, build)
     begin_s = time.process_time()
@@ -220,7 +220,7 @@ def _one_on_servers(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Servers themselves are simulated by `offbeat simulate ps`; here nothing happens to them."""
     from offbeat.policies.ps.manager import Manager
-    from offbeat.simulator.bounded import BoundedCluster, served_of
+    from offbeat.simulator.staleness.cluster import BoundedCluster, served_of
 
     steps = setting.steps
     if terms.is_dealt:
@@ -248,7 +248,7 @@ def _one_on_servers(
 
 def _dealt(setting: Setting) -> Setting:
     """The same work, of which each worker takes as much as it can: a sample is a batch."""
-    from offbeat.simulator.loop import Samples
+    from offbeat.simulator.training.sample_loop import Samples
 
     steps = setting.steps or 1
     epochs = max(1, round(steps / setting.steps_per_epoch))
@@ -290,7 +290,7 @@ def _watch(cluster: Cluster, what: str, steps: int | None) -> None:
 
 
 def _run(cluster: Cluster) -> None:
-    from offbeat.simulator.cluster import ViolationError
+    from offbeat.simulator.training.cluster import ViolationError
 
     try:
         cluster.run()
@@ -305,7 +305,7 @@ def _is_lockstep(policies: Sequence[Policy]) -> bool:
 
 
 def _train(seed: int, *, is_lockstep: bool) -> dict[str, int]:
-    from offbeat.simulator import campaign
+    from offbeat.simulator.training import campaign
 
     cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run(seed)
     steps = max(worker.follower.step for worker in cluster.workers.values())
@@ -313,7 +313,7 @@ def _train(seed: int, *, is_lockstep: bool) -> dict[str, int]:
 
 
 def _train_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], seed: int) -> dict[str, int]:
-    from offbeat.simulator import staleness
+    from offbeat.simulator.staleness import campaign as staleness
 
     this = staleness.case(seed, terms, arguments)
     again = shlex.join(["offbeat", "simulate", "--strategy", strategy, "--seeds", "1", "--seed", str(seed)])
@@ -323,7 +323,7 @@ def _train_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], se
 
 
 def _serve(seed: int) -> dict[str, int]:
-    from offbeat.simulator.serving import Serving, trial_of
+    from offbeat.simulator.ps.cluster import Serving, trial_of
 
     serving = Serving(trial_of(seed))
     serving.run()
@@ -335,7 +335,7 @@ def _serve(seed: int) -> dict[str, int]:
 
 
 def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> dict[str, float]:
-    from offbeat.simulator.cluster import ViolationError
+    from offbeat.simulator.training.cluster import ViolationError
 
     begin_s = time.process_time()
     found: Counter[str] = Counter()

@@ -27,9 +27,9 @@ from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.record import Log, policies_of, read_log
 from offbeat.runtime.session import join
-from offbeat.simulator import likeness
-from offbeat.simulator.cluster import Cluster, Setting
-from offbeat.simulator.times import Jittered
+from offbeat.simulator.core.times import Jittered
+from offbeat.simulator.training import setting_from_log as likeness
+from offbeat.simulator.training.cluster import Cluster, Setting
 from offbeat.strategies import PartialAllReduce
 
 # Slow for six steps: four until it is left out, two outside; it comes back in the midst of the others' step.

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from offbeat.events import Group
 
 if TYPE_CHECKING:
-    from offbeat.simulator.cluster import Cluster
-    from offbeat.simulator.worker import SimulatedWorker
+    from offbeat.simulator.training.cluster import Cluster
+    from offbeat.simulator.training.worker import SimulatedWorker
 
 _ENDS_MAX = 8
 

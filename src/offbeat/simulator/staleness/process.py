@@ -26,10 +26,10 @@ from offbeat.events import (
     Wants,
 )
 from offbeat.policies.staleness.caches import CacheDirectory, time_of
-from offbeat.simulator.loop import Loop, Next
-from offbeat.simulator.times import Stopwatch
-from offbeat.simulator.versions import Push, Row, Step
-from offbeat.simulator.worker import (
+from offbeat.simulator.core.times import Stopwatch
+from offbeat.simulator.staleness.servers import Push, Row, Step
+from offbeat.simulator.training.sample_loop import Loop, Next
+from offbeat.simulator.training.worker import (
     APPLYING,
     COMPUTING,
     ENDED,
@@ -42,7 +42,7 @@ from offbeat.simulator.worker import (
 )
 
 if TYPE_CHECKING:
-    from offbeat.simulator.bounded import BoundedCluster
+    from offbeat.simulator.staleness.cluster import BoundedCluster
 
 BEGINNING, PULLING, PUSHING, REPORTING = "beginning", "pulling", "pushing", "reporting"
 

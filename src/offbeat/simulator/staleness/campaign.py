@@ -16,9 +16,7 @@ from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.staleness.bounded_staleness import BoundedStaleness
 from offbeat.policies.staleness.caches import Terms
 from offbeat.policies.stragglers.injection import Burst, SlowRule
-from offbeat.simulator.bounded import BoundedCluster, MakeDirectory, Served, make_directory, served_of
-from offbeat.simulator.cluster import Setting, ViolationError
-from offbeat.simulator.faults import (
+from offbeat.simulator.core.faults import (
     SERVERS,
     WHOSE,
     Arrival,
@@ -33,10 +31,18 @@ from offbeat.simulator.faults import (
     Split,
     spell,
 )
-from offbeat.simulator.lines import REDIALLED_S
-from offbeat.simulator.loop import Samples
-from offbeat.simulator.network import Network
-from offbeat.simulator.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
+from offbeat.simulator.core.lines import REDIALLED_S
+from offbeat.simulator.core.network import Network
+from offbeat.simulator.core.times import Bursty, ComputeTimes, Constant, HeavyTailed, Jittered
+from offbeat.simulator.staleness.cluster import (
+    BoundedCluster,
+    MakeDirectory,
+    Served,
+    make_directory,
+    served_of,
+)
+from offbeat.simulator.training.cluster import Setting, ViolationError
+from offbeat.simulator.training.sample_loop import Samples
 
 _STUCK_S = 20.0
 _UNTIL_S = 1500.0

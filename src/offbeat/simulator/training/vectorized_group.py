@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat.events import Ready
-from offbeat.simulator.engine import Engine
+from offbeat.simulator.core.engine import Engine
 
 if TYPE_CHECKING:
-    from offbeat.simulator.cluster import Cluster
-    from offbeat.simulator.exchange import Exchange
-    from offbeat.simulator.times import Stopwatch
-    from offbeat.simulator.worker import SimulatedWorker
+    from offbeat.simulator.core.times import Stopwatch
+    from offbeat.simulator.training.cluster import Cluster
+    from offbeat.simulator.training.exchange import Exchange
+    from offbeat.simulator.training.worker import SimulatedWorker
 
 _ROUNDS_AHEAD = 64
 _new, _set = object.__new__, object.__setattr__

@@ -58,8 +58,8 @@ from offbeat.policies.ps.messages import (
 from offbeat.policies.ps.ordered_channel import Channel, Packet
 from offbeat.policies.ps.range_clock import Piece
 from offbeat.policies.ps.server_node import MANAGER, Send, ServerNode, Store
-from offbeat.simulator.cluster import ViolationError
-from offbeat.simulator.engine import Engine
+from offbeat.simulator.core.engine import Engine
+from offbeat.simulator.training.cluster import ViolationError
 
 _FAULTS_END = 30  # in requests of a client
 _FAULTS = (

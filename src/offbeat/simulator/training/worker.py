@@ -31,12 +31,12 @@ from offbeat.events import (
     Wants,
 )
 from offbeat.policies.membership.group_membership import Follower, Turn
-from offbeat.simulator.loop import Loop, Next
-from offbeat.simulator.times import Stopwatch
+from offbeat.simulator.core.times import Stopwatch
+from offbeat.simulator.training.sample_loop import Loop, Next
 
 if TYPE_CHECKING:
-    from offbeat.simulator.cluster import Cluster
-    from offbeat.simulator.exchange import Exchange
+    from offbeat.simulator.training.cluster import Cluster
+    from offbeat.simulator.training.exchange import Exchange
 
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
 WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "taking", "meeting", "finished", "ended"

@@ -33,13 +33,13 @@ from offbeat.events import (
 )
 from offbeat.policies import Policy
 from offbeat.policies.staleness.caches import CacheDirectory, Terms
-from offbeat.simulator.cluster import Cluster, Setting
-from offbeat.simulator.faults import SERVERS, Cut, Death, Fault, Hang, Split
-from offbeat.simulator.lines import UNREACHABLE_S
-from offbeat.simulator.served import ServedProcess, ServedWorker
-from offbeat.simulator.times import Stopwatch
-from offbeat.simulator.versions import Row, Servers, Step
-from offbeat.simulator.worker import SimulatedWorker
+from offbeat.simulator.core.faults import SERVERS, Cut, Death, Fault, Hang, Split
+from offbeat.simulator.core.lines import UNREACHABLE_S
+from offbeat.simulator.core.times import Stopwatch
+from offbeat.simulator.staleness.process import ServedProcess, ServedWorker
+from offbeat.simulator.staleness.servers import Row, Servers, Step
+from offbeat.simulator.training.cluster import Cluster, Setting
+from offbeat.simulator.training.worker import SimulatedWorker
 
 MakeDirectory = Callable[[Sequence[int], Terms], CacheDirectory]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.policies.staleness.caches import clock_of, time_of
-from offbeat.simulator.faults import SERVERS
+from offbeat.simulator.core.faults import SERVERS
 
 if TYPE_CHECKING:
-    from offbeat.simulator.bounded import BoundedCluster
+    from offbeat.simulator.staleness.cluster import BoundedCluster
 
 
 class Step(NamedTuple):

@@ -11,9 +11,9 @@ from itertools import takewhile
 from statistics import fmean
 
 from offbeat.events import Action, EpochEnded, Event, Finished, Group, Halt, Joined, Ready, StepTimed
-from offbeat.simulator.cluster import Setting
-from offbeat.simulator.network import Network
-from offbeat.simulator.times import recorded
+from offbeat.simulator.core.network import Network
+from offbeat.simulator.core.times import recorded
+from offbeat.simulator.training.cluster import Setting
 
 _LATENCY_S_MIN = 1e-6
 

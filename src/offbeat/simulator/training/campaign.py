@@ -15,8 +15,7 @@ from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.injection import Burst, EpochPart, SlowRule
-from offbeat.simulator.cluster import Cluster, Setting, ViolationError
-from offbeat.simulator.faults import (
+from offbeat.simulator.core.faults import (
     WHOSE,
     Arrival,
     Cut,
@@ -30,12 +29,13 @@ from offbeat.simulator.faults import (
     Split,
     spell,
 )
-from offbeat.simulator.lines import REDIALLED_S
-from offbeat.simulator.loop import Samples
-from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import History, LeastSquares, Problem
-from offbeat.simulator.times import Bursty, ComputeTimes, Constant, Drifting, HeavyTailed, Jittered
-from offbeat.simulator.worker import COMPUTING, SimulatedWorker
+from offbeat.simulator.core.lines import REDIALLED_S
+from offbeat.simulator.core.network import Network
+from offbeat.simulator.core.times import Bursty, ComputeTimes, Constant, Drifting, HeavyTailed, Jittered
+from offbeat.simulator.training.cluster import Cluster, Setting, ViolationError
+from offbeat.simulator.training.replicas import History, LeastSquares, Problem
+from offbeat.simulator.training.sample_loop import Samples
+from offbeat.simulator.training.worker import COMPUTING, SimulatedWorker
 
 _QUIET_S = 9.0  # more than any wait of the policies below
 _STUCK_S = 8.0

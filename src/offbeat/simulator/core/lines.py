@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from offbeat.events import PeerReachable, PeerUnreachable
 
 if TYPE_CHECKING:
-    from offbeat.simulator.cluster import Cluster
+    from offbeat.simulator.training.cluster import Cluster
 
 COORDINATOR = -1
 UNREACHABLE_S = 1.25

@@ -57,10 +57,8 @@ from offbeat.policies import Policy, decide
 from offbeat.policies.data.block_scheduler import WorkScheduler
 from offbeat.policies.membership.lockstep import Lockstep
 from offbeat.policies.stragglers.injection import Slowness, SlowRule
-from offbeat.simulator.cohort import Cohort
-from offbeat.simulator.engine import Engine
-from offbeat.simulator.exchange import Exchange
-from offbeat.simulator.faults import (
+from offbeat.simulator.core.engine import Engine
+from offbeat.simulator.core.faults import (
     SERVERS,
     Arrival,
     Cut,
@@ -75,12 +73,14 @@ from offbeat.simulator.faults import (
     check,
     spell,
 )
-from offbeat.simulator.lines import COORDINATOR, UNREACHABLE_S, Lines
-from offbeat.simulator.loop import Samples
-from offbeat.simulator.network import Network
-from offbeat.simulator.replicas import History, Problem, Uses
-from offbeat.simulator.times import ComputeTimes, Constant, Stopwatch
-from offbeat.simulator.worker import TAKING, Parcel, SimulatedWorker
+from offbeat.simulator.core.lines import COORDINATOR, UNREACHABLE_S, Lines
+from offbeat.simulator.core.network import Network
+from offbeat.simulator.core.times import ComputeTimes, Constant, Stopwatch
+from offbeat.simulator.training.exchange import Exchange
+from offbeat.simulator.training.replicas import History, Problem, Uses
+from offbeat.simulator.training.sample_loop import Samples
+from offbeat.simulator.training.vectorized_group import Cohort
+from offbeat.simulator.training.worker import TAKING, Parcel, SimulatedWorker
 
 _NEVER = 10**18
 _KNOWN_S = UNREACHABLE_S + 0.1  # after so long a silence, the policies have been told of it

@@ -1,0 +1,1 @@
+"""Simulated time, networks, compute times and faults."""

@@ -1,0 +1,1 @@
+"""A simulated parameter server: clients, servers and their network."""

@@ -1,0 +1,1 @@
+"""Simulated workers that train on a parameter server with bounded staleness."""

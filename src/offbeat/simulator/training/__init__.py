@@ -1,0 +1,1 @@
+"""Simulated workers that average gradients in groups."""
