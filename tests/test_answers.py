@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from offbeat.numerics.memory import page_aligned
 from offbeat.numerics.ps.entries import Entries, Terms
+from offbeat.numerics.ps.memory import page_aligned
 from offbeat.policies.ps.range_clock import Piece
 from offbeat.runtime.ps.pull_buffer import Answer
 from offbeat.runtime.transport.buffer_pool import Buffers

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.bench import allreduce, overhead
 from offbeat.bench.namespaces import missing
-from offbeat.cli import main
+from offbeat.cli.main import main
 
 
 def test_overhead_gives_a_ratio_for_each_model():

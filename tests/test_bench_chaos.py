@@ -8,7 +8,7 @@ import torch
 from offbeat.bench.chaos import Counts, Settings, Strike, _Job, _Process, count_once
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
-from offbeat.record import LogWriter
+from offbeat.wire.record import LogWriter
 
 SETTINGS = Settings(strategy="partial", step_ms=1.0, batch_size=2, samples=8, epochs=2, seed=0)
 

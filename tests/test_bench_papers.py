@@ -13,7 +13,7 @@ from offbeat.bench.exclusions import Change, Episode, Findings, Step
 from offbeat.bench.result import Result
 from offbeat.bench.runs import slowed
 from offbeat.bench.straggler import Case, Row
-from offbeat.cli import main
+from offbeat.cli.main import main
 
 # Stragglers -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from offbeat.bench.failover import (
 from offbeat.bench.namespaces import missing
 from offbeat.bench.ps import Found, by_transport, cases, figures
 from offbeat.bench.sampling import Sampler
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.errors import OffbeatError
 from offbeat.events import NodeLost, ServerMissed, Tick, Viewed
 

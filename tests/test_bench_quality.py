@@ -16,7 +16,7 @@ from offbeat.bench.quality import (
     simulate,
     smoothed,
 )
-from offbeat.cli import main
+from offbeat.cli.main import main
 
 
 def test_the_rules_of_others_on_times_by_hand():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offbeat.bench import sparse_lr
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.libsvm import write_libsvm
 from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.proximal_newton import solve

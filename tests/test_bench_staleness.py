@@ -16,7 +16,7 @@ from offbeat.bench import served, staleness
 from offbeat.bench.result import Result
 from offbeat.bench.served import Found
 from offbeat.bench.staleness import PARTS, Plan, Row, bursts, lasting
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.errors import WorkerError
 from offbeat.events import Clocked, Evaluated, Grant, StepTimed
 from offbeat.policies.stragglers.injection import Slowness, parse
@@ -233,7 +233,9 @@ def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
 
     def workers_of(strategy):
         return [
-            pid for pid in marked(mark) if "'offbeat.training'" in (said := command(pid)) and strategy in said
+            pid
+            for pid in marked(mark)
+            if "'offbeat.cli.training_worker'" in (said := command(pid)) and strategy in said
         ]
 
     def kill_one():

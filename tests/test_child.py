@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from disks import needs_disk
-from offbeat import record
+from offbeat.wire import record
 
 SHADOWING = ("queue.py", "types.py", "selectors.py", "random.py", "msgspec.py", "offbeat/__init__.py")
 SERVED = """

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from disks import needs_disk, small_disk
-from offbeat import record
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.events import Group, Joined, Left, Ready
+from offbeat.wire import record
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 

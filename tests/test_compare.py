@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from offbeat import comparing
-from offbeat.cli import main
-from offbeat.comparing import Case, Row
+from offbeat.cli import comparison
+from offbeat.cli.comparison import Case, Row
+from offbeat.cli.main import main
+from offbeat.cli.timesheet import PARTS, TimeSheet
 from offbeat.events import Evaluated, StepTimed
-from offbeat.timesheet import PARTS, TimeSheet
 
 
 def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, workers=4):
@@ -17,7 +17,7 @@ def row(strategy="bsp", slow=(), epoch_s=1.0, wait_share=0.1, accuracy=0.9, work
 
 
 def test_each_slow_is_a_case_and_plus_joins_rules():
-    found = comparing.cases(["a", "b"], ["none", "1:5+2:3@burst=20/100"])
+    found = comparison.cases(["a", "b"], ["none", "1:5+2:3@burst=20/100"])
 
     assert [(case.strategy, case.slow) for case in found] == [
         ("a", ()),
@@ -46,7 +46,7 @@ def test_labels_tell_spellings_apart():
     ],
 )
 def test_slowness_in_words(slow, words):
-    assert comparing.in_words(slow) == words
+    assert comparison.in_words(slow) == words
 
 
 def sheet_of_three_epochs(waits):
@@ -68,7 +68,7 @@ def sheet_of_three_epochs(waits):
 )
 def test_a_row_leaves_out_the_first_epoch_and_the_waiting_of_slowed_workers(slow, wait_share):
     waits = [0.3, 0.0, 0.6]
-    found = comparing.row(Case(strategy="bsp", slow=slow), 3, sheet_of_three_epochs(waits))
+    found = comparison.row(Case(strategy="bsp", slow=slow), 3, sheet_of_three_epochs(waits))
 
     assert found.epoch_s == 3.0
     assert found.accuracy == 0.7
@@ -77,7 +77,7 @@ def test_a_row_leaves_out_the_first_epoch_and_the_waiting_of_slowed_workers(slow
 
 def test_times_slower_are_against_bsp_with_nobody_slowed():
     rows = [row("other", epoch_s=2.0), row("bsp", epoch_s=4.0), row("bsp", ("1:5",), epoch_s=18.0)]
-    found = comparing.figures(rows)
+    found = comparison.figures(rows)
 
     assert found["slowdown_bsp_1_5_ratio"] == 4.5
     assert found["slowdown_other_none_ratio"] == 0.5
@@ -89,20 +89,20 @@ def test_times_slower_are_against_bsp_with_nobody_slowed():
 def test_without_an_unslowed_case_nothing_is_said_to_be_slower():
     rows = [row(slow=("1:5",))]
 
-    assert comparing.baseline(rows) is None
-    assert "slowdown_bsp_1_5_ratio" not in comparing.figures(rows)
-    assert comparing.plain_rows(rows)[0]["slowdown_ratio"] is None
-    assert comparing.sentences(rows) == []
+    assert comparison.baseline(rows) is None
+    assert "slowdown_bsp_1_5_ratio" not in comparison.figures(rows)
+    assert comparison.plain_rows(rows)[0]["slowdown_ratio"] is None
+    assert comparison.sentences(rows) == []
 
 
 def test_the_sentence_follows_from_the_figures():
     rows = [row(epoch_s=2.0), row(slow=("1:5",), epoch_s=9.2, wait_share=0.76)]
-    assert comparing.sentences(rows) == [
+    assert comparison.sentences(rows) == [
         "In lockstep (bsp), one slow worker of four made everybody 4.6 times slower: "
         "the others spent 76% of their time waiting."
     ]
     rows = [row(epoch_s=2.0), row(slow=("1:5", "2:5"), epoch_s=2.04)]
-    assert comparing.sentences(rows) == [
+    assert comparison.sentences(rows) == [
         "In lockstep (bsp), two slow workers of four made no difference that can be told from chance "
         "(1.02 times as long)."
     ]
@@ -111,7 +111,7 @@ def test_the_sentence_follows_from_the_figures():
 def test_strategies_are_compared_under_the_same_slowness():
     rows = [row("bsp", ("1:5",), epoch_s=9.0), row("partial", ("1:5",), epoch_s=3.0)]
 
-    assert comparing.sentences(rows) == [
+    assert comparison.sentences(rows) == [
         "Where worker 1 takes 5x as long, partial was 3.0 times as fast as bsp."
     ]
 

@@ -13,9 +13,9 @@ import pytest
 from nodes import DEADLINE_S, Node, node
 from offbeat.errors import ProtocolError
 from offbeat.events import EpochEnded, Group, Left, Start, StepTimed, Tick
-from offbeat.record import decode_events, encode_actions, read_log, replay
 from offbeat.runtime.control.channel import TALLY_EVERY, ControlLine, Tally, decode_tally, encode_tally
 from offbeat.runtime.control.coordinator import Coordinator
+from offbeat.wire.record import decode_events, encode_actions, read_log, replay
 from test_coordinator import coordinator, joined, ready
 
 __all__ = ["node"]

@@ -32,7 +32,6 @@ from offbeat.events import (
     Stop,
     Tick,
 )
-from offbeat.record import decode_actions, encode, read_log, replay
 from offbeat.runtime.control.channel import ControlLine, Tally, encode_tally
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.control.coordinator import Configuration, Coordinator, PolicySpec
@@ -40,6 +39,7 @@ from offbeat.runtime.control.rendezvous import Meeting
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, Kind
 from offbeat.runtime.transport.handshake import Dialler
+from offbeat.wire.record import decode_actions, encode, read_log, replay
 from runlogs import entries_of, wait_for_entry, wait_until
 
 DEADLINE_S = 20.0

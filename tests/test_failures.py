@@ -22,7 +22,7 @@ from jobs import job
 from offbeat.errors import WorkerError
 from offbeat.runtime import session
 from offbeat.runtime.collectives import link_exchange
-from offbeat.runtime.control import client as member
+from offbeat.runtime.control import client
 from offbeat.strategies import AllReduce
 from test_newcomers import train
 
@@ -187,7 +187,7 @@ def test_a_worker_killed_right_after_join_is_named(victim):
 
 def killed_before_the_start(rank, say, late):
     if rank != late:
-        has_started, told = member.Member._has_started, []
+        has_started, told = client.Member._has_started, []
 
         def say_that_it_waits(self, wait_s):
             assert self.endpoint.flush(10)
@@ -195,9 +195,9 @@ def killed_before_the_start(rank, say, late):
                 told.append(say("asked to join"))
             return has_started(self, wait_s)
 
-        member.Member._has_started = say_that_it_waits
+        client.Member._has_started = say_that_it_waits
     if rank == late:
-        join = member.Member.join
+        join = client.Member.join
 
         def come_late(self, **about):
             say("has met the others and waits to ask")
@@ -205,7 +205,7 @@ def killed_before_the_start(rank, say, late):
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        member.Member.join = come_late
+        client.Member.join = come_late
     return Loop(rank, say).run()
 
 

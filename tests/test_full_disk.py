@@ -12,12 +12,12 @@ import pytest
 from cluster import values
 from disks import files_of_at_most, fill, needs_disk, small_disk
 from jobs import job
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.events import Event, Joined, Left, StepTimed, Tick
 from offbeat.policies import decide
-from offbeat.record import LogWriter, policies_of, read_log, replay
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.strategies import AllReduce
+from offbeat.wire.record import LogWriter, policies_of, read_log, replay
 from runlogs import wait_until
 from test_coordinator import coordinator, goes_on, running_job
 from test_groups import agree, train
@@ -193,7 +193,7 @@ def test_a_training_of_the_command_line_ends_well_though_its_folder_is_on_a_full
 
 @needs_disk
 def test_what_workers_say_is_left_out_where_it_cannot_be_written(tmp_path):
-    from offbeat.job import Output
+    from offbeat.cli.job import Output
 
     with small_disk(tmp_path / "disk") as disk:
         with Output(disk / "output.txt") as output:

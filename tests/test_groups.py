@@ -19,9 +19,9 @@ import offbeat
 from cluster import run, values
 from jobs import job
 from offbeat.events import EpochEnded, Lost
-from offbeat.record import read_log
 from offbeat.runtime.collectives import link_exchange
 from offbeat.strategies import AllReduce, PartialAllReduce
+from offbeat.wire.record import read_log
 from runlogs import groups_of, wait_for_group_without
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 6

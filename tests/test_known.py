@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from cluster import run, values
-from offbeat.record import decode_actions, decode_events, encode, encode_actions
-from offbeat.strategies.spelling import STRATEGIES, parse_strategy
+from offbeat.strategies.registry import STRATEGIES, parse_strategy
+from offbeat.wire.record import decode_actions, decode_events, encode, encode_actions
 from test_record import ACTIONS, EVENTS
 
 THREADS, PROCESSES = 16, 6

@@ -14,10 +14,10 @@ import test_groups
 from cluster import run, values
 from jobs import job
 from offbeat.events import Brought, Lend, Settle
-from offbeat.record import read_log, replay
 from offbeat.runtime.collectives import link_exchange
-from offbeat.runtime.data import late_gradients as late
+from offbeat.runtime.data import late_gradients
 from offbeat.strategies import PartialAllReduce
+from offbeat.wire.record import read_log, replay
 from runlogs import entries_of, wait_for_group_without, wait_until
 from test_groups import agree, train
 
@@ -103,7 +103,7 @@ class AtALoan:
 
     def __init__(self, say, point, nth, number=signal.SIGKILL):
         self._say, self._left, self._number = say, nth, number
-        before = getattr(late.LateGradients, point)
+        before = getattr(late_gradients.LateGradients, point)
 
         def strike(this, *args):
             result = before(this, *args)
@@ -111,7 +111,7 @@ class AtALoan:
                 self._strike()
             return result
 
-        setattr(late.LateGradients, point, strike)
+        setattr(late_gradients.LateGradients, point, strike)
 
     def __call__(self, session):
         """It is not for the loop to strike."""

@@ -525,5 +525,8 @@ def test_counters_count(pair: tuple[Node, Node]) -> None:
 
 
 def test_links_need_neither_torch_nor_numpy() -> None:
-    code = "import sys, offbeat.runtime.transport.endpoint; assert not {'torch', 'numpy', 'pickle'} & set(sys.modules)"
+    code = (
+        "import sys, offbeat.runtime.transport.endpoint\n"
+        "assert not {'torch', 'numpy', 'pickle'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)

@@ -27,7 +27,7 @@ import nodes
 from files import few_files
 from nodes import DEADLINE_S, KIB, MIB, Arrival, Node, Stranger, contents, take_long
 from offbeat.errors import ProtocolError
-from offbeat.runtime.transport import shared_memory as shared
+from offbeat.runtime.transport import shared_memory
 from offbeat.runtime.transport.addresses import listen_unix
 from offbeat.runtime.transport.framing import (
     HEADER,
@@ -45,9 +45,9 @@ from offbeat.runtime.transport.shared_memory import MAX_REGIONS, MIN_SHARED_BYTE
 
 node, pair = nodes.node, nodes.pair  # the fixtures
 
-pytestmark = pytest.mark.skipif(not shared.HAS_SHARED, reason="memory is shared on Linux only")
+pytestmark = pytest.mark.skipif(not shared_memory.HAS_SHARED, reason="memory is shared on Linux only")
 
-F_SEALED = shared._SEALS
+F_SEALED = shared_memory._SEALS
 TOLD_MAX = 4  # frames of 1 MiB that are not read
 
 
@@ -81,7 +81,7 @@ def memfd(size: int, seals: int = F_SEALED) -> int:
     descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     if seals:
-        shared.fcntl.fcntl(descriptor, shared.fcntl.F_ADD_SEALS, seals)
+        shared_memory.fcntl.fcntl(descriptor, shared_memory.fcntl.F_ADD_SEALS, seals)
     return descriptor
 
 
@@ -113,9 +113,9 @@ def no_descriptor_is_left() -> Iterator[None]:
 def test_memory_is_shared_only_where_that_leaves_descriptors_to_connections() -> None:
     regions = Regions(lambda region: None)
     with no_descriptor_is_left():
-        with few_files(shared._LEFT_FREE):
+        with few_files(shared_memory._LEFT_FREE):
             assert regions.allocate(MIB) is None
-        with few_files(shared._LEFT_FREE + 1):
+        with few_files(shared_memory._LEFT_FREE + 1):
             assert regions.allocate(MIB) is not None
 
 
@@ -250,7 +250,7 @@ def test_beyond_the_limit_memory_is_ordinary(pair: tuple[Node, Node]) -> None:
 
 
 def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
-    released: list[shared.Region] = []
+    released: list[shared_memory.Region] = []
     regions = Regions(released.append)
     memory = regions.allocate(MIB)
     assert memory is not None
@@ -268,7 +268,7 @@ def test_shared_memory_is_found_by_its_address_as_long_as_it_lives() -> None:
     assert caught.value.errno == errno.EBADF
     # Until it is removed, its address may become somebody else's, who must not be taken for it.
     with mmap.mmap(-1, MIB) as others:
-        region.start = shared.ctypes.addressof(shared.ctypes.c_char.from_buffer(others))
+        region.start = shared_memory.ctypes.addressof(shared_memory.ctypes.c_char.from_buffer(others))
         regions._sort([region])
         assert regions.find(memoryview(others)) is None
         gc.collect()

@@ -11,12 +11,12 @@ import pytest
 from cluster import values
 from disks import files_of_at_most
 from jobs import job
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.events import Event, Left, Ready, StepTimed
 from offbeat.policies import decide
-from offbeat.record import policies_of, read_log, read_logs, replay
 from offbeat.runtime.control.run_log import LOG_BYTES_LEAST, RunLog
 from offbeat.strategies import AllReduce
+from offbeat.wire.record import policies_of, read_log, read_logs, replay
 from test_coordinator import coordinator
 from test_full_disk import joined
 from test_groups import agree, train

@@ -22,13 +22,13 @@ from cluster import values
 from jobs import DEADLINE_S, job
 from offbeat.errors import OffbeatError
 from offbeat.events import Dismiss, Finished, Group, Halt, Joined, Lost, Ready, Start
-from offbeat.record import read_log, replay
 from offbeat.runtime.averaging.group_binding import Grouping
 from offbeat.runtime.control.environment import JOB, NEWCOMER, read_environment
 from offbeat.runtime.session import Session
 from offbeat.runtime.training import trained
 from offbeat.runtime.training.state_copy import StateCopier
 from offbeat.strategies import AllReduce, PartialAllReduce
+from offbeat.wire.record import read_log, replay
 from runlogs import entries_of, groups_of, wait_for_entry, wait_until
 from test_data_once import BATCH, SAMPLES, Counter, once_each
 from test_groups import compute

@@ -16,13 +16,13 @@ from torch.utils.data import Dataset, TensorDataset
 import offbeat
 from cluster import run, values
 from jobs import MARK, gone, marked
+from offbeat.cli.timesheet import PARTS
 from offbeat.errors import OffbeatError
 from offbeat.events import Clocked, Failed, Finished, Grant, Left, Lost, StepTimed
-from offbeat.record import read_log, replay
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
 from offbeat.runtime.training.trained import Trained
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
-from offbeat.timesheet import PARTS
+from offbeat.wire.record import read_log, replay
 from test_groups import compute
 
 WORKERS, BATCH = 3, 4

@@ -19,9 +19,9 @@ import offbeat
 from cluster import run, values
 from jobs import command, job, marked
 from offbeat.events import Clocked, Deal, Lost
-from offbeat.record import read_log, replay
 from offbeat.runtime import session as sessions
 from offbeat.strategies import ASP, SSP, Downpour, ServerBSP
+from offbeat.wire.record import read_log, replay
 from runlogs import entries_of
 from test_groups import compute
 from test_newcomers import Gate, pass_gate

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from offbeat import output, tables, timesheet
 from offbeat.bench.result import Result
-from offbeat.cli import main
-from offbeat.output import OutputError, ReaderGoneError, Table
+from offbeat.cli import output, tables, timesheet
+from offbeat.cli.main import main
+from offbeat.cli.output import OutputError, ReaderGoneError, Table
 from test_cli import lockstep_group, log_of
 from test_compare import row, sheet_of_three_epochs
 from test_tidy import imports, modules, name_of
@@ -63,7 +63,7 @@ def tables_of_a_training():
     return (
         tables.parts(sheet),
         tables.findings(figures, log),
-        tables.comparison(ROWS, "mlp on digits, 4 workers"),
+        tables.comparison_table(ROWS, "mlp on digits, 4 workers"),
     )
 
 
@@ -111,7 +111,9 @@ def test_every_number_and_name_of_every_table_is_whole(name, columns, encoding, 
 def test_every_table_is_drawn_here_and_is_among_those_that_are_tested():
     drawing = ("rich.table", "rich.console", "rich.panel", "rich.columns")
     drawn = {name_of(path) for path in modules() if any(name.startswith(drawing) for name in imports(path))}
-    users = [path for path in modules() if any(name.startswith("offbeat.output") for name in imports(path))]
+    users = [
+        path for path in modules() if any(name.startswith("offbeat.cli.output") for name in imports(path))
+    ]
     made = {name_of(path) for path in users if re.search(r"\bTable\(", path.read_text())}
     assert drawn == {"output.py"}
     assert made == {"tables.py", "bench/result.py"}

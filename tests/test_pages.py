@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offbeat.numerics.memory import page_aligned
 from offbeat.numerics.ps.entries import Entries
+from offbeat.numerics.ps.memory import page_aligned
 from offbeat.numerics.ps.tables import ArrayTable
 from offbeat.numerics.ps.updates import Sum
 from offbeat.runtime.transport.buffer_pool import Buffers

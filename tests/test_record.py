@@ -100,7 +100,7 @@ from offbeat.events import (
     WorkerRefused,
 )
 from offbeat.policies import decide
-from offbeat.record import (
+from offbeat.wire.record import (
     MESSAGE_BYTES_MAX,
     Difference,
     Log,
@@ -794,7 +794,7 @@ def test_replay_builds_fresh_policies_every_time():
     ("path", "words"),
     [
         ("os:system", "expected a policy as 'offbeat.policies.MODULE:Class', got 'os:system'"),
-        ("offbeat.record:LogWriter", "expected a policy as"),
+        ("offbeat.wire.record:LogWriter", "expected a policy as"),
         ("offbeat.policies:Policy", "expected a policy as"),
         ("offbeat.policies.membership.lockstep", "expected a policy as"),
         ("offbeat.policies.membership.lockstep:Lockstep.handle", "expected a policy as"),

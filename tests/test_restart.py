@@ -15,12 +15,11 @@ from cluster import values
 from jobs import MARK, coordinator, job
 from offbeat.events import Group, Halt, Halted, Joined, Left, Lost, Ready, Start, StepTimed, Stop
 from offbeat.policies.membership.group_membership import Follower
-from offbeat.record import read_log, replay
 from offbeat.runtime import session
-from offbeat.runtime.control import client as member
-from offbeat.runtime.control import rendezvous
+from offbeat.runtime.control import client, rendezvous
 from offbeat.runtime.control.channel import TALLY_EVERY, ControlLine
 from offbeat.strategies import DPAR, AllReduce, PartialAllReduce
+from offbeat.wire.record import read_log, replay
 from test_groups import BATCH, SAMPLES, STRATEGY, agree, train
 
 STRATEGIES = {  # that call nobody slow, however busy this machine is
@@ -174,7 +173,7 @@ def test_a_change_of_the_group_goes_on_with_the_next_coordinator(what, tmp_path)
 
 def comes_late(rank, say, late):
     if rank == late:
-        join = member.Member.join
+        join = client.Member.join
 
         def join_later(self, **about):
             say("has met the others and waits to ask")
@@ -182,7 +181,7 @@ def comes_late(rank, say, late):
             return join(self, **about)
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        member.Member.join = join_later
+        client.Member.join = join_later
     else:
         tell = ControlLine.tell
 

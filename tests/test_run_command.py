@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from offbeat import record
 from offbeat.events import Left, StepTimed, Stop
+from offbeat.wire import record
 
 OFFBEAT = [sys.executable, "-m", "offbeat"]
 SHOW = """

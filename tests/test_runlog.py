@@ -16,9 +16,9 @@ import offbeat
 from cluster import values
 from jobs import DEADLINE_S, job
 from offbeat.events import Group, Joined, Left, Lost, Ready, Start, StepTimed, Stop
-from offbeat.record import read_log, replay
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.strategies import AllReduce
+from offbeat.wire.record import read_log, replay
 from test_groups import compute
 
 WORKERS = 4

@@ -32,8 +32,8 @@ from offbeat.events import (
     Validated,
     WentBack,
 )
-from offbeat.record import read_log, replay
 from offbeat.strategies import DPAR, SSP, AllReduce, Hybrid, PartialAllReduce, ServerBSP
+from offbeat.wire.record import read_log, replay
 from runlogs import entries_of, wait_until
 from test_groups import compute
 

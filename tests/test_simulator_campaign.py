@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.events import Halt, PeerUnreachable
 from offbeat.policies import Policy
 from offbeat.policies.membership.assembly import Assembly

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.cli import main
+from offbeat.cli.main import main
 from offbeat.policies import Policy
 from offbeat.policies.data.worker_assigner import SoloDealing
 from offbeat.policies.membership.assembly import Assembly
@@ -21,7 +21,7 @@ from offbeat.policies.staleness.caches import CacheDirectory
 from offbeat.policies.staleness.clock_gate import ConsistencyGate
 from offbeat.policies.stragglers.injection import parse as rule
 from offbeat.simulator.core.times import Bursty, ComputeTimes, Jittered
-from offbeat.simulator.staleness import campaign as staleness
+from offbeat.simulator.staleness import campaign
 from offbeat.simulator.staleness.cluster import BoundedCluster, make_directory, served_of
 from offbeat.simulator.training.cluster import Setting, ViolationError
 from offbeat.simulator.training.sample_loop import Samples
@@ -36,22 +36,22 @@ STRATEGIES = [
 ]
 
 
-def case_of(seed: int, strategy: str) -> staleness.Case:
+def case_of(seed: int, strategy: str) -> campaign.Case:
     parsed: Any = parse_strategy(strategy)
-    return staleness.case(seed, parsed.terms(), parsed.staleness())
+    return campaign.case(seed, parsed.terms(), parsed.staleness())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_fault_breaks_what_always_holds(strategy):
     """Specification 2.4 (i) to (viii), 2.5 and G4: see `BoundedCluster` and `Servers`."""
     for seed in range(SEEDS):
-        staleness.run(case_of(seed, strategy), f"{strategy}, seed {seed}")
+        campaign.run(case_of(seed, strategy), f"{strategy}, seed {seed}")
 
 
 def test_a_seed_is_one_case_and_one_run():
     assert case_of(5, "ssp") == case_of(5, "ssp")
     assert case_of(5, "ssp") != case_of(6, "ssp")
-    one, another = (staleness.run(case_of(5, "ssp"), "") for _ in range(2))
+    one, another = (campaign.run(case_of(5, "ssp"), "") for _ in range(2))
     assert one.steps_of == another.steps_of
     assert one.engine.count == another.engine.count
 
@@ -149,10 +149,10 @@ class LeavesNobodyAlone(BoundedStaleness):
         return None
 
 
-def with_policy(broken: type) -> Callable[[staleness.Case], list[Policy]]:
+def with_policy(broken: type) -> Callable[[campaign.Case], list[Policy]]:
     """Policies of which the one that bounds staleness breaks the rules."""
 
-    def build(this: staleness.Case) -> list[Policy]:
+    def build(this: campaign.Case) -> list[Policy]:
         policies = this.build()
         policies[1].__class__ = broken
         return policies
@@ -160,10 +160,10 @@ def with_policy(broken: type) -> Callable[[staleness.Case], list[Policy]]:
     return build
 
 
-def with_part(part: str, broken: type) -> Callable[[staleness.Case], list[Policy]]:
+def with_part(part: str, broken: type) -> Callable[[campaign.Case], list[Policy]]:
     """Policies of which a part breaks the rules."""
 
-    def build(this: staleness.Case) -> list[Policy]:
+    def build(this: campaign.Case) -> list[Policy]:
         policies = this.build()
         getattr(policies[1], part).__class__ = broken
         return policies
@@ -173,12 +173,12 @@ def with_part(part: str, broken: type) -> Callable[[staleness.Case], list[Policy
 
 def find(
     strategy: str,
-    build: Any = staleness.Case.build,
+    build: Any = campaign.Case.build,
     directory: Any = make_directory,
     first_seed: int = 0,
 ) -> None:
     for seed in range(first_seed, first_seed + 4 * SEEDS):
-        staleness.run(case_of(seed, strategy), f"seed {seed}", build, directory)
+        campaign.run(case_of(seed, strategy), f"seed {seed}", build, directory)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_who_makes_no_local_steps_under_a_bound_that_rises_is_found():
     def find_it() -> None:
         for seed in range(SEEDS):
             terms = replace(strategy.terms(), steps_locally=False)
-            staleness.run(staleness.case(seed, terms, strategy.staleness()), f"seed {seed}")
+            campaign.run(campaign.case(seed, terms, strategy.staleness()), f"seed {seed}")
 
     with pytest.raises(ViolationError, match="of its own"):
         find_it()

@@ -31,21 +31,52 @@ NOT_FOR_DECISIONS = {
 }
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
-# Layer: the parts of offbeat that its modules may import. The first that fits a module's path counts.
+# Layer: the parts of offbeat that its modules may import. A layer is a folder, or a module of the root.
 LAYERS = {
-    "events.py": (),
-    "errors.py": (),
-    "policies/": ("errors", "events", "policies"),
-    "numerics/": ("errors", "events", "numerics"),
-    "known.py": (),
-    "record.py": ("errors", "events", "known", "policies"),
-    "timesheet.py": ("events",),
-    "models.py": (),
-    "data/": ("errors", "data"),
-    "runtime/": ("errors", "events", "known", "policies", "numerics", "record", "runtime"),
-    "keras.py": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
-    "strategies/": ("errors", "events", "known", "policies", "numerics", "runtime", "strategies"),
-    "simulator/": ("errors", "events", "policies", "numerics", "record", "simulator"),
+    "events": (),
+    "errors": (),
+    "policies": ("errors", "events", "policies"),
+    "numerics": ("errors", "numerics"),
+    "wire": ("errors", "events", "policies", "wire"),
+    "models": (),
+    "data": ("errors", "data"),
+    "libsvm": ("errors", "numerics"),
+    "runtime": ("errors", "events", "policies", "numerics", "wire", "runtime"),
+    "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
+    "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
+    "simulator": ("errors", "events", "policies", "numerics", "wire", "simulator"),
+}
+
+# Room: a folder of a layer, and the other rooms of the same layer that its modules may import.
+ROOMS = {
+    "policies": {
+        "stragglers": (),
+        "data": (),
+        "validation": (),
+        "ps": (),
+        "membership": ("data", "stragglers"),
+        "staleness": ("data", "stragglers", "ps"),
+    },
+    "numerics": {"collectives": (), "ps": ()},
+    "runtime": {
+        "processes": (),
+        "transport": ("processes",),
+        "control": ("processes", "transport"),
+        "collectives": ("processes", "transport"),
+        "data": ("control",),
+        "training": ("control", "collectives", "data"),
+        "validation": ("processes", "transport", "control"),
+        "ps": ("processes", "transport", "control"),
+        "averaging": ("control", "collectives", "data", "training"),
+        "hybrid": ("collectives", "training", "averaging"),
+        "staleness": ("processes", "control", "data", "training", "ps"),
+    },
+    "simulator": {
+        "core": (),
+        "training": ("core",),
+        "ps": ("core", "training"),
+        "staleness": ("core", "training"),
+    },
 }
 
 # Modules that need an extra, which `make test` does not install.
@@ -54,8 +85,8 @@ EXTRAS = {"keras.py": "keras"}
 # Who may import strategies besides strategies themselves, and why.
 STRATEGIES_FOR = {
     "__init__.py": "the door",
-    "cli.py": "the command line",
-    "training.py": "what the command line runs as a worker: an ordinary user of the door",
+    "cli/main.py": "the command line",
+    "cli/training_worker.py": "what the command line runs as a worker: an ordinary user of the door",
     "bench/": "the benchmarks compare strategies",
 }
 
@@ -63,7 +94,7 @@ STRATEGIES_FOR = {
 STARTS_FOR = {
     "runtime/processes/threads.py": "whoever starts a thread says who hears of its failure",
     "runtime/ps/cluster.py": "an executor, whose every result is asked for",
-    "training.py": "an executor, whose every result is asked for",
+    "cli/training_worker.py": "an executor, whose every result is asked for",
     "bench/": "measures from outside; what fails there fails a benchmark",
 }
 STARTS = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "to_thread"}
@@ -105,10 +136,26 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def parts(path: Path) -> set[str]:
-    """The parts of offbeat that a file imports: "runtime" for offbeat.runtime.transport.endpoint."""
+def layers_used(path: Path) -> set[str]:
+    """The layers that a file imports: "runtime" for offbeat.runtime.transport.framing."""
     pieces = [name.split(".") for name in imports(path)]
     return {piece[1] for piece in pieces if piece[0] == "offbeat" and len(piece) > 1}
+
+
+def modules_used(path: Path) -> set[str]:
+    """The modules of offbeat that a file imports, dotted; a name imported from a module is not one."""
+    known = {dotted_name(module) for module in modules()}
+    return imports(path) & known
+
+
+def dotted_name(path: Path) -> str:
+    name = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
+    return name.removesuffix(".__init__")
+
+
+def layer_of(name: str) -> str:
+    """The layer of a path in the package: "runtime" for runtime/session.py, "errors" for errors.py."""
+    return name.split("/")[0].removesuffix(".py")
 
 
 def outside(path: Path) -> set[str]:
@@ -121,13 +168,44 @@ def outside(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_point_down(path):
-    for layer, allowed in LAYERS.items():
-        if name_of(path).startswith(layer):
-            assert parts(path) <= set(allowed), f"{name_of(path)} may import only {allowed} of offbeat"
-            return
+    allowed = LAYERS.get(layer_of(name_of(path)))
+    if allowed is not None:
+        assert layers_used(path) <= set(allowed), f"{name_of(path)} may import only {allowed} of offbeat"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "policies").glob("*.py")), ids=name_of)
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_rooms_import_only_the_rooms_below_them(path):
+    """A file at the root of a layer may import all of its rooms, and no room may import such a file."""
+    layer, *rest = name_of(path).split("/")
+    if layer not in ROOMS or len(rest) < 2:
+        return
+    room = rest[0]
+    for name in modules_used(path):
+        pieces = name.split(".")
+        if pieces[1] == layer and len(pieces) > 2 and pieces[2] != room:
+            assert pieces[2] in ROOMS[layer][room], f"{name_of(path)}: {layer}/{room} may not import {name}"
+
+
+def test_every_folder_of_a_layer_is_a_room():
+    for layer, rooms in ROOMS.items():
+        folders = {path.parent.relative_to(PACKAGE / layer).as_posix() for path in files_under(layer)} - {"."}
+        assert folders == set(rooms), f"{layer}/: give each folder a line in ROOMS"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    below = {dotted_name(path): modules_used(path) - {dotted_name(path)} for path in modules()}
+    while free := {name for name, used in below.items() if not used & below.keys()}:
+        below = {name: used for name, used in below.items() if name not in free}
+    circles = {name: sorted(used & below.keys()) for name, used in below.items()}
+    assert not circles, "these modules import each other in a circle, or import some that do"
+
+
+def files_under(layer: str) -> list[Path]:
+    """Every module of a layer, however deep in its rooms."""
+    return sorted((PACKAGE / layer).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files_under("policies"), ids=name_of)
 def test_policies_are_made_of_the_standard_library_without_clocks_and_the_world(path):
     assert outside(path) <= sys.stdlib_module_names
     assert not outside(path) & NOT_FOR_DECISIONS
@@ -138,9 +216,7 @@ def test_events_and_errors_are_made_of_the_standard_library(name):
     assert outside(PACKAGE / name) <= sys.stdlib_module_names - NOT_FOR_DECISIONS
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*(PACKAGE / "policies").glob("*.py"), *(PACKAGE / "numerics").glob("*.py")]), ids=name_of
-)
+@pytest.mark.parametrize("path", [*files_under("policies"), *files_under("numerics")], ids=name_of)
 def test_chance_comes_as_an_argument_or_from_a_seed(path):
     """`random.Random(seed)` is a generator of one's own; every other name of the module is the global one."""
     for node in ast.walk(tree_of(path)):
@@ -150,7 +226,7 @@ def test_chance_comes_as_an_argument_or_from_a_seed(path):
             assert {alias.name for alias in node.names} <= {"Random"}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "numerics").glob("*.py")), ids=name_of)
+@pytest.mark.parametrize("path", files_under("numerics"), ids=name_of)
 def test_numerics_compute_and_do_not_communicate(path):
     assert outside(path) <= (sys.stdlib_module_names - NOT_FOR_DECISIONS) | {"numpy", "torch"}
     assert not any(name.startswith(("torch.distributed", "torch.multiprocessing")) for name in imports(path))
@@ -161,7 +237,7 @@ def test_strategies_are_imported_by_the_door_the_command_line_and_the_benchmarks
     name = name_of(path)
     if name.startswith(("strategies/", *STRATEGIES_FOR)):
         return
-    assert "strategies" not in parts(path)
+    assert "strategies" not in layers_used(path)
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
@@ -219,14 +295,15 @@ def test_a_module_that_needs_an_extra_says_so_where_it_is_not_there(name):
 
 def test_the_coordinator_needs_no_torch():
     code = (
-        "import sys, offbeat.runtime.control.channel.coordinator, offbeat.policies.membership.assembly, offbeat.policies.membership.lockstep\n"
+        "import sys, offbeat.runtime.control.coordinator\n"
+        "import offbeat.policies.membership.assembly, offbeat.policies.membership.lockstep\n"
         "print('torch' in sys.modules)"
     )
     assert in_a_fresh_process(code) == "False"
 
 
 def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
-    code = "import sys, offbeat, offbeat.runtime.ps.client.server\noffbeat.PS\nprint('torch' in sys.modules)"
+    code = "import sys, offbeat, offbeat.runtime.ps.server\noffbeat.PS\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
 
 

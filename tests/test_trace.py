@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from offbeat.cli import main
+from offbeat.cli.main import main
+from offbeat.cli.trace_file import chrome, read_traces
 from offbeat.runtime.training.tracing import Span, Traced, Tracer
-from offbeat.tracefile import chrome, read_traces
 
 
 def test_what_happens_in_the_two_steps_is_written_when_they_are_over(tmp_path):

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from offbeat import job, record, timesheet
-from offbeat.cli import main
+from offbeat.cli import job, timesheet
+from offbeat.cli.main import main
+from offbeat.cli.timesheet import PARTS, TimeSheet
+from offbeat.cli.training_worker import OPTIMIZERS, Settings, accuracy, loss_of
 from offbeat.data import load
 from offbeat.events import Evaluated, Left, NodeJoined, StepTimed, Tick
 from offbeat.models import build
 from offbeat.runtime.data.equal_shards import EqualShards
-from offbeat.timesheet import PARTS, TimeSheet
-from offbeat.training import OPTIMIZERS, Settings, accuracy, loss_of
+from offbeat.wire import record
 
 
 def settings(**change):

@@ -23,7 +23,7 @@ from offbeat.events import (
     WorkerLeaves,
     WorkerRefused,
 )
-from offbeat.record import read_log, replay
+from offbeat.wire.record import read_log, replay
 from runlogs import entries_of, wait_for_entry, wait_until
 
 SHARDS, PASSES = 12, 20

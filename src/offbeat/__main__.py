@@ -2,6 +2,6 @@
 
 import sys
 
-from offbeat.cli import main
+from offbeat.cli.main import main
 
 sys.exit(main())

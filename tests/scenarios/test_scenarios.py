@@ -23,7 +23,7 @@ import pytest
 
 from offbeat.events import Action, Event
 from offbeat.policies import decide
-from offbeat.record import build_policy, from_plain, read_log, replay, to_plain
+from offbeat.wire.record import build_policy, from_plain, read_log, replay, to_plain
 
 HERE = Path(__file__).parent
 _POLICY = re.compile(r"(\w+):(\w+)\(([^)]*)\)")

@@ -32,12 +32,12 @@ from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import slowed, surroundings
 from offbeat.bench.timed import Stretch
 from offbeat.bench.workers import answer, run_workers, settings_of
+from offbeat.cli.training_worker import accuracy
 from offbeat.data import DEFAULT_DIR, Splits, load
 from offbeat.models import build
-from offbeat.record import read_log
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
-from offbeat.training import accuracy
+from offbeat.wire.record import read_log
 
 LOCKSTEP = "bsp"
 SIDES = {"drop": "partial", "join": "partial:late=join"}

@@ -33,11 +33,11 @@ from torch.utils.data import TensorDataset
 from offbeat.bench.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
-from offbeat.record import read_log
 from offbeat.runtime.control import environment
 from offbeat.runtime.processes import child
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
+from offbeat.wire.record import read_log
 
 _ENDS_S = 120.0  # as long may the job take to end once the last fault is over
 

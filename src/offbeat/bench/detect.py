@@ -22,7 +22,7 @@ from offbeat.bench.exclusions import Findings, judge, read_changes, read_steps, 
 from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import Run
 from offbeat.policies.stragglers.injection import Slowness, parse
-from offbeat.record import read_log
+from offbeat.wire.record import read_log
 
 BATCH_SIZES = (32, 64)
 RULE = "random:3@0.0-0.5"

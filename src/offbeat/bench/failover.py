@@ -30,11 +30,11 @@ from offbeat.bench.children import Child, Lines, ask_all
 from offbeat.bench.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.events import Action, Event, NodeLost, Viewed
-from offbeat.record import read_log
 from offbeat.runtime.ps.client import PS
 from offbeat.runtime.ps.future import Future
 from offbeat.runtime.ps.namespace import Namespace
 from offbeat.runtime.ps.node import Cluster
+from offbeat.wire.record import read_log
 
 _SERVERS = 4
 _COPIES = 2

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 from rich.text import Text
 
-from offbeat import output
+from offbeat.cli import output
 from offbeat.errors import OffbeatError
 from offbeat.runtime.control.environment import cores
 

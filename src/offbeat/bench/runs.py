@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
-from offbeat.job import one_thread
+from offbeat.cli.job import one_thread
 from offbeat.models import build
 from offbeat.policies.stragglers.injection import parse
 from offbeat.runtime.control import environment

@@ -27,11 +27,11 @@ from torch.utils.data import TensorDataset
 from offbeat.bench import runs
 from offbeat.bench.timed import ModelTimes
 from offbeat.bench.workers import answer, run_workers, settings_of
+from offbeat.cli.timesheet import PARTS
 from offbeat.events import Action, Clocked, Evaluated, Event, Grant, StepTimed
-from offbeat.record import read_log
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
-from offbeat.timesheet import PARTS
+from offbeat.wire.record import read_log
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,12 @@ from offbeat.bench.workers import answer, run_workers, settings_of
 from offbeat.events import Action, Event, Group
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.membership.partial_groups import PartialGroups
-from offbeat.record import Log, policies_of, read_log
 from offbeat.runtime.session import join
 from offbeat.simulator.core.times import Jittered
-from offbeat.simulator.training import setting_from_log as likeness
+from offbeat.simulator.training import setting_from_log
 from offbeat.simulator.training.cluster import Cluster, Setting
 from offbeat.strategies import PartialAllReduce
+from offbeat.wire.record import Log, policies_of, read_log
 
 # Slow for six steps: four until it is left out, two outside; it comes back in the midst of the others' step.
 SLOW = "1:2.25@burst=6/1000"
@@ -91,7 +91,7 @@ def many(workers: int, steps: int, seed: int) -> tuple[float, float]:
 
 def compare(log: Log, seed: int = 0) -> dict[str, Any]:
     """Simulate what a run log tells of, and return in how far the two runs are alike."""
-    setting = likeness.setting_of(log.entries, seed=seed)
+    setting = setting_from_log.setting_of(log.entries, seed=seed)
     cluster = Cluster(setting, lambda: policies_of(log.header), keeps_log=True)
     cluster.run()
     simulated: list[Event | Action] = []
@@ -101,8 +101,8 @@ def compare(log: Log, seed: int = 0) -> dict[str, Any]:
     is_alike = [one[1:] for one in real_groups] == [one[1:] for one in groups]
     apart = [abs(one[0] - other[0]) for one, other in zip(real_groups, groups, strict=False)]
     return {
-        "real_s": likeness.job_s(log.entries),
-        "simulated_s": likeness.job_s(simulated),
+        "real_s": setting_from_log.job_s(log.entries),
+        "simulated_s": setting_from_log.job_s(simulated),
         "has_same_members": is_alike,
         "steps_apart_max": max(apart) if is_alike else None,
         "real_groups": _shown(real_groups),
@@ -129,7 +129,7 @@ def train(log: str, steps: int, compute_s: float) -> int:
 
 
 def _groups(entries: Sequence[Event | Action]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    decided = likeness.decisions_of(entries)
+    decided = setting_from_log.decisions_of(entries)
     return [(one.step, one.members, one.joining) for one in decided if isinstance(one, Group)]
 
 

@@ -36,18 +36,18 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from offbeat import job, timesheet
 from offbeat.bench import runs, served
 from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import Compute
 from offbeat.bench.served import Found, Served
+from offbeat.cli import job, timesheet
+from offbeat.cli.training_worker import Settings
 from offbeat.data import DEFAULT_DIR
 from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Adam
 from offbeat.policies.stragglers.injection import parse
-from offbeat.record import read_log
 from offbeat.runtime.control.environment import cores
-from offbeat.training import Settings
+from offbeat.wire.record import read_log
 
 STRATEGIES: Final[Mapping[str, str]] = {
     "bsp": "ps-bsp:shards=",

@@ -31,9 +31,9 @@ from offbeat.bench.exclusions import Change, Step, read_changes, read_steps
 from offbeat.bench.result import Result, machine
 from offbeat.bench.runs import Compute, Run
 from offbeat.bench.workers import answer, run_workers, settings_of
-from offbeat.record import read_log
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
+from offbeat.wire.record import read_log
 
 SIDES = ("bsp", "partial")
 AUTO = "partial:k=auto"

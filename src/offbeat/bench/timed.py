@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from offbeat.job import one_thread
+from offbeat.cli.job import one_thread
 
 _DRAWN_STD = 1e-3  # so small that parameters stay finite, and far from where arithmetic gets slow
 

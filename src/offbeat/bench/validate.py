@@ -35,8 +35,8 @@ from offbeat.bench.loaders import LOADERS, Samples
 from offbeat.bench.result import Kind, Result, machine
 from offbeat.bench.timed import ModelTimes, TimedModel, time_layers
 from offbeat.bench.workers import answer, run_workers, settings_of
+from offbeat.cli.job import one_thread
 from offbeat.data import DEFAULT_DIR, Splits, load
-from offbeat.job import one_thread
 from offbeat.models import build
 from offbeat.runtime.control.environment import cores
 from offbeat.runtime.validation.validator import Backend, Validator

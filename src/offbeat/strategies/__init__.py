@@ -3,7 +3,7 @@
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
 from offbeat.strategies.partial import DPAR, PartialAllReduce
-from offbeat.strategies.spelling import STRATEGIES, parse_strategy
+from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 
 __all__ = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.runtime.control.coordinator import PolicySpec
-from offbeat.strategies.parts import Averaging, check_deadline, lockstep
+from offbeat.strategies.base import Averaging, check_deadline, lockstep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from offbeat.runtime.hybrid.layer_averager import LayerAverager, Overlap
 from offbeat.runtime.hybrid.layer_layout import Order
 from offbeat.runtime.training.interface import Loop
 from offbeat.runtime.training.trained import Trained
-from offbeat.strategies.parts import check_deadline, lockstep
+from offbeat.strategies.base import check_deadline, lockstep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from offbeat.policies.membership.partial_groups import Monitor, PartialGroups
 from offbeat.runtime.control.coordinator import PolicySpec
-from offbeat.strategies.parts import Averaging, assembly
+from offbeat.strategies.base import Averaging, assembly
 
 
 class _AroundTheSlow(Averaging, ABC):

@@ -14,7 +14,7 @@ from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.runtime.staleness.synchronizer import ServerSynchronizer
 from offbeat.runtime.training.interface import Loop
 from offbeat.runtime.training.trained import Trained
-from offbeat.strategies.parts import assembly
+from offbeat.strategies.base import assembly
 
 
 @dataclass(frozen=True, kw_only=True)

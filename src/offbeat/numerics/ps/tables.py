@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.numerics.memory import page_aligned
 from offbeat.numerics.ps.entries import PLAIN, Entries, Keys, Rows, Terms, problem_of, problem_of_keys, summed
+from offbeat.numerics.ps.memory import page_aligned
 from offbeat.numerics.ps.updates import Update, with_settings
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays

@@ -28,9 +28,9 @@ import msgspec
 
 from offbeat.errors import LinkError, LinkFailure, ProtocolError
 from offbeat.events import Action, Event
-from offbeat.record import decode_actions, encode
 from offbeat.runtime.processes.waiting import Condition
 from offbeat.runtime.transport.endpoint import Endpoint
+from offbeat.wire.record import decode_actions, encode
 
 TALLY_EVERY: Final = 256  # events or actions: about as many are kept, at either end
 # Why no coordinator is to be found any more and what to do, by the way in which dialling it has failed.

@@ -65,7 +65,14 @@ from offbeat.events import (
     WorkerRefused,
 )
 from offbeat.policies import decide
-from offbeat.record import (
+from offbeat.runtime.control.channel import Tally, decode_tally, encode_tally
+from offbeat.runtime.control.journal import Journal
+from offbeat.runtime.control.run_log import LogPlace, RunLog
+from offbeat.runtime.control.starting import failure, given, say
+from offbeat.runtime.processes.supervisor import supervise
+from offbeat.runtime.transport import addresses as places
+from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
+from offbeat.wire.record import (
     build_policy,
     decode_actions,
     decode_events,
@@ -74,13 +81,6 @@ from offbeat.record import (
     messages_of,
     to_plain,
 )
-from offbeat.runtime.control.channel import Tally, decode_tally, encode_tally
-from offbeat.runtime.control.journal import Journal
-from offbeat.runtime.control.run_log import LogPlace, RunLog
-from offbeat.runtime.control.starting import failure, given, say
-from offbeat.runtime.processes.supervisor import supervise
-from offbeat.runtime.transport import addresses as places
-from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from offbeat.events import Action, Event
-from offbeat.record import EVENTS_BEFORE, LogWriter, finished_parts, part_path, states_header
+from offbeat.wire.record import EVENTS_BEFORE, LogWriter, finished_parts, part_path, states_header
 
 LOG_BYTES_LEAST: Final = 1024 * 1024
 _PARTS: Final = 16  # the newest, the event under way and up to 14 finished ones

@@ -18,10 +18,10 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from offbeat.errors import ProtocolError
-from offbeat.known import make_known
 from offbeat.numerics.ps.entries import Entries, Terms
 from offbeat.policies.ps.messages import ToClient, ToServer
 from offbeat.runtime.transport.buffer_pool import Buffers
+from offbeat.wire.known import make_known
 
 INLINE_BYTES: Final = 32 * 1024  # arrays that are smaller are in the message itself
 ARRAY_BYTES_MAX: Final = 2**31

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.numerics.memory import page_aligned
+from offbeat.numerics.ps.memory import page_aligned
 
 Buffer = NDArray[np.uint8]
 

@@ -26,8 +26,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from offbeat.errors import ProtocolError
-from offbeat.known import make_known
 from offbeat.runtime.transport.framing import Frame, Kind, encode
+from offbeat.wire.known import make_known
 
 NONCE_BYTES = 32
 MAX_NAME_CHARACTERS = 256

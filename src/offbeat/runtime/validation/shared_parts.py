@@ -30,13 +30,13 @@ from offbeat.events import (
     WentBack,
 )
 from offbeat.numerics.metrics import Tellable, Value, merged
-from offbeat.record import MESSAGE_BYTES_MAX, encode
 from offbeat.runtime.control.client import Member
 from offbeat.runtime.processes.waiting import Condition, Flag
 from offbeat.runtime.validation.evaluators import CancelledError, Crew, Evaluator, Part
 from offbeat.runtime.validation.result import Ledger, NoMetricsError
 from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.validator import Moment
+from offbeat.wire.record import MESSAGE_BYTES_MAX, encode
 
 _FIRST_TAG: Final = 3 << 62  # exchanges use what is below 2**63, loans of samples what is below this
 _LATER: Final = 1 << 20  # priority: after all exchanges

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from offbeat import comparing, timesheet
-from offbeat.comparing import Row
-from offbeat.output import NONE, Table
-from offbeat.timesheet import PARTS, Entry, TimeSheet
+from offbeat.cli import comparison, timesheet
+from offbeat.cli.comparison import Row
+from offbeat.cli.output import NONE, Table
+from offbeat.cli.timesheet import PARTS, Entry, TimeSheet
 
 _NAMED_WORKERS_MAX: Final = 8
 _FINDINGS: Final = (
@@ -60,16 +60,16 @@ def findings(figures: Mapping[str, float], log: str) -> Table:
     return Table(rows=[*rows, ("run log", log)], words=frozenset({0, 1}))
 
 
-def comparison(rows: Sequence[Row], title: str) -> Table:
+def comparison_table(rows: Sequence[Row], title: str) -> Table:
     """Return the cases of a comparison side by side."""
-    base = comparing.baseline(rows)
+    base = comparison.baseline(rows)
     heads = ("strategy", "slowness", "seconds\nan epoch", "times\nslower", "time\nwaiting", "test\naccuracy")
     cells = [
         (
             row.case.strategy,
-            comparing.in_words(row.case.slow),
+            comparison.in_words(row.case.slow),
             f"{row.epoch_s:.3g}",
-            NONE if (ratio := comparing.ratio(row, base)) is None else comparing.times(ratio),
+            NONE if (ratio := comparison.ratio(row, base)) is None else comparison.times(ratio),
             f"{row.wait_share:.0%}",
             NONE if row.accuracy is None else f"{row.accuracy:.1%}",
         )
@@ -81,7 +81,7 @@ def comparison(rows: Sequence[Row], title: str) -> Table:
 def comparison_notes(rows: Sequence[Row], cores: int) -> list[str]:
     """Say what the columns of a comparison mean, and what the machine does to them."""
     notes = ["Time waiting: for other workers, mean over those that are not slowed."]
-    base = comparing.baseline(rows)
+    base = comparison.baseline(rows)
     if base is not None:
         notes.append(f"Times slower: than {base.case.strategy} with nobody slowed.")
     if cores < rows[0].workers:

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from offbeat.known import make_known
 from offbeat.runtime.session import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
+from offbeat.wire.known import make_known
 
 _KINDS = (AllReduce, Hybrid, PartialAllReduce, DPAR, ServerBSP, SSP, DTSSP, ASP, Downpour)
 STRATEGIES: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offbeat import output
+from offbeat.cli import output
 from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _setting(
     rate_mbit: float,
     seed: int,
 ) -> Setting:
-    from offbeat.policies.stragglers import injection as slowness
+    from offbeat.policies.stragglers import injection
     from offbeat.simulator.core import faults
     from offbeat.simulator.core.network import Network
     from offbeat.simulator.training.cluster import Setting
@@ -159,7 +159,7 @@ def _setting(
         steps=steps,
         steps_per_epoch=steps_per_epoch,
         times=_times(compute),
-        slow=tuple(slowness.parse(rule) for rule in slow),
+        slow=tuple(injection.parse(rule) for rule in slow),
         faults=tuple(faults.parse(text) for text in fault),
         network=Network(latency_s=latency_ms / 1000, bytes_per_s=rate_mbit * 1e6 / 8),
         size_bytes=int(size_mb * 1e6),
@@ -168,8 +168,8 @@ def _setting(
 
 
 def _times(compute: str) -> ComputeTimes:
-    from offbeat import record
     from offbeat.simulator.core import times
+    from offbeat.wire import record
 
     if not compute.startswith("log="):
         return times.parse(compute)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat import timesheet
+from offbeat.cli import timesheet
+from offbeat.cli.timesheet import TimeSheet
 from offbeat.policies.stragglers.injection import Burst, SlowRule, parse
-from offbeat.timesheet import TimeSheet
 
 FIRST_EPOCH: Final = 1  # the epoch before it warms up: connections, memory and caches are set up in it
 _NOTICED: Final = 1.05  # less is not told from chance

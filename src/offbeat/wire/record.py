@@ -30,8 +30,8 @@ import msgspec
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Clocked, Evaluated, Event, PartEvaluated, StatesMerged, Validated
-from offbeat.known import make_known
 from offbeat.policies import Policy, decide
+from offbeat.wire.known import make_known
 
 LOG_VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 1024 * 1024  # as much as a link carries in one control message

@@ -22,17 +22,17 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.text import Text
 
-from offbeat import output, simulating
 from offbeat.bench.commands import bench
+from offbeat.cli import output, simulation
 from offbeat.errors import OffbeatError, WorkerError
 
 if TYPE_CHECKING:
+    from offbeat.cli.job import Job
+    from offbeat.cli.timesheet import TimeSheet
+    from offbeat.cli.training_worker import Settings
     from offbeat.data import Splits
-    from offbeat.job import Job
     from offbeat.policies import Policy
     from offbeat.policies.staleness.caches import Terms
-    from offbeat.timesheet import TimeSheet
-    from offbeat.training import Settings
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 _BOXED_HELP_FROM_COLUMNS = 80
@@ -101,9 +101,9 @@ def train(
     Shows every epoch as it ends, and at last where each worker's time went. Rank 0 measures the test accuracy
     after every epoch, while the others wait. The run log is RUN_DIR/log.jsonl (see `offbeat replay`).
     """
-    from offbeat import job, tables, timesheet
     from offbeat.bench.result import Result, check_writable
-    from offbeat.training import Settings
+    from offbeat.cli import job, tables, timesheet
+    from offbeat.cli.training_worker import Settings
 
     settings = Settings(
         model=model,
@@ -185,17 +185,17 @@ def compare(
     Times are means over the epochs after the first. Waiting is the share of their time that the workers that
     are not slowed spend on waiting for others.
     """
-    from offbeat import comparing, job, tables
     from offbeat.bench.result import Result, check_writable
-    from offbeat.training import Settings
+    from offbeat.cli import comparison, job, tables
+    from offbeat.cli.training_worker import Settings
 
-    cases = comparing.cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
+    cases = comparison.cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
     if epochs < 2:
         raise ValueError(
             f"epochs must be at least 2 to compare, for the first one only warms up; got {epochs}"
         )
 
-    def job_of(case: comparing.Case, repeat: int) -> job.Job:
+    def job_of(case: comparison.Case, repeat: int) -> job.Job:
         settings = Settings(
             model=model,
             data=data,
@@ -227,9 +227,9 @@ def compare(
     rows = []
     with output.progress() as progress:
         for case, training, folder in zip(cases, jobs, folders, strict=True):
-            label = f"{case.strategy}, {comparing.in_words(case.slow)}"
+            label = f"{case.strategy}, {comparison.in_words(case.slow)}"
             sheet = _run(training, folder, progress, label, steps * epochs)
-            rows.append(comparing.row(case, workers, sheet, threads_per_worker))
+            rows.append(comparison.row(case, workers, sheet, threads_per_worker))
     stand_in = f", every sample {repeat} times in its batch" if repeat > 1 else ""
     title = f"{model} on {data}, {workers} workers, batches of {batch_size}{stand_in}"
     result = Result(
@@ -237,11 +237,11 @@ def compare(
         command=_command(),
         kind="real",
         seed=seed,
-        figures=comparing.figures(rows),
-        rows=comparing.plain_rows(rows),
+        figures=comparison.figures(rows),
+        rows=comparison.plain_rows(rows),
     )
     notes = [Text(note, style="dim") for note in tables.comparison_notes(rows, result.machine["cores"])]
-    output.show(tables.comparison(rows, title), *notes, *comparing.sentences(rows))
+    output.show(tables.comparison_table(rows, title), *notes, *comparison.sentences(rows))
     if json is not None:
         result.write(json)
 
@@ -288,11 +288,11 @@ def run(
     Since torchrun ends all workers with the first that fails, --replace starts them itself, on this machine,
     and understands --nproc-per-node, --module and --no-python only; every line says which worker wrote it.
     """
-    from offbeat import job
+    from offbeat.cli import job
+    from offbeat.cli.training_worker import SEED_MAX
     from offbeat.policies.stragglers.injection import parse
     from offbeat.runtime.control import environment
     from offbeat.runtime.control.run_log import check_bytes_max
-    from offbeat.training import SEED_MAX
 
     if not context.args:
         raise ValueError("expected a script to launch, as in: offbeat run --nproc-per-node 4 script.py")
@@ -393,12 +393,12 @@ def trace(
     """
     import msgspec
 
-    from offbeat import tracefile
+    from offbeat.cli import trace_file
 
-    found = tracefile.read_traces(run / tracefile.FOLDER)
+    found = trace_file.read_traces(run / trace_file.FOLDER)
     path = out or run / "trace.json"
     try:
-        path.write_bytes(msgspec.json.encode(tracefile.chrome(found)))
+        path.write_bytes(msgspec.json.encode(trace_file.chrome(found)))
     except OSError as error:
         raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
     steps = f"steps {found[0].first_step} and {found[0].first_step + 1}"
@@ -419,8 +419,8 @@ def replay(
     Exits with 0 if they do, with 1 and the first difference if they do not. Of a folder all parts of the log
     that are there are replayed, each from the state of the policies that it begins with.
     """
-    from offbeat import record
     from offbeat.events import Action
+    from offbeat.wire import record
 
     try:
         logs = record.read_logs(run / "log.jsonl") if run.is_dir() else {run: record.read_log(run)}
@@ -446,9 +446,9 @@ def replay(
 
 def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     """What builds the coordinator's policies under a strategy."""
-    from offbeat.record import build_policy
     from offbeat.runtime.control.environment import Environment
     from offbeat.strategies import parse_strategy
+    from offbeat.wire.record import build_policy
 
     specs = parse_strategy(strategy).policies(world, Environment.start_s, Environment.servers)
     return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
@@ -464,7 +464,7 @@ def _on_servers(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
 
 
 app.add_typer(bench, name="bench")
-simulating.register(app, _policies, _on_servers)
+simulation.register(app, _policies, _on_servers)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -557,7 +557,7 @@ def _new_folder(what: str) -> Path:
 
 
 def _load(settings: Settings, download: bool) -> Splits:
-    from offbeat import job
+    from offbeat.cli import job
 
     with contextlib.ExitStack() as stack:
         bars: list[Progress] = []
@@ -583,7 +583,7 @@ def _run(
     on_note: Callable[[str], None] | None = None,
 ) -> TimeSheet:
     """Run a training behind a progress bar of the steps of whoever has finished most."""
-    from offbeat import job
+    from offbeat.cli import job
 
     task = progress.add_task(f"{label}: starting {training.workers} workers", total=steps)
 
@@ -604,7 +604,7 @@ class _EpochLines:
         self._printed = 0
 
     def __call__(self, sheet: TimeSheet) -> None:
-        from offbeat import tables
+        from offbeat.cli import tables
 
         for epoch in range(self._printed, sheet.epochs_finished(self._workers)):
             line = tables.epoch_line(epoch, sheet.epoch(epoch))

@@ -17,18 +17,18 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from offbeat.cli.timesheet import TimeSheet
+from offbeat.cli.trace_file import FOLDER as TRACE_FOLDER
+from offbeat.cli.training_worker import Settings, loss_of
 from offbeat.data import Progress, Splits, load
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.models import build
 from offbeat.policies.stragglers.injection import Slowness, SlowRule, parse
-from offbeat.record import finished_parts, from_plain
 from offbeat.runtime.control import environment
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.launch import launch, summary
 from offbeat.runtime.processes import child
-from offbeat.timesheet import TimeSheet
-from offbeat.tracefile import FOLDER as TRACE_FOLDER
-from offbeat.training import Settings, loss_of
+from offbeat.wire.record import finished_parts, from_plain
 
 LOG_NAME: Final = "log.jsonl"
 OUTPUT_NAME: Final = "output.txt"
@@ -182,7 +182,7 @@ def run(
     """
     log = LogReader(run_dir / LOG_NAME)
     sheet = TimeSheet()
-    command = child.program("offbeat.training", msgspec.json.encode(job.settings).decode())
+    command = child.program("offbeat.cli.training_worker", msgspec.json.encode(job.settings).decode())
     env = {
         environment.SLOW: ";".join(job.slow),
         environment.RUN_LOG: str(run_dir / LOG_NAME),
