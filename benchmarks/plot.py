@@ -1,8 +1,8 @@
-"""Draws the committed results of the papers' figures: `python benchmarks/plot.py [FOLDER]`.
+"""Draws the papers' figures from results with their rows: `python benchmarks/plot.py FOLDER`.
 
 Of straggler.json, straggler_real.json, detect.json, accuracy.json, staleness.json, hybrid.json,
 hybrid_sweep.json, validate.json, validate_loaders.json and validate_repeated.json it takes what is in the
-folder, by default this one, and writes a PNG beside each, with what the paper says where it says so. Beside
+folder and writes a PNG beside each, with what the paper says where it says so. Beside
 the predictions of hybrid_sweep.json go the measurements of hybrid_sweep_timed.json. Needs matplotlib, which
 is in the extra `dev`.
 """
@@ -269,7 +269,7 @@ FIGURES = {
 
 def main(arguments: list[str]) -> int:
     """Draw what is there; say what was written."""
-    folder = Path(arguments[0]) if arguments else Path(__file__).parent
+    (folder,) = map(Path, arguments)
     for name, draw in FIGURES.items():
         source = folder / f"{name}.json"
         if source.exists():

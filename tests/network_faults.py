@@ -1,6 +1,6 @@
 """Jobs and parameter servers whose processes each run on a host of their own, on a network that fails.
 
-A host is a network namespace (`offbeat.bench.namespaces`). Each process says what it has done through a pipe,
+A host is a network namespace (`benchmarks.namespaces`). Each process says what it has done through a pipe,
 which no fault of the network touches; so a test waits for steps and pushes themselves, and measures pauses by
 the clock that all processes share.
 """
@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
+from benchmarks.namespaces import Host, block, hosts, mend
 from cluster import Cluster, Ended, start
-from offbeat.bench.namespaces import Host, block, hosts, mend
 from runlogs import wait_until
 from test_groups import compute
 

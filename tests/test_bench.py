@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from offbeat.bench import allreduce, overhead
-from offbeat.bench.namespaces import missing
-from offbeat.cli.main import main
+from benchmarks import allreduce, overhead
+from benchmarks.__main__ import main
+from benchmarks.namespaces import missing
 
 
 def test_overhead_gives_a_ratio_for_each_model():
@@ -37,7 +37,7 @@ def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
     path = tmp_path / "result.json"
     options = ["--workers", "2", "--steps", "1", "--compute", "1", "--compute", "8", "--forward-share", "0.5"]
     sides = ["--side", "ddp", "--side", "cost_model"]
-    assert main(["bench", "hybrid", "--model", "cnn2", *options, *sides, "--json", str(path)]) == 0
+    assert main(["hybrid", "--model", "cnn2", *options, *sides, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     figures = result["figures"]
     assert {
@@ -57,7 +57,7 @@ def test_hybrid_gives_the_ratios_of_each_side_and_case(tmp_path):
 def test_hybrid_takes_batches_as_they_are(tmp_path, kind, batch):
     path = tmp_path / "result.json"
     options = ["--model", "cnn2", "--workers", "2", "--steps", "1", "--side", "ddp", "--side", "cost_model"]
-    assert main(["bench", "hybrid", *options, batch, "2", "--json", str(path)]) == 0
+    assert main(["hybrid", *options, batch, "2", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["kind"] == kind
     assert [row["case"] for row in result["rows"]] == [f"{kind}2"] * 2
@@ -77,7 +77,7 @@ def test_hybrid_takes_batches_as_they_are(tmp_path, kind, batch):
     ],
 )
 def test_hybrid_refuses_what_cannot_be_measured(options, text, capsys):
-    assert main(["bench", "hybrid", *options]) == 2
+    assert main(["hybrid", *options]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -85,7 +85,7 @@ def test_the_hybrid_sweep_tells_who_wins_where(tmp_path):
     path = tmp_path / "result.json"
     options = ["--model", "cnn2", "--rate-mbit", "100", "--rate-mbit", "10000"]
     workers = ["--workers", "2", "--workers", "64"]
-    assert main(["bench", "hybrid-sweep", *options, *workers, "--json", str(path)]) == 0
+    assert main(["hybrid-sweep", *options, *workers, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["kind"] == "simulated"
     assert sum(row["side"] == "hierarchical" for row in result["rows"]) == 2  # with 64 workers
@@ -101,7 +101,7 @@ def test_a_measured_sweep_has_the_predictions_beside(tmp_path):
     path = tmp_path / "result.json"
     options = ["--model", "cnn2", "--timed", "--rate-mbit", "1000", "--workers", "2", "--steps", "1"]
     sides = ["--side", "ddp", "--side", "cost_model"]
-    assert main(["bench", "hybrid-sweep", *options, *sides, "--json", str(path)]) == 0
+    assert main(["hybrid-sweep", *options, *sides, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["kind"] == "timed"
     assert all(row["predicted_s"] > 0 and row["step_s"] > 0 for row in result["rows"])
@@ -117,13 +117,13 @@ def test_a_measured_sweep_has_the_predictions_beside(tmp_path):
     ],
 )
 def test_the_hybrid_sweep_refuses_what_it_cannot_compare(options, text, capsys):
-    assert main(["bench", "hybrid-sweep", *options]) == 2
+    assert main(["hybrid-sweep", *options]) == 2
     assert text in capsys.readouterr().err
 
 
 def test_log_counts_the_processor_time_of_recording(tmp_path):
     path = tmp_path / "result.json"
-    assert main(["bench", "log", "--workers", "2", "--blocks", "1", "--steps", "3", "--json", str(path)]) == 0
+    assert main(["log", "--workers", "2", "--blocks", "1", "--steps", "3", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["name"] == "log"
     assert result["figures"]["recording_share_of_step"] >= 0
@@ -132,5 +132,5 @@ def test_log_counts_the_processor_time_of_recording(tmp_path):
 
 
 def test_an_unwritable_result_is_refused_before_anything_is_measured(capsys):
-    assert main(["bench", "allreduce", "--json", "/proc/no/such"]) == 2
+    assert main(["allreduce", "--json", "/proc/no/such"]) == 2
     assert capsys.readouterr().err.startswith("offbeat: cannot write /proc/no/such")

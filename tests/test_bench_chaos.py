@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from offbeat.bench.chaos import Counts, Settings, Strike, _Job, _Process, count_once
+from benchmarks.chaos import Counts, Settings, Strike, _Job, _Process, count_once
 from offbeat.errors import OffbeatError
 from offbeat.events import Joined, Lost, Ready
 from offbeat.wire.record import LogWriter
@@ -83,7 +83,7 @@ def test_how_far_a_job_is_stands_in_its_log(ended, tmp_path):
 
 
 def test_replicas_that_differ_are_an_error(ended):
-    from offbeat.bench.chaos import _used
+    from benchmarks.chaos import _used
 
     (ended.folder / "2.json").write_text(json.dumps([2.0] * 7 + [1.0]))
     with pytest.raises(OffbeatError, match="differ"):

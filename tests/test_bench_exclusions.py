@@ -2,7 +2,7 @@
 
 import pytest
 
-from offbeat.bench.exclusions import (
+from benchmarks.exclusions import (
     Change,
     Step,
     judge,

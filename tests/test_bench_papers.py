@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from offbeat.bench import accuracy, detect, straggler
-from offbeat.bench.accuracy import Curve, Point, accuracy_after, time_to
-from offbeat.bench.exclusions import Change, Episode, Findings, Step
-from offbeat.bench.result import Result
-from offbeat.bench.runs import slowed
-from offbeat.bench.straggler import Case, Row
-from offbeat.cli.main import main
+from benchmarks import accuracy, detect, straggler
+from benchmarks.__main__ import main
+from benchmarks.accuracy import Curve, Point, accuracy_after, time_to
+from benchmarks.exclusions import Change, Episode, Findings, Step
+from benchmarks.runs import slowed
+from benchmarks.straggler import Case, Row
+from offbeat.cli.result import Result
 
 # Stragglers -------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ def test_accuracy_for_real(tmp_path):
 )
 def test_bad_input_ends_with_one_line_before_anything_is_measured(line, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *line.split()]) == 2
+    assert main([*line.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("offbeat: ")
     assert said.count("\n") == 1

@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from offbeat.bench.children import Lines
-from offbeat.bench.failover import (
+from benchmarks.__main__ import main
+from benchmarks.children import Lines
+from benchmarks.failover import (
     Kill,
     Push,
     Seen,
@@ -17,10 +18,9 @@ from offbeat.bench.failover import (
     seen_in,
     wrong_pushes,
 )
-from offbeat.bench.namespaces import missing
-from offbeat.bench.ps import Found, by_transport, cases, figures
-from offbeat.bench.sampling import Sampler
-from offbeat.cli.main import main
+from benchmarks.namespaces import missing
+from benchmarks.ps import Found, by_transport, cases, figures
+from benchmarks.sampling import Sampler
 from offbeat.errors import OffbeatError
 from offbeat.events import NodeLost, ServerMissed, Tick, Viewed
 
@@ -57,7 +57,7 @@ KILL = Kill(round=0, kind="one", server=1, at_s=10.0, dead_s=10.1, promoted_s=10
 
 def test_servers_that_are_killed_cost_no_push_and_double_none(tmp_path):
     path = tmp_path / "result.json"
-    command = ["bench", "failover", "--kills", "4", "--workers", "2", "--mb", "4", "--json", str(path)]
+    command = ["failover", "--kills", "4", "--workers", "2", "--mb", "4", "--json", str(path)]
     assert main(command) == 0
     result = json.loads(path.read_text())
     figures = result["figures"]
@@ -123,7 +123,7 @@ def test_a_death_is_noticed_once_and_the_next_view_says_whether_somebody_was_com
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_every_size_and_operation_has_its_figures(tmp_path):
     path = tmp_path / "result.json"
-    command = ["bench", "ps", "--sizes", "4KB,100k", "--seconds", "0.01", "--json", str(path)]
+    command = ["ps", "--sizes", "4KB,100k", "--seconds", "0.01", "--json", str(path)]
     assert main(command) == 0
     result = json.loads(path.read_text())
     expected = set()
@@ -151,7 +151,7 @@ def test_every_size_and_operation_has_its_figures(tmp_path):
     ],
 )
 def test_bad_input_is_told_before_anything_is_started(arguments, said, capsys):
-    assert main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from offbeat.bench.quality import (
+from benchmarks.__main__ import main
+from benchmarks.quality import (
     NOISES,
     RULES,
     SCENARIOS,
@@ -16,7 +17,6 @@ from offbeat.bench.quality import (
     simulate,
     smoothed,
 )
-from offbeat.cli.main import main
 
 
 def test_the_rules_of_others_on_times_by_hand():
@@ -77,7 +77,7 @@ def test_scenarios_are_what_they_are_called(scenario):
 
 def test_every_rule_meets_every_scenario_and_ours_raise_no_alarm_when_all_is_calm(tmp_path):
     path = tmp_path / "quality.json"
-    assert main(["bench", "quality", "--runs", "1", "--seed", "7", "--json", str(path)]) == 0
+    assert main(["quality", "--runs", "1", "--seed", "7", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["name"], result["kind"], result["seed"]) == ("quality", "simulated", 7)
     assert len(result["rows"]) == len(NOISES) * len(SCENARIOS) * len(RULES)

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.bench.gloo import bound_s
-from offbeat.bench.result import Result, check_writable, machine, percentile, percentiles
+from benchmarks.gloo import bound_s
+from offbeat.cli.result import Result, check_writable, machine, percentile, percentiles
 from offbeat.errors import OffbeatError
 
 
 def _result(**changed: Any) -> Result:
     about: dict[str, Any] = {
         "name": "allreduce",
-        "command": "offbeat bench allreduce --sizes 35000",
+        "command": "python -m benchmarks allreduce --sizes 35000",
         "kind": "timed",
         "seed": 7,
         "figures": {"step_s_p50": 0.0125, "push_per_s": 54_000, "loss": 1.5},

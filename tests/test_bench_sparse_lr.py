@@ -1,12 +1,12 @@
-"""`offbeat bench sparse-lr` runs, small; how quick it is is not judged here."""
+"""`python -m benchmarks sparse-lr` runs, small; how quick it is is not judged here."""
 
 import json
 
 import numpy as np
 import pytest
 
-from offbeat.bench import sparse_lr
-from offbeat.cli.main import main
+from benchmarks import sparse_lr
+from benchmarks.__main__ import main
 from offbeat.libsvm import write_libsvm
 from offbeat.numerics.powerlaw import power_law
 from offbeat.numerics.proximal_newton import solve
@@ -20,7 +20,7 @@ def test_all_variants_find_the_same_optimum(tmp_path):
     source = ["--rows", "400", "--features", "2000", "--l1", "3", "--workers", "2", "--blocks", "4"]
     tried = ["--tau", "0", "--tau", "2", "--slow", "1:2@burst=1/8", "--task-ms", "0"]
     fixed = ["--rate", "0.4", "--epsilon", "1e-4", "--passes", "400", "--gap", "1e-3"]
-    assert main(["bench", "sparse-lr", *source, *tried, *fixed, "--json", str(path)]) == 0
+    assert main(["sparse-lr", *source, *tried, *fixed, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [(row["filters"], row["tau"]) for row in found["rows"]] == [
         ("all", 0),

@@ -1,4 +1,4 @@
-"""`offbeat bench staleness`: figures that follow from measurements, and the benchmark once each way, small.
+"""Figures that follow from measurements, and the benchmark once each way, small.
 
 What it measures is not judged here.
 """
@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks import served, staleness
+from benchmarks.__main__ import main
+from benchmarks.served import Found
+from benchmarks.staleness import PARTS, Plan, Row, bursts, lasting
 from jobs import MARK, command, gone, marked
-from offbeat.bench import served, staleness
-from offbeat.bench.result import Result
-from offbeat.bench.served import Found
-from offbeat.bench.staleness import PARTS, Plan, Row, bursts, lasting
-from offbeat.cli.main import main
+from offbeat.cli.result import Result
 from offbeat.errors import WorkerError
 from offbeat.events import Clocked, Evaluated, Grant, StepTimed
 from offbeat.policies.stragglers.injection import Slowness, parse
@@ -268,7 +268,7 @@ def test_what_ends_one_training_ends_all_and_says_why(monkeypatch):
     ],
 )
 def test_bad_input_ends_with_one_line(line, words, capsys):
-    assert main(["bench", "staleness", *line.split()]) == 2
+    assert main(["staleness", *line.split()]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith("offbeat: ")
     assert said.count("\n") == 0

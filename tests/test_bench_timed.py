@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offbeat.bench.timed import LayerTimes, ModelTimes, Stretch, TimedLayer, TimedModel, Waiter, time_layers
+from benchmarks.timed import LayerTimes, ModelTimes, Stretch, TimedLayer, TimedModel, Waiter, time_layers
 from offbeat.models import build
 
 

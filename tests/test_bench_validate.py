@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.bench.inputs import ColdFiles, Decoded, InMemory, Repeated
-from offbeat.bench.loaders import LOADERS
-from offbeat.bench.validate import COPY_THREADS, Plan, figures, run
+from benchmarks.inputs import ColdFiles, Decoded, InMemory, Repeated
+from benchmarks.loaders import LOADERS
+from benchmarks.validate import COPY_THREADS, Plan, figures, run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 28, 28), dtype=np.uint8)
 LABELS = np.arange(20) % 10
@@ -119,7 +119,7 @@ def test_the_benchmark_runs_and_serial_and_overlapped_training_learn_the_same():
         step_s=None,
         data="digits",
     )
-    result = run(plan, command="offbeat bench validate")
+    result = run(plan, command="python -m benchmarks validate")
     serial, overlapped, *many = (row for row in result.rows if "run_s" in row)
     looks = [row for row in result.rows if "at_s" in row]
     assert looks

@@ -168,7 +168,7 @@ def test_the_loop_of_the_readme_runs_in_a_world_of_one_and_learns(monkeypatch):
 def test_the_commands_of_the_readme_are_there(capsys):
     text = (ROOT / "README.md").read_text()
     told = "\n".join(CODE.findall(text) + FENCE.findall(text))
-    commands = set(re.findall(r"\boffbeat (train|compare|run|replay|bench|simulate|serve)\b", told))
+    commands = set(re.findall(r"\boffbeat (train|compare|run|replay|simulate|serve)\b", told))
     assert {"train", "compare", "run", "replay"} <= commands
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.namespaces import hosts, missing
 from jobs import MARK, command, gone, marked
-from offbeat.bench.namespaces import hosts, missing
 
 pytestmark = pytest.mark.skipif(
     missing() is not None, reason=f"making hosts on this machine needs {missing()}"

@@ -1,4 +1,4 @@
-"""Promises of `offbeat.bench.namespaces`, kept with real ones (which needs root, `ip` and `tc`)."""
+"""Promises of `benchmarks.namespaces`, kept with real ones (which needs root, `ip` and `tc`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.bench.namespaces import Host, block, cut, hosts, mend, missing, remove_stale, reset, split
+from benchmarks.namespaces import Host, block, cut, hosts, mend, missing, remove_stale, reset, split
 from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import launch, summary
 
@@ -42,7 +42,7 @@ def python(code: str) -> list[str]:
 def maker(then: str) -> tuple[subprocess.Popen[str], list[str]]:
     """Start a process that makes two hosts and then does something in their context."""
     code = (
-        "from offbeat.bench.namespaces import hosts\n"
+        "from benchmarks.namespaces import hosts\n"
         "with hosts(2, rate_bit_per_s=10**9) as hs:\n"
         "    print('made', flush=True)\n"
         f"    {then}"
@@ -84,7 +84,7 @@ def test_every_host_reaches_every_other_at_its_own_address() -> None:
 def test_gloo_works_across_hosts() -> None:
     code = (
         "import os, sys, torch\n"
-        "from offbeat.bench.gloo import GlooSide\n"
+        "from benchmarks.gloo import GlooSide\n"
         "env = os.environ\n"
         "rank, port = int(env['RANK']), int(env['MASTER_PORT'])\n"
         "with GlooSide(rank, 2, env['MASTER_ADDR'], port, interface=sys.argv[1]) as side:\n"
@@ -242,7 +242,7 @@ def test_another_ctrl_c_while_cleaning_up_changes_nothing(tmp_path: Path) -> Non
     (tmp_path / "ip").chmod(0o755)
     code = (
         "import os, signal\n"
-        "from offbeat.bench import namespaces\n"
+        "from benchmarks import namespaces\n"
         "os.environ['GROUP'] = str(os.getpgrp())\n"
         "with namespaces.hosts(2):\n"
         "    print(os.getpid(), flush=True)\n"
@@ -357,7 +357,7 @@ def test_without_the_rights_of_root_that_is_said() -> None:
         "header = ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0))\n"
         "data = ctypes.create_string_buffer(24)\n"
         "assert libc.capset(header, data) == 0\n"
-        "from offbeat.bench.namespaces import hosts\n"
+        "from benchmarks.namespaces import hosts\n"
         "with hosts(2): pass"
     )
     done = subprocess.run(python(code), capture_output=True, text=True, timeout=LIMIT_S, check=False)

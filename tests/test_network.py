@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from benchmarks.namespaces import cut, mend, missing, reset
 from network_faults import fault, part, serving, training
-from offbeat.bench.namespaces import cut, mend, missing, reset
 from offbeat.strategies import SSP, AllReduce, PartialAllReduce
 
 pytestmark = pytest.mark.skipif(

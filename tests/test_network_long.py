@@ -16,8 +16,8 @@ from contextlib import nullcontext
 
 import pytest
 
+from benchmarks.namespaces import block, cut, mend, missing, reset, split
 from network_faults import busy, fault, listening, part, serving, strangers, training
-from offbeat.bench.namespaces import block, cut, mend, missing, reset, split
 from offbeat.strategies import DTSSP, SSP, AllReduce, Hybrid, PartialAllReduce
 
 pytestmark = [

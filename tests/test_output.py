@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from offbeat.bench.result import Result
+from benchmarks.__main__ import main
 from offbeat.cli import output, tables, timesheet
-from offbeat.cli.main import main
 from offbeat.cli.output import OutputError, ReaderGoneError, Table
+from offbeat.cli.result import Result
 from test_cli import lockstep_group, log_of
 from test_compare import row, sheet_of_three_epochs
 from test_tidy import imports, modules, name_of
 
-COMMANDS = ("", "run", "train", "compare", "bench", "simulate", "replay", "trace", "serve")
+COMMANDS = ("", "run", "train", "compare", "simulate", "replay", "trace", "serve")
 OFFBEAT = f"{sys.executable} -m offbeat"
 SIMULATE = "simulate --strategy ssp:s=3 --workers 3 --steps 5"
 ROWS = [
@@ -29,7 +29,7 @@ ROWS = [
 ]
 RESULT = Result(
     name="allreduce",
-    command="offbeat bench allreduce",
+    command="python -m benchmarks allreduce",
     kind="timed",
     seed=7,
     figures={"step_s_p50": 0.0125, "push_per_s": 54_321_987, "ratio_to_bound_of_a_long_name_35KB": 1.234e-7},
@@ -115,8 +115,8 @@ def test_every_table_is_drawn_here_and_is_among_those_that_are_tested():
         path for path in modules() if any(name.startswith("offbeat.cli.output") for name in imports(path))
     ]
     made = {name_of(path) for path in users if re.search(r"\bTable\(", path.read_text())}
-    assert drawn == {"output.py"}
-    assert made == {"tables.py", "bench/result.py"}
+    assert drawn == {"cli/output.py"}
+    assert made == {"cli/tables.py", "cli/result.py"}
 
 
 def test_a_table_breaks_text_between_words_before_it_becomes_lines(monkeypatch, capsys):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.bench.expected import SIDES
-from offbeat.bench.hybrid_sweep import HIERARCHICAL
-from offbeat.bench.staleness import PARTS
-from offbeat.bench.validate import COPY_THREADS
-from offbeat.bench.validate import SIDES as VALIDATE_SIDES
+from benchmarks.expected import SIDES
+from benchmarks.hybrid_sweep import HIERARCHICAL
+from benchmarks.staleness import PARTS
+from benchmarks.validate import COPY_THREADS
+from benchmarks.validate import SIDES as VALIDATE_SIDES
 
 pytest.importorskip("matplotlib")
 

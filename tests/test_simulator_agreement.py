@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks import simulator
+from benchmarks.__main__ import main
 from cluster import run, values
-from offbeat.bench import simulator
-from offbeat.cli.main import main
 from offbeat.events import Finished, Joined, Ready
 from offbeat.simulator.training import setting_from_log
 from offbeat.wire.record import read_log
@@ -60,7 +60,7 @@ def test_a_log_without_a_job_is_refused():
 def test_the_benchmark_gives_time_and_truth(tmp_path):
     path = tmp_path / "result.json"
     options = ["--workers", "8", "--steps", "5", "--jobs", "1"]
-    assert main(["bench", "simulator", *options, "--json", str(path)]) == 0
+    assert main(["simulator", *options, "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["figures"]
     assert figures["cpu_s_8x5"] > 0
     assert figures["simulated_to_real_ratio_min"] > 0

@@ -87,7 +87,6 @@ STRATEGIES_FOR = {
     "__init__.py": "the door",
     "cli/main.py": "the command line",
     "cli/training_worker.py": "what the command line runs as a worker: an ordinary user of the door",
-    "bench/": "the benchmarks compare strategies",
 }
 
 # Where threads may be started, and who hears what they raise.
@@ -95,7 +94,6 @@ STARTS_FOR = {
     "runtime/processes/threads.py": "whoever starts a thread says who hears of its failure",
     "runtime/ps/cluster.py": "an executor, whose every result is asked for",
     "cli/training_worker.py": "an executor, whose every result is asked for",
-    "bench/": "measures from outside; what fails there fails a benchmark",
 }
 STARTS = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "to_thread"}
 
@@ -233,7 +231,7 @@ def test_numerics_compute_and_do_not_communicate(path):
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_strategies_are_imported_by_the_door_the_command_line_and_the_benchmarks_only(path):
+def test_strategies_are_imported_by_the_door_and_the_command_line_only(path):
     name = name_of(path)
     if name.startswith(("strategies/", *STRATEGIES_FOR)):
         return
@@ -308,7 +306,7 @@ def test_a_parameter_server_needs_no_torch_until_somebody_has_tensors():
 
 
 def test_sparse_logistic_regression_needs_no_torch():
-    code = "import sys, offbeat.bench.sparse_lr, offbeat.libsvm\nprint('torch' in sys.modules)"
+    code = "import sys, benchmarks.sparse_lr, offbeat.libsvm\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"
 
 
@@ -324,7 +322,8 @@ def test_the_root_exports_few_names_and_all_of_them_are_there():
 
 
 def written_by_us() -> list[Path]:
-    return sorted([*modules(), *files_of_tests(), *(ROOT / "examples").glob("*.py")])
+    others = [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
+    return sorted([*modules(), *files_of_tests(), *others])
 
 
 def from_root(path: Path) -> str:
@@ -367,8 +366,6 @@ def test_every_thread_is_started_where_somebody_hears_of_its_failure(path):
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_nobody_waits_on_a_lock_that_a_signal_handler_could_leave_held(path):
-    if name_of(path).startswith("bench/"):
-        return
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module == "threading":
             assert not {alias.name for alias in node.names} & {"Condition", "Event"}, f"line {node.lineno}"

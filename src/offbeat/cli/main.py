@@ -22,9 +22,8 @@ import typer
 from rich.progress import Progress, TaskID
 from rich.text import Text
 
-from offbeat.bench.commands import bench
-from offbeat.cli import output, simulation
-from offbeat.errors import OffbeatError, WorkerError
+from offbeat.cli import entry, output, simulation
+from offbeat.errors import OffbeatError
 
 if TYPE_CHECKING:
     from offbeat.cli.job import Job
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from offbeat.policies import Policy
     from offbeat.policies.staleness.caches import Terms
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
-_BOXED_HELP_FROM_COLUMNS = 80
 
 app = typer.Typer(
     add_completion=False,
@@ -101,8 +98,8 @@ def train(
     Shows every epoch as it ends, and at last where each worker's time went. Rank 0 measures the test accuracy
     after every epoch, while the others wait. The run log is RUN_DIR/log.jsonl (see `offbeat replay`).
     """
-    from offbeat.bench.result import Result, check_writable
     from offbeat.cli import job, tables, timesheet
+    from offbeat.cli.result import Result, check_writable
     from offbeat.cli.training_worker import Settings
 
     settings = Settings(
@@ -185,8 +182,8 @@ def compare(
     Times are means over the epochs after the first. Waiting is the share of their time that the workers that
     are not slowed spend on waiting for others.
     """
-    from offbeat.bench.result import Result, check_writable
     from offbeat.cli import comparison, job, tables
+    from offbeat.cli.result import Result, check_writable
     from offbeat.cli.training_worker import Settings
 
     cases = comparison.cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
@@ -430,7 +427,7 @@ def replay(
         difference = record.replay(log)
         if difference is not None:
             print(difference if len(logs) == 1 else f"{path}: {difference}")
-            raise typer.Exit(FAILED)
+            raise typer.Exit(entry.FAILED)
     entries = [entry for log in logs.values() for entry in log.entries]
     actions = sum(isinstance(entry, Action) for entry in entries)
     print(f"identical: {len(entries) - actions} events, {actions} actions")
@@ -463,7 +460,6 @@ def _on_servers(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
     return (parsed.terms(), parsed.staleness()) if isinstance(parsed, OnServers) else None
 
 
-app.add_typer(bench, name="bench")
 simulation.register(app, _policies, _on_servers)
 
 
@@ -473,55 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default the process's own.
     """
-    columns = output.columns_max()
-    has_room = columns is None or columns >= _BOXED_HELP_FROM_COLUMNS
-    app.rich_markup_mode = "rich" if has_room else None  # boxes would cut the names of options
-    with output.guarded():
-        try:
-            code = _run_command(arguments)
-            sys.stdout.flush()
-        except output.ReaderGoneError:
-            return 0
-        except output.OutputError as error:
-            return _complain(str(error), FAILED)
-        return code
-
-
-def _run_command(arguments: Sequence[str] | None) -> int:
-    try:
-        _check_where_we_are()
-        code = app(
-            args=None if arguments is None else list(arguments), prog_name="offbeat", standalone_mode=False
-        )
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except typer.Abort:  # what older typers make of a Ctrl-C
-        return INTERRUPTED
-    except output.OutputError:
-        raise
-    except (WorkerError, OSError) as error:  # of the system: what it says, and about which file
-        return _complain(str(error), FAILED)
-    except (OffbeatError, ValueError) as error:
-        return _complain(str(error), BAD_INPUT)
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # typer's errors of usage
-        if message is None:
-            raise
-        return _complain(message(), BAD_INPUT) if message() else BAD_INPUT  # empty: the help was shown
-    return code if isinstance(code, int) else 0
-
-
-def _check_where_we_are() -> None:
-    try:
-        Path.cwd()
-    except FileNotFoundError as error:
-        raise OffbeatError("the current folder has been removed: change to one that is there") from error
-
-
-def _complain(message: str, code: int) -> int:
-    """Say what is wrong in one line, whatever the message holds."""
-    print(f"offbeat: {' '.join(message.split())}", file=sys.stderr)
-    return code
+    return entry.run(app, "offbeat", arguments)
 
 
 def _command() -> str:
@@ -639,15 +587,15 @@ def _start_here(arguments: list[str], replacements: int) -> int:
         try:
             print(f"[{rank}] {line}", flush=True)
         except output.OutputError as error:  # a full disk ends what is shown, and not the workers
-            _complain(f"what the workers say is not shown any more: {error.reason}", FAILED)
+            entry.complain(f"what the workers say is not shown any more: {error.reason}", entry.FAILED)
             lost.append(error)
 
     with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
         outcomes = running.wait()
     if all(outcome.is_good or outcome.replaced_by is not None for outcome in outcomes):
         print(f"offbeat: {summary(outcomes)}", file=sys.stderr)
-        return FAILED if lost else 0
-    return _complain(summary(outcomes), FAILED)
+        return entry.FAILED if lost else 0
+    return entry.complain(summary(outcomes), entry.FAILED)
 
 
 def _torchrun(arguments: list[str]) -> int:
@@ -662,7 +610,7 @@ def _torchrun(arguments: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"was killed by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
-        return _complain(f"rank {rank} {how}; what it said is above", FAILED)
+        return entry.complain(f"rank {rank} {how}; what it said is above", entry.FAILED)
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -106,7 +106,7 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
         The policies are those that the coordinator asks in a real run. What must never happen ends the run
         with exit code 1 and the command that repeats it.
         """
-        from offbeat.bench.result import check_writable
+        from offbeat.cli.result import check_writable
 
         if not 0 <= seed <= _SEED_MAX:
             raise ValueError(f"the seed must be from 0 to {_SEED_MAX}, got {seed}")
@@ -361,7 +361,7 @@ def _fail(text: str) -> None:
 
 
 def _report(figures: dict[str, float], rows: list[dict[str, Any]], seed: int, json: Path | None) -> None:
-    from offbeat.bench.result import Result
+    from offbeat.cli.result import Result
 
     command = shlex.join(["offbeat", *sys.argv[1:]])
     result = Result(name="simulate", command=command, kind="simulated", seed=seed, figures=figures, rows=rows)

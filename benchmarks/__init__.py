@@ -1,0 +1,1 @@
+"""The benchmarks, each runnable by name with `python -m benchmarks NAME`."""

@@ -1,0 +1,357 @@
+"""`python -m benchmarks failover`: servers of a parameter server are killed while workers push.
+
+Every push is of all keys of one namespace and says which it is: to each key it adds one to its worker's
+counter, and its number to the worker's sum of numbers. So the values say in the end whether a push is missing
+or came twice, even where one of each would hide each other. A second namespace, which nobody pushes to any
+more, gives the servers that take over something to fetch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.children import Child, Lines, ask_all
+from offbeat.cli.result import Result
+from offbeat.errors import OffbeatError
+from offbeat.events import Action, Event, NodeLost, Viewed
+from offbeat.runtime.ps.client import PS
+from offbeat.runtime.ps.future import Future
+from offbeat.runtime.ps.namespace import Namespace
+from offbeat.runtime.ps.node import Cluster
+from offbeat.wire.record import read_log
+
+_SERVERS = 4
+_COPIES = 2
+_KEYS, _BLOCK_KEYS = 1024, 32
+_IN_FLIGHT = 2  # pushes of one worker
+_BETWEEN = (5, 30)  # pushes of every worker before the next kill
+_LIMIT_S = 60.0
+_LOOK_S = 0.002
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """When a worker began a push and knew that it was done, on the monotonic clock of this machine."""
+
+    begun_s: float
+    done_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One server that was killed.
+
+    Attributes:
+        kind: "one", "two" at once, or during a "join".
+        at_s, dead_s: it was alive just before, and dead just after.
+        promoted_s: when others had answered for all that it was the master of.
+    """
+
+    round: int
+    kind: str
+    server: int
+    at_s: float
+    dead_s: float
+    promoted_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the manager's log says of a kill: when it was noticed, and whether a server was being taken in."""
+
+    detected_s: float
+    is_join: bool
+
+
+def run(*, command: str, kills: int = 20, workers: int = 4, size_mb: int = 64, seed: int = 0) -> Result:
+    """Kill so many of 4 servers one after the other, and start others in their places.
+
+    Args:
+        kills: in rounds of one, two at once, and one while another is being taken in.
+        workers: processes that push.
+        size_mb: what the servers hold besides, in 10^6 bytes.
+        seed: of who is killed, and when.
+
+    Raises:
+        OffbeatError: something did not go on.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        log = Path(folder) / "log.jsonl"
+        ps = stack.enter_context(PS.local(_SERVERS, copies=_COPIES, run_log=str(log)))
+        pushing = [
+            stack.enter_context(Child("benchmarks.failover", name=f"worker {worker}"))
+            for worker in range(workers)
+        ]
+        trial = _Trial(ps, pushing, random.Random(f"failover {seed}"))
+        trial.begin(size_mb * 1_000_000)
+        for number, (kind, count) in enumerate(_rounds(kills)):
+            print(f"{len(trial.kills)} of {kills} killed", file=sys.stderr, flush=True)
+            trial.round(number, kind, count)
+        lost, doubled = trial.wrong(is_last=True)
+        seen = _seen(log, [kill.server for kill in trial.kills])
+    rows = [_row(kill, seen[kill.server], trial.pushes) for kill in trial.kills]
+    figures: dict[str, float] = {
+        "lost_pushes": lost,
+        "doubled_pushes": doubled,
+        "kills_count": len(rows),
+        "kills_in_join_count": sum(row["is_join"] for row in rows),
+        "pushes_count": sum(map(len, trial.pushes)),
+    }
+    for name in ("detect_s", "promote_s", "first_served_s", "gap_s"):
+        values = [row[name] for row in rows]
+        figures |= {f"{name}_p50": median(values), f"{name}_max": max(values)}
+    figures["push_s_p50"] = median(push.done_s - push.begun_s for pushes in trial.pushes for push in pushes)
+    return Result(
+        name="failover",
+        command=command,
+        kind="real",
+        seed=seed,
+        figures=figures,
+        rows=rows,
+    )
+
+
+def _rounds(kills: int) -> Iterator[tuple[str, int]]:
+    """Yield what each round does, and how many it kills."""
+    for kind in itertools.cycle(("one", "two", "join")):
+        if kills <= 0:
+            return
+        count = min(kills, 2 if kind == "two" else 1)
+        yield kind if count == 2 or kind == "join" else "one", count
+        kills -= count
+
+
+@dataclass
+class _Trial:
+    """The servers, who pushes to them, and what was done to them.
+
+    Attributes:
+        pushes: of each worker, in order.
+    """
+
+    ps: PS
+    workers: Sequence[Child]
+    chance: random.Random
+    kills: list[Kill] = field(default_factory=list)
+    pushes: list[list[Push]] = field(default_factory=list)
+
+    def begin(self, size_bytes: int) -> None:
+        """Open what is pushed to, and let the workers come."""
+        self._counters = _counters(self.ps, len(self.workers))
+        self._rest = self.ps.namespace("rest", keys=size_bytes // 4)
+        self._rest.push(np.ones(self._rest.keys, np.float32)).result()
+        self.servers = set(self.ps.servers)
+        self._ids = itertools.count(max(self.servers) + 1)
+        self.pushes = [[] for _ in self.workers]
+        for worker, child in enumerate(self.workers):
+            cluster = msgspec.to_builtins(self.ps.cluster)
+            child.lines.tell({"cluster": cluster, "worker": worker, "workers": len(self.workers)})
+        for child in self.workers:
+            child.lines.hear()
+
+    def round(self, number: int, kind: str, count: int) -> None:
+        """Kill while the workers push, start others, and see what has come of the pushes."""
+        for child in self.workers:
+            child.lines.tell("go")
+        self._let_push(self.chance.randint(*_BETWEEN))
+        victims = self.chance.sample(sorted(self.servers), count)
+        if kind == "join":
+            with ThreadPoolExecutor(1) as beside:
+                started = beside.submit(self._start)
+                self._look(
+                    lambda: not self.ps.is_settled or len(self.ps.servers) > _SERVERS,
+                    "the next server to come",
+                )
+                self._kill(number, kind, victims)
+                started.result()
+        else:
+            self._kill(number, kind, victims)
+            self.ps.wait_until_settled(self.servers)
+        while len(self.servers) < _SERVERS:
+            self._start()
+        self.ps.wait_until_settled(self.servers)
+        self._let_push(_BETWEEN[0])
+        for worker, told in enumerate(ask_all(self.workers, "halt")):
+            self.pushes[worker] += [Push(begun_s=begun_s, done_s=done_s) for begun_s, done_s in told]
+        lost, doubled = self.wrong()
+        if lost or doubled:
+            print(f"round {number}: {lost} pushes lost, {doubled} twice", file=sys.stderr, flush=True)
+
+    def wrong(self, *, is_last: bool = False) -> tuple[int, int]:
+        """How many pushes of all that are done are lost, and how many came twice."""
+        values_KC = self._counters.pull().result()  # noqa: N806
+        lost, doubled = wrong_pushes(values_KC, [len(pushes) for pushes in self.pushes])
+        if is_last:
+            rest = self._rest.pull().result()
+            lost, doubled = lost + int((rest < 1).any()), doubled + int((rest > 1).any())
+        return lost, doubled
+
+    def _kill(self, number: int, kind: str, victims: Sequence[int]) -> None:
+        struck_s = {}
+        processes = self.ps.local_servers.processes
+        for server in victims:
+            struck_s[server] = time.monotonic()
+            processes[server].kill()
+        for server in victims:
+            processes[server].wait()
+        dead_s = time.monotonic()
+        self._counters.pull().result()
+        promoted_s = time.monotonic()
+        for server, at_s in struck_s.items():
+            self.servers.discard(server)
+            killed = Kill(
+                round=number, kind=kind, server=server, at_s=at_s, dead_s=dead_s, promoted_s=promoted_s
+            )
+            self.kills.append(killed)
+
+    def _start(self) -> None:
+        server = next(self._ids)
+        self.ps.local_servers.start(server)
+        self.servers.add(server)
+
+    def _let_push(self, count: int) -> None:
+        """Wait until every worker has pushed so often."""
+        before = self._counts()
+        self._look(lambda: bool((self._counts() >= before + count).all()), f"{count} pushes of every worker")
+
+    def _counts(self) -> Values:
+        counts: Values = self._counters.pull(first=0, last=1).result()[0, ::2]
+        return counts
+
+    def _look(self, condition: Any, what: str) -> None:
+        limit_s = time.monotonic() + _LIMIT_S
+        while not condition():
+            if time.monotonic() > limit_s:
+                raise OffbeatError(f"waited {_LIMIT_S:g} s for {what} in vain")
+            time.sleep(_LOOK_S)
+
+
+def wrong_pushes(values_KC: Values, pushed: Sequence[int]) -> tuple[int, int]:  # noqa: N803
+    """Return how many pushes are missing in the key that has the fewest, and how many are there twice.
+
+    Args:
+        values_KC: a row a key: of each worker its counter and its sum of numbers.
+        pushed: how often each worker has pushed.
+    """
+    lost = doubled = 0
+    for worker, count in enumerate(pushed):
+        counts_K, sums_K = values_KC[:, 2 * worker], values_KC[:, 2 * worker + 1]  # noqa: N806
+        missing, more = int(max(0, (count - counts_K).max())), int(max(0, (counts_K - count).max()))
+        hidden = int(((counts_K == count) & (sums_K != count * (count + 1) / 2)).any())
+        lost, doubled = lost + max(missing, hidden), doubled + max(more, hidden)
+    return lost, doubled
+
+
+def first_served_s(kill: Kill, pushes: Sequence[Sequence[Push]]) -> float:
+    """How long after a kill the first push was done that cannot have been done without the new masters."""
+    return min(_served(kill, one).done_s for one in pushes) - kill.at_s
+
+
+def gap_s(kill: Kill, pushes: Sequence[Sequence[Push]]) -> float:
+    """The longest time, of any worker, in which no push was done around a kill."""
+    return max(
+        later.done_s - before.done_s
+        for one in pushes
+        for served in (_served(kill, one),)
+        for before, later in itertools.pairwise(one)
+        if later.done_s > kill.at_s and before.done_s < served.done_s
+    )
+
+
+def _served(kill: Kill, pushes: Sequence[Push]) -> Push:
+    return next(push for push in pushes if push.begun_s > kill.dead_s)
+
+
+def _row(kill: Kill, seen: Seen, pushes: Sequence[Sequence[Push]]) -> dict[str, Any]:
+    return {
+        "round": kill.round,
+        "kind": kill.kind,
+        "server": kill.server,
+        "is_join": seen.is_join,
+        "detect_s": seen.detected_s - kill.at_s,
+        "promote_s": kill.promoted_s - kill.at_s,
+        "first_served_s": first_served_s(kill, pushes),
+        "gap_s": gap_s(kill, pushes),
+    }
+
+
+def _seen(log: Path, servers: Sequence[int]) -> dict[int, Seen]:
+    """What the run log says of the servers that were killed; it is written a little behind."""
+    limit_s = time.monotonic() + _LIMIT_S
+    while True:
+        found = seen_in(read_log(log).entries)
+        if found.keys() >= set(servers):
+            return found
+        if time.monotonic() > limit_s:
+            raise OffbeatError(f"the manager has not noticed that servers {set(servers) - found.keys()} died")
+        time.sleep(_LOOK_S)
+
+
+def seen_in(entries: Sequence[Event | Action]) -> dict[int, Seen]:
+    """Return, by server, what a run log says of its death."""
+    found: dict[int, Seen] = {}
+    for event, action in itertools.pairwise(entries):
+        match event:
+            case NodeLost(node=node) if node.startswith("server-"):
+                server = int(node.removeprefix("server-"))
+            case _:
+                continue
+        if server not in found:
+            is_join = isinstance(action, Viewed) and bool(action.target)
+            found[server] = Seen(detected_s=event.now_s, is_join=is_join)
+    return found
+
+
+def _counters(ps: PS, workers: int) -> Namespace:
+    return ps.namespace("counters", keys=_KEYS, width=2 * workers, dtype="float64", block_keys=_BLOCK_KEYS)
+
+
+def main() -> None:
+    """One worker: pushes from "go" to "halt", and then says when each push was begun and done."""
+    lines = Lines.to_parent()
+    place: Mapping[str, Any] = lines.hear()
+    numbers = itertools.count(1)
+    with PS(msgspec.convert(place["cluster"], Cluster), host="127.0.0.1") as ps:
+        counters = _counters(ps, place["workers"])
+        lines.tell("here")
+        while True:  # until the benchmark is over, and this process with it
+            lines.hear()
+            times_s: list[tuple[float, float]] = []
+            under_way: deque[tuple[float, Future]] = deque()
+            while not lines.has_come():
+                rows_KC = np.zeros((_KEYS, 2 * place["workers"]))  # noqa: N806
+                rows_KC[:, 2 * place["worker"]] = 1
+                rows_KC[:, 2 * place["worker"] + 1] = next(numbers)
+                under_way.append((time.monotonic(), counters.push(rows_KC)))
+                if len(under_way) == _IN_FLIGHT:
+                    times_s.append(_done(*under_way.popleft()))
+            lines.hear()
+            times_s += [_done(*one) for one in under_way]
+            lines.tell(times_s)
+
+
+def _done(begun_s: float, future: Future) -> tuple[float, float]:
+    future.result()
+    return begun_s, time.monotonic()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""`python -m benchmarks log`: what it costs to tell the coordinator about every step and to write it down.
+
+Two sessions train the same model in the same workers in alternating blocks, one with a run log and one
+without. On a machine whose cores are all busy the cost of recording is the processor time it takes, so that
+is what is counted: the coordinator's with the log, and the workers' for telling it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.workers import answer, run_workers, settings_of
+from offbeat.cli.result import Result
+from offbeat.events import Ready, StepTimed
+from offbeat.models import build
+from offbeat.runtime.session import Session, join
+from offbeat.strategies import AllReduce
+
+SHAPE, CLASSES, BATCH_SIZE = (3, 32, 32), 10, 32
+_TOLD = 300
+
+
+def run(*, command: str, workers: int = 4, blocks: int = 20, steps: int = 10, seed: int = 0) -> Result:
+    """Measures both ways with `cnn2`.
+
+    Args:
+        command: the command line, for the result.
+        workers: worker processes on this machine.
+        blocks: how many blocks each way.
+        steps: training steps a block.
+        seed: of weights and data.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"blocks": blocks, "steps": steps, "seed": seed, "log": str(Path(folder) / "log.jsonl")}
+        found = run_workers("benchmarks.log", settings, workers)
+        log_bytes = (Path(folder) / "log.jsonl").stat().st_size
+    recorded, plain = (median(found["step_s"][way]) for way in ("recorded", "plain"))
+    told_s = found["tell_cpu_s"]
+    coordinator_s = found["coordinator_cpu_s"]
+    share = (workers * told_s + coordinator_s) / (workers * found["step_cpu_s"])
+    figures = {
+        "recording_share_of_step": share,
+        "step_ratio_p50": recorded / plain,
+        "coordinator_cpu_us_a_step": coordinator_s * 1e6,
+        "worker_cpu_us_a_step": told_s * 1e6,
+        "log_bytes_a_step": log_bytes / ((blocks + 1) * steps),
+    }
+    rows = [
+        {
+            "way": way,
+            "steps": blocks * steps,
+            "step_s_p50": median(times_s),
+            "step_s_min": min(times_s),
+            "step_s_max": max(times_s),
+        }
+        for way, times_s in found["step_s"].items()
+    ]
+    return Result(name="log", command=command, kind="real", seed=seed, figures=figures, rows=rows)
+
+
+def main() -> None:
+    """One worker: trains both ways in turn; rank 0 answers."""
+    settings = settings_of(sys.argv)
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(settings["seed"] * 1000 + dist.get_rank())
+    x = torch.randn(BATCH_SIZE, *SHAPE, generator=generator)
+    y = torch.randint(0, CLASSES, (BATCH_SIZE,), generator=generator)
+    models = [
+        build("cnn2", sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"])
+        for _ in ("recorded", "plain")
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    with (
+        join(models[0], optimizers[0], AllReduce(), run_log=settings["log"]) as session,
+        join(models[1], optimizers[1], AllReduce()),
+    ):
+        coordinators = _coordinators()
+        step_s: dict[str, list[float]] = {"recorded": [], "plain": []}
+        coordinator_cpu_s = cpu_s = 0.0
+        for block in range(settings["blocks"] + 1):
+            for way in (0, 1) if block % 2 else (1, 0):
+                dist.barrier()
+                before_s = [_cpu_s(process) for process in coordinators]
+                began_cpu_s = time.process_time()
+                for _ in range(settings["steps"]):
+                    began_s = time.perf_counter()
+                    optimizers[way].zero_grad()
+                    F.cross_entropy(models[way](x), y).backward()
+                    optimizers[way].step()
+                    if block:
+                        step_s["plain" if way else "recorded"].append(time.perf_counter() - began_s)
+                if block and not way:
+                    cpu_s += time.process_time() - began_cpu_s
+                    coordinator_cpu_s += sum(_cpu_s(process) for process in coordinators) - sum(before_s)
+        steps = settings["blocks"] * settings["steps"]
+        tell_cpu_s = _tell_cpu_s(session)  # all do, for in lockstep all have as many rounds
+        if session.worker == 0:
+            result = {
+                "step_s": step_s,
+                "step_cpu_s": cpu_s / steps,
+                "coordinator_cpu_s": coordinator_cpu_s / steps,
+                "tell_cpu_s": tell_cpu_s,
+            }
+            answer(result)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _tell_cpu_s(session: Session) -> float:
+    """Processor time of telling the coordinator about one step, the links' thread included."""
+    member = session._member
+    assert member is not None
+    timed = StepTimed(
+        now_s=0.0,
+        worker=session.worker,
+        step=session.step,
+        batch_s=0.0,
+        compute_s=0.0,
+        apply_s=0.0,
+        communicate_s=0.0,
+        wait_s=0.0,
+        other_s=0.0,
+        wall_s=0.0,
+        samples=0,
+    )
+    began_s = time.process_time()
+    for number in range(_TOLD):
+        round_ = session._synchronizer.round + number
+        member.tell(
+            Ready(
+                now_s=0.0,
+                worker=session.worker,
+                generation=0,
+                epoch=0,
+                step=session.step,
+                round=round_,
+                compute_s=0.0,
+                samples=0,
+                blocks=(),
+            )
+        )
+        member.endpoint.flush(1.0)
+        member.tell(timed)
+        member.endpoint.flush(1.0)
+    return (time.process_time() - began_s) / _TOLD
+
+
+def _coordinators() -> list[int]:
+    """The coordinators that this process has started, and the processes that they run in."""
+    found = [
+        pid for pid in _children(os.getpid()) if b"offbeat.runtime.control.coordinator" in _command_of(pid)
+    ]
+    return found + [child for pid in found for child in _children(pid)]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()

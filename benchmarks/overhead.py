@@ -1,0 +1,132 @@
+"""`python -m benchmarks overhead`: a training step under PyTorch's DDP on gloo and under `bsp`, in turn.
+
+The same workers train the same model from the same seed on the same data both ways, in alternating blocks of
+steps in one run, so that whatever the machine does meanwhile happens to both.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.workers import answer, run_workers, settings_of
+from offbeat.cli.result import Result
+from offbeat.models import build
+from offbeat.runtime.session import join
+from offbeat.strategies import AllReduce
+
+SHAPE, CLASSES = (3, 32, 32), 10
+PLAN = {"cnn2": (30, 20), "resnet18": (16, 2)}  # blocks a side, steps a block
+Sides = dict[str, Callable[[], None]]
+
+
+def run(
+    *,
+    command: str,
+    models: Sequence[str] = ("cnn2", "resnet18"),
+    workers: int = 4,
+    batch_size: int = 32,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> Result:
+    """Measures the models one after the other.
+
+    Args:
+        command: the command line, for the result.
+        models: keys of `PLAN`.
+        workers: worker processes on this machine.
+        batch_size: CIFAR-10-shaped samples a worker and step.
+        scale: multiplies how many blocks are measured.
+        seed: of weights and data.
+    """
+    rows, figures = [], {}
+    for model in models:
+        blocks, steps = PLAN[model]
+        settings = {
+            "model": model,
+            "blocks": max(3, round(blocks * scale)),
+            "steps": steps,
+            "batch_size": batch_size,
+            "seed": seed,
+        }
+        times_s = run_workers("benchmarks.overhead", settings, workers)
+        ratios = [
+            median(ours) / median(ddp) for ours, ddp in zip(times_s["bsp"], times_s["ddp"], strict=True)
+        ]
+        flat = {side: [t for block in blocks_s for t in block] for side, blocks_s in times_s.items()}
+        figures[f"step_ratio_p50_{model}"] = median(flat["bsp"]) / median(flat["ddp"])
+        for side, all_s in flat.items():
+            rows.append(
+                {
+                    "model": model,
+                    "side": side,
+                    "workers": workers,
+                    "batch_size": batch_size,
+                    "steps": len(all_s),
+                    "step_s_p50": median(all_s),
+                    "step_s_mean": sum(all_s) / len(all_s),
+                    "block_ratio_p50": median(ratios) if side == "bsp" else None,
+                    "block_ratio_min": min(ratios) if side == "bsp" else None,
+                    "block_ratio_max": max(ratios) if side == "bsp" else None,
+                }
+            )
+    return Result(name="overhead", command=command, kind="real", seed=seed, figures=figures, rows=rows)
+
+
+def main() -> None:
+    """One worker: trains both ways in turn; rank 0 answers with its step times, block by block."""
+    settings = settings_of(sys.argv)
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(settings["seed"] * 1000 + rank)
+    x = torch.randn(settings["batch_size"], *SHAPE, generator=generator)
+    y = torch.randint(0, CLASSES, (settings["batch_size"],), generator=generator)
+    models = [
+        build(settings["model"], sample_shape=SHAPE, classes=CLASSES, seed=settings["seed"]) for _ in range(2)
+    ]
+    wrapped = torch.nn.parallel.DistributedDataParallel(models[0])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    with join(models[1], optimizers[1], AllReduce()):
+        sides: Sides = {
+            "ddp": lambda: _step(wrapped, optimizers[0], x, y),
+            "bsp": lambda: _step(models[1], optimizers[1], x, y),
+        }
+        times_s = _measure(sides, settings["blocks"], settings["steps"], settings["model"])
+    if rank == 0:
+        answer(times_s)
+    dist.destroy_process_group()
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()  # so that no side's gradients take up memory during the other's turn
+
+
+def _measure(sides: Sides, blocks: int, steps: int, model: str) -> dict[str, list[list[float]]]:
+    """Seconds of each step; the first block of each side warms up, and which side begins alternates."""
+    times_s: dict[str, list[list[float]]] = {side: [] for side in sides}
+    for block in range(blocks + 1):
+        for side in list(sides)[:: 1 if block % 2 else -1]:
+            dist.barrier()
+            block_s = []
+            for _ in range(steps):
+                began_s = time.perf_counter()
+                sides[side]()
+                block_s.append(time.perf_counter() - began_s)
+            if block:
+                times_s[side].append(block_s)
+        if block % 5 == 0 and dist.get_rank() == 0:
+            print(f"{model}: block {block} of {blocks}", flush=True)
+    return times_s
+
+
+if __name__ == "__main__":
+    main()

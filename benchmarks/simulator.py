@@ -1,0 +1,152 @@
+"""`python -m benchmarks simulator`: how quickly many workers are simulated, and how truly few.
+
+The first is the processor time of one run of `partial` with many workers. For the second, real workers train
+a model of a few numbers, wait for as long as a step is to compute, and are slowed by what is injected; the
+run log's compute times are then simulated under the same policies, and both runs compared.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.workers import answer, run_workers, settings_of
+from offbeat.cli.result import Result
+from offbeat.events import Action, Event, Group
+from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.membership.partial_groups import PartialGroups
+from offbeat.runtime.session import join
+from offbeat.simulator.core.times import Jittered
+from offbeat.simulator.training import setting_from_log
+from offbeat.simulator.training.cluster import Cluster, Setting
+from offbeat.strategies import PartialAllReduce
+from offbeat.wire.record import Log, policies_of, read_log
+
+# Slow for six steps: four until it is left out, two outside; it comes back in the midst of the others' step.
+SLOW = "1:2.25@burst=6/1000"
+_STRATEGY = PartialAllReduce(k=1.5, n_profile=2, limit=3, shards="equal")  # simulated workers have no samples
+_BATCH_SIZE = 2
+
+
+def run(
+    *,
+    command: str,
+    workers: int = 10_000,
+    steps: int = 1000,
+    jobs: int = 5,
+    job_steps: int = 60,
+    compute_s: float = 0.05,
+    seed: int = 0,
+) -> Result:
+    """Simulates many workers once, and real jobs of 4 workers each after itself.
+
+    Args:
+        command: the command line, for the result.
+        workers: simulated at once.
+        steps: that each of them takes.
+        jobs: real jobs.
+        job_steps: of each worker of a real job.
+        compute_s: how long a step of a real job computes where it is not slowed.
+        seed: of all chance in simulation.
+    """
+    cpu_s, calls = many(workers, steps, seed)
+    rows = []
+    for _ in range(jobs):
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log.jsonl"
+            settings = {"log": str(log), "steps": job_steps, "compute_s": compute_s}
+            run_workers("benchmarks.simulator", settings, 4)
+            rows.append(compare(read_log(log), seed))
+    ratios = [row["simulated_s"] / row["real_s"] for row in rows]
+    figures = {
+        f"cpu_s_{workers}x{steps}": cpu_s,
+        "calls_count_a_round": calls,
+        "simulated_to_real_ratio_p50": median(ratios),
+        "simulated_to_real_ratio_min": min(ratios),
+        "simulated_to_real_ratio_max": max(ratios),
+        "same_members_share": _share(row["has_same_members"] for row in rows),
+        "same_members_and_steps_share": _share(row["steps_apart_max"] == 0 for row in rows),
+    }
+    return Result(name="simulator", command=command, kind="timed", seed=seed, figures=figures, rows=rows)
+
+
+def many(workers: int, steps: int, seed: int) -> tuple[float, float]:
+    """Simulate `partial`; return the processor time in seconds, and the engine's calls a round."""
+    setting = Setting(world=workers, steps=steps, times=Jittered(), seed=seed)
+    cluster = Cluster(setting, lambda: [Assembly(workers, is_open=True), PartialGroups(workers)])
+    began_s = time.process_time()
+    cluster.run()
+    return time.process_time() - began_s, cluster.engine.count / steps
+
+
+def compare(log: Log, seed: int = 0) -> dict[str, Any]:
+    """Simulate what a run log tells of, and return in how far the two runs are alike."""
+    setting = setting_from_log.setting_of(log.entries, seed=seed)
+    cluster = Cluster(setting, lambda: policies_of(log.header), keeps_log=True)
+    cluster.run()
+    simulated: list[Event | Action] = []
+    for event, actions in cluster.log:
+        simulated += [event, *actions]
+    real_groups, groups = (_groups(entries) for entries in (log.entries, simulated))
+    is_alike = [one[1:] for one in real_groups] == [one[1:] for one in groups]
+    apart = [abs(one[0] - other[0]) for one, other in zip(real_groups, groups, strict=False)]
+    return {
+        "real_s": setting_from_log.job_s(log.entries),
+        "simulated_s": setting_from_log.job_s(simulated),
+        "has_same_members": is_alike,
+        "steps_apart_max": max(apart) if is_alike else None,
+        "real_groups": _shown(real_groups),
+        "simulated_groups": _shown(groups),
+    }
+
+
+def train(log: str, steps: int, compute_s: float) -> int:
+    """One worker of a real job, whose log `compare` can read; returns which worker it was."""
+    os.environ |= {"OFFBEAT_SLOW": SLOW, "OFFBEAT_RUN_LOG": log}
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with join(model, optimizer, _STRATEGY) as session:
+        samples = session.world * _BATCH_SIZE * steps
+        data = TensorDataset(torch.zeros(samples, 8), torch.zeros(samples, 4))
+        for _ in session.epochs(1):
+            for x, y in session.batches(data, _BATCH_SIZE):
+                optimizer.zero_grad()
+                out = model(x)
+                time.sleep(compute_s)
+                nn.functional.mse_loss(out, y).backward()
+                optimizer.step()
+    return session.worker
+
+
+def _groups(entries: Sequence[Event | Action]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    decided = setting_from_log.decisions_of(entries)
+    return [(one.step, one.members, one.joining) for one in decided if isinstance(one, Group)]
+
+
+def _shown(groups: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> str:
+    return ", ".join(f"{' '.join(map(str, members))} from step {step}" for step, members, _ in groups)
+
+
+def _share(holds: Any) -> float:
+    held = [bool(one) for one in holds]
+    return sum(held) / len(held)
+
+
+def main() -> None:
+    """One worker of a real job."""
+    if train(**settings_of(sys.argv)) == 0:
+        answer("done")  # what was found is in the log
+
+
+if __name__ == "__main__":
+    main()

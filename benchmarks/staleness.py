@@ -1,0 +1,454 @@
+"""What a bound on staleness is worth on a parameter server, and one that moves.
+
+Source: the second paper, tables 1 and 2 and figures 9 and 10: a network of two convolutions and two fully
+connected layers on CIFAR-10, batches of 128, Adam, 4 machines with threads that each are a worker, 1 server;
+BSP, SSP and DTSSP. Deviations: SSP(10), the largest bound that DTSSP may come to, and ASP beside them; far
+fewer steps; slowness is injected, since how unequal the paper's machines were is not said. It comes in
+*bursts*, which hit one process after the other, never two at once; or it is *lasting*: one process is half
+as fast as the others, another a third. With equal shards, as in the paper, every worker has as many steps,
+so whatever lasts has to be waited for in the end; with dynamic ones samples are dealt as they are needed.
+
+`timed` measures times: workers wait instead of computing (see `benchmarks.served`), for `step_ms` times
+the threads of a process, as so many more workers share this machine's cores for the work that remains: what
+goes to the server and back is as large as the model, and steps of Adam are made. The server is part of all
+times. `besides_computing_ms` says how large a part where nobody is slow; `server_step_ms` what one step of
+its optimizer takes alone. Losses, by which DTSSP goes, are those of a real training with ps-bsp and as many
+workers, which is run first: its first steps, for that is all there is time for.
+
+`real` measures accuracy: gradients are computed, and nobody may read a time from it: workers share the cores,
+and so do strategies, of which as many train at once as there are cores. The learning rate falls from epoch to
+epoch. With ps-bsp nobody is slowed, for that changes no bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from benchmarks import runs, served
+from benchmarks.runs import Compute
+from benchmarks.served import Found, Served
+from offbeat.cli import job, timesheet
+from offbeat.cli.result import Result, machine
+from offbeat.cli.training_worker import Settings
+from offbeat.data import DEFAULT_DIR
+from offbeat.errors import OffbeatError
+from offbeat.numerics.ps.updates import Adam
+from offbeat.policies.stragglers.injection import parse
+from offbeat.runtime.control.environment import cores
+from offbeat.wire.record import read_log
+
+STRATEGIES: Final[Mapping[str, str]] = {
+    "bsp": "ps-bsp:shards=",
+    "ssp3": "ssp:s=3,shards=",
+    "ssp10": "ssp:s=10,shards=",
+    "dtssp": "dtssp:shards=",
+    "asp": "asp:shards=",
+}
+"""By the name in figures: what is compared, but for how samples are shared."""
+SETTINGS: Final[Mapping[str, tuple[str, Literal["equal", "dynamic"]]]] = {
+    "bursts": ("bursts", "equal"),
+    "bursts_dynamic": ("bursts", "dynamic"),
+    "lasting_equal": ("lasting", "equal"),
+    "lasting_dynamic": ("lasting", "dynamic"),
+}
+"""By the name in figures: who is slow when, and how samples are shared."""
+PARTS: Final = tuple(part for part in timesheet.PARTS if part != "communicate")
+"""The paper's nine, in our names (see the glossary), and what is in none of them."""
+_NOBODY: Final = "nobody"
+_NOBODY_STEPS: Final = 24
+_SERVER_STEPS: Final = 10
+
+OnProgress: TypeAlias = Callable[[timesheet.TimeSheet], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run.
+
+    Attributes:
+        strategy: a key of `STRATEGIES`.
+        setting: a key of `SETTINGS`, or "nobody" is slow.
+        threads: of each process.
+        steps: of each worker, where they have equally many.
+    """
+
+    strategy: str
+    setting: str
+    threads: int
+    steps: int
+    found: Found
+
+
+def bursts(workers: int, factor: float, steps: int, burst: int, calm: int) -> tuple[str, ...]:
+    """Return rules by which processes are slow in turn, for `burst` steps each, with `calm` steps between.
+
+    Args:
+        workers: processes.
+        factor: how many times as long a step then takes.
+        steps: in an epoch.
+        burst, calm: in steps of one worker.
+    """
+    begins = range(0, steps, burst + calm)
+    return tuple(
+        f"{turn % workers}:{factor:g}@{begin / steps!r}-{min(steps, begin + burst) / steps!r}"
+        for turn, begin in enumerate(begins)
+    )
+
+
+def lasting(workers: int) -> tuple[str, ...]:
+    """Return rules by which the last process takes 3 times as long, and the one before it 2 times."""
+    return (f"{workers - 2}:2", f"{workers - 1}:3")
+
+
+def figures(rows: Sequence[Row], step_ms: float) -> dict[str, float]:
+    """Return ratios of times to ps-bsp and to SSP, and shares of time at the gate.
+
+    The first number of threads has figures without an end; others name how many workers there are in all.
+
+    Args:
+        rows: of one or several numbers of threads.
+        step_ms: how long a step computes, with one thread a process.
+    """
+    found: dict[str, float] = {}
+    by_case = {(row.setting, row.threads, row.strategy): row for row in rows}
+    first = rows[0].threads if rows else 1
+    for (setting, threads, strategy), row in by_case.items():
+        world = len(row.found.parts_s) * threads
+        end = "" if threads == first else f"_{world}_workers"
+        if setting == _NOBODY:
+            besides_ms = 1000 * row.found.run_s / row.steps - step_ms * threads
+            found[f"besides_computing_ms{end}"] = besides_ms
+            continue
+        others = ("bsp", "ssp3", "ssp10") if strategy == "dtssp" else ("bsp",)
+        for other in others:
+            against = by_case.get((setting, threads, other))
+            if against is not None and other != strategy:
+                ratio = row.found.run_s / against.found.run_s
+                found[f"time_ratio_{strategy}_to_{other}_{setting}{end}"] = ratio
+        found[f"barrier_share_{strategy}_{setting}{end}"] = row.found.barrier_share
+        bsp = by_case.get((setting, threads, "bsp"))
+        if bsp is not None and strategy != "bsp":
+            ratio = row.found.total("pulled_bytes") / bsp.found.total("pulled_bytes")
+            found[f"pulled_ratio_{strategy}_to_bsp_{setting}{end}"] = ratio
+    return found
+
+
+def accuracy_figures(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return means over the seeds, and how far they are below those of ps-bsp."""
+    found = {f"accuracy_{strategy}": mean(seeds) for strategy, seeds in accuracies.items()}
+    for strategy, seeds in accuracies.items():
+        if strategy != "bsp" and "bsp" in accuracies:
+            below = [100 * (bsp - own) for bsp, own in zip(accuracies["bsp"], seeds, strict=True)]
+            found[f"below_bsp_percent_{strategy}"] = mean(below)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured, and how.
+
+    Attributes:
+        strategies: keys of `STRATEGIES`.
+        settings: keys of `SETTINGS`; with more threads than at first only the first one.
+        threads: of each process, one number after the other.
+        model: a key of `offbeat.models.MODELS`.
+        data: a key of `offbeat.data.SETS`, for what is really computed.
+        data_dir: where its files are.
+        workers: processes.
+        factor: how many times as long a step takes in a burst.
+        burst, calm: steps of a burst, and between two.
+        steps: of each worker in the setting `bursts`; half as many in the others.
+        step_ms: to what forward and backward pass together are scaled, with one thread a process.
+        lr: of Adam in real trainings, at first.
+        momentum: the first of its betas.
+        epochs: of real trainings that tell accuracies.
+        seeds: of real trainings, how many.
+    """
+
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    threads: tuple[int, ...] = (1, 2)
+    model: str = "cnn2"
+    data: str = "cifar10"
+    data_dir: str = str(DEFAULT_DIR)
+    workers: int = 4
+    batch_size: int = 128
+    factor: float = 5.0
+    burst: int = 12
+    calm: int = 0
+    steps: int = 96
+    step_ms: float = 120.0
+    lr: float = 1e-3
+    momentum: float = 0.9
+    epochs: int = 2
+    seeds: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for what, chosen, known in (
+            ("strategy", self.strategies, STRATEGIES),
+            ("setting", self.settings, SETTINGS),
+        ):
+            for one in chosen:
+                if one not in known:
+                    raise ValueError(f"unknown {what} {one!r}: expected some of {', '.join(known)}")
+        if self.workers < 2:
+            raise ValueError(f"expected at least 2 processes, got {self.workers}")
+        if not self.threads or min(self.threads) < 1:
+            raise ValueError(f"expected at least 1 thread a process, got {self.threads}")
+        if self.burst < 1 or self.calm < 0 or self.steps < 2:
+            raise ValueError(
+                "expected bursts of at least 1 step, at least 0 between them and 2 in all, "
+                f"got {self.burst}, {self.calm} and {self.steps}"
+            )
+        self.training("ps-bsp", self.threads[0], self.epochs, self.seed)
+        for rule in bursts(self.workers, self.factor, self.steps, self.burst, self.calm):
+            parse(rule)
+
+    def cases(self) -> Iterator[tuple[int, str, str]]:
+        """Yield threads, setting and strategy of all timed runs, in their order."""
+        for threads in self.threads:
+            yield threads, _NOBODY, "bsp"
+            for setting in self.settings if threads == self.threads[0] else self.settings[:1]:
+                for strategy in self.strategies:
+                    yield threads, setting, strategy
+
+    def strategy(self, strategy: str, setting: str) -> str:
+        """Return a strategy as the command line spells it."""
+        return STRATEGIES[strategy] + SETTINGS.get(setting, ("", "equal"))[1]
+
+    def slow(self, setting: str, steps: int) -> tuple[str, ...]:
+        """Return who is slow when, in epochs of so many steps."""
+        match SETTINGS.get(setting):
+            case None:
+                return ()
+            case "bursts", _:
+                return bursts(self.workers, self.factor, steps, self.burst, self.calm)
+            case _:
+                return lasting(self.workers)
+
+    def steps_in(self, setting: str) -> int:
+        """Return how many steps each worker takes, where they have equally many."""
+        if setting == _NOBODY:
+            return min(_NOBODY_STEPS, self.steps)
+        return self.steps if setting == "bursts" else self.steps // 2
+
+    def training(
+        self, strategy: str, threads: int, epochs: int, seed: int, *, decays: bool = False
+    ) -> Settings:
+        """Return a real training."""
+        return Settings(
+            model=self.model,
+            data=self.data,
+            data_dir=self.data_dir,
+            strategy=strategy,
+            epochs=epochs,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            decays=decays,
+            momentum=self.momentum,
+            optimizer="adam",
+            threads=threads,
+            seed=seed,
+            evaluates_each_epoch=False,
+        )
+
+
+def run(plan: Plan, *, command: str, compute: Compute = "timed") -> Result:
+    """Measure all runs of a plan one after the other.
+
+    Args:
+        plan: what.
+        command: the command line, for the result.
+        compute: `timed` measures times, `real` accuracies.
+
+    Raises:
+        OffbeatError: the data are not there, or a worker failed.
+        ValueError: fewer samples than a batch a worker.
+    """
+    return _timed(plan, command) if compute == "timed" else _real(plan, command)
+
+
+# Times ------------------------------------------------------------------------------------------------------
+
+
+def _timed(plan: Plan, command: str) -> Result:
+    losses = {threads: _losses(plan, threads) for threads in plan.threads}
+    alone = runs.measured(plan.model, plan.batch_size, plan.seed)
+    rows = []
+    for threads, setting, strategy in plan.cases():
+        _say(f"{strategy}, {setting}, {plan.workers} x {threads} workers")
+        steps = plan.steps_in(setting)
+        found = served.run(
+            Served(
+                model=plan.model,
+                times=alone.scaled(plan.step_ms * threads / 1000 / alone.step_s),
+                workers=plan.workers,
+                threads=threads,
+                batch_size=plan.batch_size,
+                epochs=1,
+                steps=steps,
+                losses=losses[threads],
+                strategy=plan.strategy(strategy, setting),
+                slow=plan.slow(setting, steps),
+                seed=plan.seed,
+            )
+        )
+        rows.append(Row(strategy=strategy, setting=setting, threads=threads, steps=steps, found=found))
+    return Result(
+        name="staleness",
+        command=command,
+        kind="timed",
+        seed=plan.seed,
+        figures={**figures(rows, plan.step_ms), "server_step_ms": _server_step_ms(plan)},
+        rows=[plain for row in rows for plain in _plain(row)],
+        machine=machine(
+            model=plan.model,
+            batch_size=plan.batch_size,
+            alone_step_ms=1000 * alone.step_s,
+            timed_step_ms_a_thread=plan.step_ms,
+            lr=plan.lr,
+            losses=f"of the first steps of ps-bsp with as many workers on {plan.data}",
+        ),
+    )
+
+
+def _losses(plan: Plan, threads: int) -> tuple[float, ...]:
+    """Train for real until there is a loss for every step of a timed run; return them in their order."""
+    world = plan.workers * threads
+    samples = len(job.load_data(plan.training("ps-bsp:shards=equal", threads, 1, plan.seed)).train)
+    batches = world * (samples // world // plan.batch_size)  # whole ones, in an epoch
+    if not batches:
+        raise ValueError(
+            f"expected a batch of {plan.batch_size} for each of {world} workers, {plan.data} has {samples} "
+            "samples"
+        )
+    epochs = -(-plan.steps * world // batches)
+    _say(f"losses of ps-bsp, {plan.workers} x {threads} workers, {epochs} epochs")
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = job.open_run_dir(Path(folder))
+        settings = plan.training("ps-bsp:shards=equal", threads, epochs, plan.seed)
+        job.run(job.Job(settings=settings, workers=plan.workers), run_dir)
+        return served.losses_of(read_log(run_dir / job.LOG_NAME).entries, plan.batch_size)
+
+
+def _server_step_ms(plan: Plan) -> float:
+    """How long the server's optimizer takes for a step of the whole model, on one core."""
+    size = sum(parameter.numel() for parameter in runs.network(plan.model, None, plan.seed).parameters())
+    values, pushed = np.zeros((size, 1), np.float32), np.ones((size, 1), np.float32)
+    adam = Adam(lr=1e-3)
+    states = {name: np.zeros_like(values) for name in adam.states}
+    took_s = []
+    for _ in range(_SERVER_STEPS):
+        began_s = time.perf_counter()
+        adam.apply(values, states, pushed)
+        took_s.append(time.perf_counter() - began_s)
+    return 1000 * min(took_s)
+
+
+def _plain(row: Row) -> Iterator[dict[str, Any]]:
+    """Yield a row a process; times are those of a thread, on average."""
+    found = row.found
+    staleness = [found.staleness.get(clocks, 0) for clocks in range(max(found.staleness, default=-1) + 1)]
+    for process, parts_s in sorted(found.parts_s.items()):
+        traffic = found.traffic[process]
+        yield {
+            "strategy": row.strategy,
+            "setting": row.setting,
+            "workers": len(found.parts_s) * row.threads,
+            "process": process,
+            "run_s": found.run_s,
+            **{f"{part}_s": parts_s[part] / row.threads for part in PARTS},
+            "pulls_count": int(traffic["pulls_count"]),
+            "pulled_mb": traffic["pulled_bytes"] / 1e6,
+            "staleness_of_all": "/".join(map(str, staleness)),
+            "bound_mean": found.bound_mean,
+        }
+
+
+# Accuracies -------------------------------------------------------------------------------------------------
+
+
+def _real(plan: Plan, command: str) -> Result:
+    accuracies: dict[str, list[float]] = {strategy: [] for strategy in plan.strategies}
+    rows: list[dict[str, Any]] = []
+    for seed in range(plan.seed, plan.seed + plan.seeds):
+        _say(f"{', '.join(plan.strategies)}, seed {seed}")
+        trainings = [partial(_train, plan, strategy, seed) for strategy in plan.strategies]
+        for strategy, row in zip(plan.strategies, _at_once(trainings), strict=True):
+            accuracies[strategy].append(row["accuracy"])
+            rows.append({"strategy": strategy, "seed": seed, **row})
+    return Result(
+        name="staleness",
+        command=command,
+        kind="real",
+        seed=plan.seed,
+        figures=accuracy_figures(accuracies),
+        rows=rows,
+        machine=machine(
+            model=plan.model,
+            data=plan.data,
+            batch_size=plan.batch_size,
+            lr=plan.lr,
+            momentum=plan.momentum,
+            epochs=plan.epochs,
+        ),
+    )
+
+
+def _at_once(trainings: Sequence[Callable[[OnProgress], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Train, as many at once as there are cores; what ends one of them, or this thread, ends all."""
+    is_over = threading.Event()
+
+    def go_on(sheet: timesheet.TimeSheet) -> None:
+        if is_over.is_set():
+            raise OffbeatError("another training has ended early")
+
+    with ThreadPoolExecutor(cores()) as pool:
+        running = [pool.submit(training, go_on) for training in trainings]
+        try:
+            for one in as_completed(running):
+                one.result()
+        except BaseException:
+            is_over.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [one.result() for one in running]
+
+
+def _train(plan: Plan, strategy: str, seed: int, on_progress: OnProgress) -> dict[str, Any]:
+    """Train in bursts, with equal shards."""
+    threads = plan.threads[0]
+    settings = plan.training(plan.strategy(strategy, "bursts"), threads, plan.epochs, seed, decays=True)
+    one = job.Job(settings=settings, workers=plan.workers)
+    steps = one.steps_per_epoch(len(job.load_data(settings).train))
+    slow = () if strategy == "bsp" else plan.slow("bursts", steps)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = job.open_run_dir(Path(folder))
+        sheet = job.run(job.Job(settings=settings, workers=plan.workers, slow=slow), run_dir, on_progress)
+        staleness = served.staleness_of(read_log(run_dir / job.LOG_NAME).entries)
+    found = timesheet.figures(sheet)
+    return {
+        "workers": one.world,
+        "accuracy": found["accuracy"],
+        "loss": found["loss"],
+        "steps": steps * plan.epochs,
+        "staleness_mean": mean(staleness) if staleness else None,
+        "staleness_max": max(staleness, default=None),
+    }
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

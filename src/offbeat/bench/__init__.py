@@ -1,1 +1,0 @@
-"""The benchmarks, each runnable by name with `offbeat bench NAME`."""

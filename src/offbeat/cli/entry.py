@@ -1,0 +1,77 @@
+"""Runs a command line: every failure ends in one line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from offbeat.cli import output
+from offbeat.errors import OffbeatError, WorkerError
+
+BAD_INPUT: Final = 2
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+_BOXED_HELP_FROM_COLUMNS: Final = 80
+
+
+def run(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
+    """Run one command of `app`; return the exit code.
+
+    Args:
+        app: the commands.
+        program: its name, for usage messages.
+        arguments: without the program's name; None for the process's own.
+    """
+    columns = output.columns_max()
+    has_room = columns is None or columns >= _BOXED_HELP_FROM_COLUMNS
+    app.rich_markup_mode = "rich" if has_room else None  # boxes would cut the names of options
+    with output.guarded():
+        try:
+            code = _run_command(app, program, arguments)
+            sys.stdout.flush()
+        except output.ReaderGoneError:
+            return 0
+        except output.OutputError as error:
+            return complain(str(error), FAILED)
+        return code
+
+
+def complain(message: str, code: int) -> int:
+    """Print `message` to standard error as one line; return `code`."""
+    print(f"offbeat: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _run_command(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
+    try:
+        _check_working_directory()
+        code = app(
+            args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False
+        )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except typer.Abort:  # older versions of typer turn Ctrl-C into this
+        return INTERRUPTED
+    except output.OutputError:
+        raise
+    except (WorkerError, OSError) as error:
+        return complain(str(error), FAILED)
+    except (OffbeatError, ValueError) as error:
+        return complain(str(error), BAD_INPUT)
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # typer's usage errors
+        if message is None:
+            raise
+        return complain(message(), BAD_INPUT) if message() else BAD_INPUT  # empty: the help was shown
+    return code if isinstance(code, int) else 0
+
+
+def _check_working_directory() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise OffbeatError("the current folder has been removed: change to one that is there") from error
