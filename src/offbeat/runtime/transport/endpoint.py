@@ -1,32 +1,48 @@
-"""The links of one node: one session per peer, one thread, one order of urgency for all that goes out.
+"""Transport of one node: one session per peer, one I/O thread, one send order across all peers.
 
-Control messages and the bytes of tensors go to peers by name. A connection is opened on first use, by
-whichever side needs it. What is urgent overtakes what is in flight: messages are cut into frames, and the
-most urgent frame of the whole node goes next to whoever can take it. A peer that dies, falls silent or breaks
-the protocol is reported by name.
+Control messages and tensor bytes are addressed to peers by name. A connection is opened on first use, by
+whichever side needs it.
 
-A session outlives its TCP connections: a pause of the network is not a death. One rule says what is:
+Theory of operation
+-------------------
+
+Parts: an `Endpoint` owns a `Loop` (thread, epoll, timers), an `Opening` (listening, dialling, handshake) and
+one `Peer` record per remote node (inbox, outbox, session, current `Link`). All state belongs to the I/O
+thread. Public methods queue their work for it; called from that thread (from inside a callback) they do it
+at once, which costs no lock and no system call.
+
+Send scheduler: every message has a key (0 for control or 1 for tensor bytes, priority, order of arrival); the
+lowest goes first. A peer's `Outbox` sorts its messages by key and cuts them into frames. `_schedule` enters
+the peer in the node's heap under its most urgent key, unless its socket is full. `_pump`, called once a turn
+of the loop, pops the most urgent peer, writes about one frame, and schedules the peer again. So a message
+overtakes all bytes that the kernel has not accepted, whichever peer they are for. One heap entry per peer is
+valid, the one whose key is `peer.turn`; others are skipped. A frame that the kernel accepted in part is
+finished first; a peer whose socket is full is not scheduled until it is writable.
+
+Receiving: `FrameReader` names the buffers to receive into, so that the bytes of an expected tensor message
+land in their destination without a copy. `_process_frames` handles all complete frames, and sends in between
+if that takes long. Bytes that nothing expects yet are kept up to a limit, then reading from the peer pauses.
+
+Sessions outlive TCP connections: a pause of the network is not a death.
 
 - A connection that breaks is dialled again at once, and the session goes on without loss or repetition
   (see `offbeat.runtime.opening` and `Outbox`).
-- A connection on which nothing has come for REDIAL_S is replaced: the kernel sends again ever more rarely,
-  and would find a mended line late.
-- A peer of which nothing has come for `unreachable_s` is reported as unreachable. That changes nothing here.
+- A connection on which nothing was received for REDIAL_S is replaced: the kernel retransmits ever more
+  rarely, and would notice late that a line works again.
+- A peer from which nothing was received for `unreachable_s` is reported as unreachable. That changes nothing
+  here.
 - A peer is lost if all its addresses refuse connections, since then its process has ended; if another
-  process, or one that has given the session up, answers in its place; or if nothing has come from it for
-  `silent_s`, counted in ticks of this node over all connections.
+  process, or one that has dropped the session, answers at its address; if it breaks the protocol; or if
+  nothing was received from it for `silent_s`, counted in ticks of this node over all connections.
+- A Unix socket joins two processes on one host and no network can break it: where one breaks, the peer at
+  its other end is lost.
 
-A Unix socket joins two processes on one host and no network can break it: where one breaks, its other end is
-lost.
+Shared memory: between nodes on one host, bytes in memory of `Endpoint.allocate` are not sent. A REGION frame
+passes the region's descriptor, SHARED frames say where the bytes lie, and TAKEN acknowledges that they have
+been read.
 
-All state belongs to the I/O thread; the public methods hand their work over, or do it at once when they are
-called from that thread (from inside a callback), which costs no lock and no system call.
-
-Between nodes on one host, bytes in memory of `Endpoint.allocate` are not sent: the peer is told where they
-lie.
-
-This module never imports torch or numpy, never copies tensor bytes that come on time, never unpickles, and
-never waits for a peer without a deadline.
+This module never imports torch or numpy, never copies tensor bytes that are expected when they arrive, never
+unpickles, and never waits for a peer without a deadline.
 """
 
 from __future__ import annotations
@@ -80,66 +96,67 @@ from offbeat.runtime.transport.shared_memory import (
 )
 
 ALL_TAGS = 1 << 64
-WRITES_A_TURN = 16  # then what has come is looked at again
-STRETCH_S = 300e-6  # for which what has come is acted on before what comes of it is sent
+WRITES_A_TURN = 16  # then sockets are polled again
+STRETCH_S = 300e-6  # of processing received frames, after which what they caused is sent
 REDIAL_S = 2.0
 UNREACHABLE_S = 1.25
-# What has come is acknowledged after so much of it, and at the end of every tensor message, for which a
-# sender may wait; the rest with the next tick.
+# Received frames are acknowledged after so many bytes or frames, and at the end of every tensor message, for
+# which a sender may wait; the rest with the next tick.
 ACK_BYTES = 4 * 1024 * 1024
 ACK_FRAMES = 64
-HAND_OVER_S = 10.0  # how long the I/O thread may be busy before a caller that waits for it gives up
+HAND_OVER_S = 10.0  # how long a caller waits for an I/O thread that is busy
 
 _DATA, _MESSAGE, _BEAT, _BYE = int(Kind.DATA), int(Kind.MESSAGE), int(Kind.BEAT), int(Kind.BYE)
 _REGION, _SHARED, _TAKEN, _WITHDRAW = (
     int(kind) for kind in (Kind.REGION, Kind.SHARED, Kind.TAKEN, Kind.WITHDRAW)
 )
 _ACK, _SKIP = int(Kind.ACK), int(Kind.SKIP)
-_NOTHING = memoryview(bytearray())
+_EMPTY = memoryview(bytearray())
 _log = logging.getLogger("offbeat.links")
 
 
 class Endpoint:
-    """All links of one node.
+    """All connections of one node.
 
     Callbacks run in the I/O thread, one at a time, with no lock held. They may call every method but `flush`,
-    and must not block. A ProtocolError that one raises means that the peer sent something impossible: the
-    peer is lost. Any other exception ends the links: it goes to `on_error`, or else leaves the thread, and
-    every later call raises LinkError.
+    and must not block. A ProtocolError raised by a callback means that the peer sent something impossible:
+    the peer is lost. Any other exception ends the endpoint: it is passed to `on_error`, or else leaves the
+    thread, and every later call raises LinkError.
 
     Args:
         name: by which the peers know this node; unique in the job.
-        job: its id; only nodes of one job talk to each other.
-        token: the job's shared secret; it never travels.
+        job: its id; only nodes of one job connect to each other.
+        token: the job's shared secret; it is never sent.
         on_message: (peer, payload) of a control message.
         on_lost: a peer died, was refused, fell silent or cannot be reached; not called for an orderly leave.
-        on_unreachable: (peer, cause): nothing has come from a peer for `unreachable_s`, on a connection or
-            while it was dialled.
-        on_reachable: something has come again from a peer of which that was said.
-        on_left: a peer has said goodbye; nothing more will come from it. What came before is still delivered.
+        on_unreachable: (peer, cause): nothing was received from a peer for `unreachable_s`, on a connection
+            or while it was dialled.
+        on_reachable: something was received again from a peer that was reported as unreachable.
+        on_left: a peer has closed its session in order; it sends nothing more. What it sent before is still
+            delivered.
         on_refused: one line about a connection that was refused; by default it is logged as a warning.
         on_error: an exception that ended the I/O thread.
-        host: the address to listen on with TCP, and to tell others; None for no TCP.
+        host: the address to listen on with TCP, and to advertise; None for no TCP.
         port: to listen on; 0 for any free one.
         unix: also listen on a Unix socket, for peers on this host (Linux).
         listeners: sockets that listen already, with their addresses, in place of `host`, `port` and `unix`.
-        beat_s: how often something is sent at least.
-        silent_s: a peer from whom nothing came for so long is lost.
-        unreachable_s: a peer from whom nothing came for so long is said to be unreachable.
+        beat_s: at least one frame is sent in every such interval, a heartbeat if there is nothing else.
+        silent_s: a peer from which nothing was received for so long is lost.
+        unreachable_s: a peer from which nothing was received for so long is reported as unreachable.
         connect_s: how long reaching a peer for the first time may take, retries and handshake included.
         spins: see `Loop`.
-        unread_bytes: how much of memory of `allocate` a peer may be told of that it has not read, at most
-            8 MiB.
+        unread_bytes: how many bytes of shared memory may be announced to a peer before it has read them, at
+            most 8 MiB.
 
     Attributes:
-        addresses: where this node can be reached, best first; None of it holds after `close`.
-        bytes_sent, bytes_received: over all connections since the start, headers included; what peers read of
-            each other's memory is not.
+        addresses: where this node can be reached, best first; not valid after `close`.
+        bytes_sent, bytes_received: over all connections since the start, headers included; bytes read from
+            shared memory are not counted.
         frames_received: control messages and pieces of tensors since the start.
 
     Raises:
-        ValueError: an argument makes no sense.
-        OffbeatError: it is impossible to listen there, or to open anything; says why.
+        ValueError: an argument is out of range.
+        OffbeatError: it is impossible to listen there, or to open a descriptor; the text gives the cause.
     """
 
     def __init__(
@@ -167,7 +184,7 @@ class Endpoint:
         unread_bytes: int = UNREAD_BYTES,
     ) -> None:
         if not token:
-            raise ValueError("expected a token, got an empty one")
+            raise ValueError("expected a non-empty token, got an empty string")
         if not 0 < 2 * beat_s < silent_s:
             raise ValueError(
                 f"expected beat_s > 0 and silent_s > 2 beat_s, got {beat_s:g} s and {silent_s:g} s"
@@ -175,7 +192,7 @@ class Endpoint:
         if connect_s <= 0:
             raise ValueError(f"expected connect_s > 0, got {connect_s:g} s")
         if not 0 < unread_bytes <= MAX_UNREAD_BYTES:
-            raise ValueError(f"expected 1 to {MAX_UNREAD_BYTES} unread bytes, got {unread_bytes}")
+            raise ValueError(f"expected unread_bytes from 1 to {MAX_UNREAD_BYTES}, got {unread_bytes}")
         self.name = check_name(name)
         self.bytes_sent = self.bytes_received = self.frames_received = 0
         self._on_message, self._on_lost, self._on_left, self._on_error = (
@@ -189,14 +206,14 @@ class Endpoint:
         self._unreachable_s = unreachable_s
         self._peers: dict[str, Peer] = {}
         self._forgotten = Ranges()
-        self._order = count()
-        self._turns: list[tuple[Key, int, Peer]] = []
-        self._flushing: list[Flag] = []
+        self._sequence = count()
+        self._send_heap: list[tuple[Key, int, Peer]] = []
+        self._flush_flags: list[Flag] = []
         self._closing = False
         self._failure: BaseException | None = None
-        with _as_told(name):
-            self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._ended, spins=spins)
-        self._regions = Regions(partial(self._loop.call, self._released))
+        with _named_errors(name):
+            self._loop = Loop(f"links of {name}", each_turn=self._pump, on_end=self._on_loop_end, spins=spins)
+        self._regions = Regions(partial(self._loop.call, self._on_region_released))
         self._has_neighbours = False
         self._opening = Opening(
             self._loop,
@@ -206,16 +223,16 @@ class Endpoint:
             connect_s=connect_s,
             addresses=lambda: self.addresses,
             peer=self._peer,
-            opened=self._opened,
+            opened=self._on_open,
             detached=self._detach,
-            replaced=self._replaced,
-            failed=self._failed,
+            replaced=self._on_replaced,
+            failed=self._on_failed,
             refused=on_refused,
         )
         self.addresses = self._listen(host, port, unix, listeners)
         self._loop.later(beat_s, self._tick)
         self._loop.start()
-        _keep_from_children(self)
+        _close_in_children(self)
 
     def introduce(
         self,
@@ -225,54 +242,54 @@ class Endpoint:
         lasting: bool = False,
         silent_s: float | None = None,
     ) -> None:
-        """Say where a peer is, best address first; one that was lost may be dialled anew.
+        """Set a peer's addresses, best first; a peer that was lost may be dialled again.
 
         Args:
             peer: its name.
             addresses: where it listens.
-            lasting: it listens there for as long as it lives, so where all its addresses refuse a connection
-                it is lost at once; else it may still begin to listen within `connect_s`.
-            silent_s: for this peer, in place of the endpoint's; to reach it for the first time may take as
+            lasting: it listens there for as long as it lives, so that it is lost at once where all its
+                addresses refuse a connection; else it may still begin to listen within `connect_s`.
+            silent_s: for this peer, in place of the endpoint's; reaching it for the first time may take as
                 long.
 
         Raises:
-            ValueError: an address or the name makes no sense.
+            ValueError: an address or the name is malformed.
         """
         parsed = tuple(places.parse(address) for address in addresses)
         if any(address.name and not address.why_unusable() for address in parsed):
             self._has_neighbours = True
-        self._hand_over(self._introduce, self._checked(peer), parsed, lasting, silent_s)
+        self._run_in_loop(self._add_peer, self._checked_peer(peer), parsed, lasting, silent_s)
 
     def reach(self, peer: str) -> None:
         """Connect to a peer that was lost and has been introduced again.
 
-        `on_reachable` is called when something comes from it.
+        `on_reachable` is called when something is received from it.
         """
-        self._hand_over(self._reach, self._checked(peer))
+        self._run_in_loop(self._connect, self._checked_peer(peer))
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Return zeroed memory whose bytes peers on this host can read where they lie.
+        """Return zeroed memory that peers on this host can read in place.
 
-        It lives as long as a view of it. Where there is nobody to share with, or nothing to share, it is
-        ordinary memory.
+        It lives as long as a view of it. Where no peer is known to be on this host, or no shared memory can
+        be had, it is ordinary memory.
         """
         shared = self._regions.allocate(size_bytes) if self._has_neighbours else None
         return memoryview(bytearray(size_bytes)) if shared is None else shared
 
     def shares_memory(self, peer: str) -> bool:
-        """Whether a peer reads what is in memory of `allocate` itself; to be asked in the I/O thread."""
+        """Whether a peer reads memory of `allocate` in place; to be called in the I/O thread."""
         known = self._peers.get(peer)
         return known is not None and known.link is not None and known.link.borrowed is not None
 
     def is_lent(self, memory: memoryview) -> bool:
-        """Whether this is memory of `allocate` that peers on this host can read where it lies."""
+        """Whether this is memory of `allocate` that peers on this host can read in place."""
         return self._regions.find(_as_bytes(memory)) is not None
 
     def is_read(self, memory: memoryview) -> bool:
         """Whether a peer may still read this memory, or what is allocated together with it.
 
-        It may as long as a `put` of it is not done, whatever was forgotten since; and for ever if the peer
-        was lost before. Such memory must not be written again: take other memory in its place.
+        It may as long as a `put` of it is not done, even if that was forgotten since; and without a limit if
+        the peer was lost before. Such memory must not be written again: use other memory in its place.
         """
         found = self._regions.find(_as_bytes(memory))
         return found is not None and found[0].unread > 0
@@ -280,17 +297,19 @@ class Endpoint:
     def send(self, peer: str, message: bytes) -> None:
         """Queue a control message; it goes before all tensor bytes, after the control messages before it.
 
-        What is sent to a peer that was lost or left is dropped. A peer whose address is not known yet has
+        A message to a peer that was lost or left is dropped. A peer whose address is not known yet has
         `connect_s` to be introduced or to connect.
 
         Raises:
             ValueError: the message is longer than 1 MiB.
-            LinkError: the links have failed.
+            LinkError: the endpoint has failed.
         """
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
-        key = (0, 0, next(self._order))
-        self._hand_over(self._enqueue, self._checked(peer), Outgoing(_MESSAGE, key, memoryview(message)))
+        key = (0, 0, next(self._sequence))
+        self._run_in_loop(
+            self._enqueue, self._checked_peer(peer), Outgoing(_MESSAGE, key, memoryview(message))
+        )
 
     def put(
         self,
@@ -307,24 +326,24 @@ class Endpoint:
         """Queue bytes [offset, offset + len(data)) of tensor message `tag`, which has `total` bytes in all.
 
         Nothing is copied: the bytes must not change until `done` is called, in the I/O thread, when the
-        kernel has taken them; or until they are dropped because the peer is lost or leaves, or by `forget` or
-        `close`, after which `done` is not called. The peer reads what is in memory of `allocate` itself, if
-        it is on this host: then `done` means that it has, and dropped bytes must not change as long as they
-        are being read (`is_read`).
+        kernel has accepted them; or until they are dropped because the peer is lost or leaves, or by `forget`
+        or `close`, after which `done` is not called. A peer on this host reads memory of `allocate` in place:
+        then `done` means that it has read it, and dropped bytes must not change as long as they are being
+        read (`is_read`).
 
         Args:
             peer: the receiver.
-            tag: names the message; never used again between two nodes.
+            tag: identifies the message; never used again between two nodes.
             data: C-contiguous.
             offset: where the bytes belong in the message.
             total: length of the message in bytes; by default it ends with `data`.
             priority: a lower number goes first, whichever peer it is for.
-            done: the bytes may be changed.
-            whole: a peer that reads them where they lie is told of up to 4 MiB at once, instead of 1.
+            done: called when the bytes may be changed.
+            whole: announce up to 4 MiB at once, instead of 1, to a peer that reads the bytes in place.
 
         Raises:
             ValueError: the bytes do not lie within the message, or are not contiguous.
-            LinkError: the links have failed.
+            LinkError: the endpoint has failed.
         """
         view = _as_bytes(data)
         end = offset + len(view)
@@ -336,77 +355,76 @@ class Endpoint:
                 f"of {total} and tag {tag:#x}"
             )
         lent = self._regions.find(view) if len(view) >= MIN_SHARED_BYTES else None
-        key = (1, priority, next(self._order))
+        key = (1, priority, next(self._sequence))
         item = Outgoing(
             _DATA, key, view, tag=tag, offset=offset, total=total, done=done, lent=lent, whole=whole
         )
         if total and not len(view):
             if done is not None:
-                self._hand_over(done)
+                self._run_in_loop(done)
             return
-        self._hand_over(self._enqueue, self._checked(peer), item)
+        self._run_in_loop(self._enqueue, self._checked_peer(peer), item)
 
     def expect(
         self, peer: str, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None
     ) -> None:
-        """Let the bytes of message `tag` from `peer` go straight into `into`, which is as long as the
+        """Receive the bytes of message `tag` from `peer` directly into `into`, which is as long as the
         message.
 
-        `on_data(offset, length)` is called for each piece, in order of arrival; every byte comes once. What
-        came early is delivered at once. Early data is kept up to 256 MiB a peer; beyond that nothing is read
-        from that peer, control messages included, until something is expected or forgotten.
+        `on_data(offset, length)` is called for each piece, in order of arrival; every byte arrives once. Data
+        that arrived early is delivered at once. Early data is kept up to 256 MiB a peer; beyond that nothing
+        is read from that peer, control messages included, until something is expected or forgotten.
 
         With `on_shared(offset, source)`, that is called in place of `on_data` for bytes that lie in the
-        memory of a peer on this host. It has to put into `into` what it wants of them before it returns;
+        memory of a peer on this host. It has to copy what it needs of them into `into` before it returns;
         `source` must not be written, nor read later.
 
         Raises:
             ValueError: `into` is read-only or not contiguous.
-            LinkError: the links have failed.
+            LinkError: the endpoint has failed.
         """
         view = _as_bytes(into)
         if view.readonly and len(view):
             raise ValueError("expected a writable buffer to receive into, got a read-only one")
-        self._hand_over(self._expect, self._checked(peer), tag, view, on_data, on_shared)
+        self._run_in_loop(self._expect, self._checked_peer(peer), tag, view, on_data, on_shared)
 
     def forget(self, first: int, last: int) -> None:
         """Cancel every message with first <= tag < last, of all peers, for good.
 
-        Queued puts, posted receives and early data are dropped, and so is what comes later. When this
-        returns, their buffers are neither read nor written any more, but for memory that a peer on this host
-        reads (`is_read`), and their callbacks are not called any more (one that is running is waited for: do
-        not hold a lock that it takes). Tags are remembered as
-        ranges, so forget runs that touch, as far as possible: of more than 65536 separate ranges the lowest
-        is no longer remembered.
+        Queued puts, posted receives and early data are dropped, and so is what arrives later. After the
+        return their buffers are neither read nor written, except memory that a peer on this host reads
+        (`is_read`), and their callbacks are not called (the call waits for one that is running: do not hold a
+        lock that it acquires). Tags are remembered as ranges, so forget adjacent runs where possible: of more
+        than 65536 separate ranges the lowest is no longer remembered.
 
         Raises:
             LinkError: the I/O thread was busy with a callback for 10 s.
         """
         if self._loop.inside or not self._loop.alive:
-            self._forget(first, last)
+            self._cancel(first, last)
             return
         finished = Flag()
-        self._hand_over(self._forget, first, last)
-        self._hand_over(finished.set)
+        self._run_in_loop(self._cancel, first, last)
+        self._run_in_loop(finished.set)
         deadline_s = monotonic() + HAND_OVER_S
         while not finished.wait(0.1) and self._loop.alive:
             if monotonic() > deadline_s:
                 raise LinkError(
-                    self.name, f"a callback has kept the links of {self.name} busy for {HAND_OVER_S:g} s"
+                    self.name, f"{self.name}: a callback has blocked the I/O thread for {HAND_OVER_S:g} s"
                 )
 
     def accuse(self, peer: str, error: ProtocolError) -> None:
-        """Lose a peer for what it has sent, as where a callback raises the error; in the I/O thread."""
+        """Drop a peer that broke the protocol, as if a callback had raised `error`; in the I/O thread."""
         accused = self._peer(peer)
         if accused.link is not None:
-            self._lose_for(accused, error)
+            self._lose_for_protocol_error(accused, error)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function in the I/O thread soon, after what was asked for before."""
+        """Run a function in the I/O thread soon, after the calls that were queued before."""
         self._loop.call(function, *args)
 
     def when_idle(self, function: Callable[[], None]) -> None:
-        """Run a function when nothing more has come for now, or soon; to be called in the I/O thread."""
+        """Run a function when no socket is ready, or some turns later; to be called in the I/O thread."""
         self._loop.when_idle(function)
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
@@ -415,26 +433,26 @@ class Endpoint:
 
     @property
     def inside(self) -> bool:
-        """Whether the caller does the I/O thread's work, as callbacks do."""
+        """Whether the caller runs the I/O thread's work, as callbacks do."""
         return self._loop.inside
 
     def run_until(self, wait: Callable[[float], bool], is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Do the I/O thread's work until something is over, in place of waiting for it; see `Loop.run_until`.
+        """Run the I/O thread's work until `is_over`, in place of waiting for it; see `Loop.run_until`.
 
-        Callbacks run in the calling thread meanwhile.
+        Meanwhile callbacks run in the calling thread.
         """
         return self._loop.run_until(wait, is_over, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the kernel has taken everything that was queued; return whether it has in time."""
+        """Wait until the kernel has accepted everything that was queued; return whether it did in time."""
         if self._loop.inside:
             raise RuntimeError("flush waits for the I/O thread and cannot be called from within it")
         sent = Flag()
-        self._loop.call(self._flushing.append, sent)
+        self._loop.call(self._flush_flags.append, sent)
         return self._loop.alive and sent.wait(timeout_s) and self._failure is None
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what control messages are queued, say goodbye to every peer and stop; drop tensor bytes.
+        """Send the queued control messages, announce the close to every peer and stop; drop tensor bytes.
 
         May be called more than once; from within a callback it returns at once and closes soon after.
         """
@@ -442,9 +460,9 @@ class Endpoint:
         if not self._loop.inside:
             self._loop.join(timeout_s + 1.0)
 
-    # Handing over
+    # Calls into the I/O thread
 
-    def _hand_over(self, function: Callable[..., object], *args: Any) -> None:
+    def _run_in_loop(self, function: Callable[..., object], *args: Any) -> None:
         if self._loop.inside:
             function(*args)
             return
@@ -454,7 +472,7 @@ class Endpoint:
             ) from self._failure
         self._loop.call(function, *args)
 
-    def _checked(self, peer: str) -> str:
+    def _checked_peer(self, peer: str) -> str:
         if peer == self.name:
             raise ValueError(f"expected the name of another node, got this node's own, {peer}")
         return check_name(peer) if peer not in self._peers else peer
@@ -466,14 +484,14 @@ class Endpoint:
             peer = self._peers[name] = Peer(name, Inbox(self._forgotten), outbox)
         return peer
 
-    def _reach(self, name: str) -> None:
+    def _connect(self, name: str) -> None:
         peer = self._peer(name)
         if not self._closing:
             peer.is_unreachable = True
             if peer.link is None:
                 self._opening.dial(peer)
 
-    def _introduce(
+    def _add_peer(
         self, name: str, addresses: tuple[places.Address, ...], lasting: bool, silent_s: float | None
     ) -> None:
         peer = self._peer(name)
@@ -487,7 +505,7 @@ class Endpoint:
             return
         peer.outbox.add(item)
         if peer.link is not None:
-            self._lend(peer, peer.link, item)
+            self._share_if_possible(peer, peer.link, item)
             self._schedule(peer)
         else:
             self._opening.dial(peer)
@@ -501,11 +519,11 @@ class Endpoint:
         try:
             peer.inbox.post(tag, into, on_data, on_shared)
         except ProtocolError as error:
-            self._lose_for(peer, error)
+            self._lose_for_protocol_error(peer, error)
         else:
-            self._resume(peer)
+            self._resume_reading(peer)
 
-    def _forget(self, first: int, last: int) -> None:
+    def _cancel(self, first: int, last: int) -> None:
         self._forgotten.add(first, last)
         if len(self._forgotten) > MAX_FORGOTTEN_RANGES:
             self._forgotten.drop_lowest()
@@ -514,34 +532,34 @@ class Endpoint:
             peer.outbox.drop(first, last)
             if peer.link is not None:
                 peer.link.reader.divert(first, last)
-                self._resume(peer)
+                self._resume_reading(peer)
 
     # Sending
 
     def _schedule(self, peer: Peer) -> None:
-        """Let the peer take its turn when its most urgent frame is due, unless its socket is full."""
+        """Enter the peer in the send heap under its most urgent key, unless its socket is full."""
         link, key = peer.link, peer.outbox.key
         if link is not None and not link.full and key is not None and (peer.turn is None or key < peer.turn):
             peer.turn = key
-            heappush(self._turns, (key, next(self._order), peer))
+            heappush(self._send_heap, (key, next(self._sequence), peer))
 
     def _pump(self) -> bool:
         """Send the most urgent frames of the node; return whether more could be sent at once."""
-        turns = self._turns
+        send_heap = self._send_heap
         writes = 0
-        while turns:
+        while send_heap:
             if writes == WRITES_A_TURN:
                 return True
-            key, _, peer = heappop(turns)
-            if peer.turn is key:  # else something more urgent came meanwhile, and that turn was taken
+            key, _, peer = heappop(send_heap)
+            if peer.turn is key:  # else a more urgent message came later, and that entry was used
                 peer.turn = None
                 if peer.link is not None and not peer.link.full:
                     writes += 1
                     self._write(peer, peer.link)
-        if self._flushing and not any(peer.outbox for peer in self._peers.values()):
-            for sent in self._flushing:
+        if self._flush_flags and not any(peer.outbox for peer in self._peers.values()):
+            for sent in self._flush_flags:
                 sent.set()
-            self._flushing.clear()
+            self._flush_flags.clear()
         if self._closing and not any(peer.link or peer.dial for peer in self._peers.values()):
             self._loop.stop()
         return False
@@ -569,32 +587,32 @@ class Endpoint:
         if n < size:
             link.full = True
             self._watch(peer, link)
-        elif outbox.key is None:  # nothing is left, or what is waits until the peer has read
+        elif outbox.key is None:  # nothing is left, or the rest waits until the peer has read
             self._watch(peer, link)
         else:
             self._schedule(peer)
-        self._finish(finished)
+        self._call_done(finished)
 
     def _write_failed(self, peer: Peer, link: Link, error: OSError) -> None:
-        """Nothing can be sent any more; what the peer said before, a goodbye perhaps, still counts."""
+        """Nothing more can be sent; what the peer sent before, a BYE perhaps, is still processed."""
         link.full = True
-        self._dispatch(peer, link)  # which may be what is under way
+        self._process_frames(peer, link)  # this write may be part of processing it
         while peer.link is link and not link.paused:
             received = self.bytes_received
             self._read(peer, link)
             if received == self.bytes_received:
                 break
         if peer.link is link:
-            self._broke(peer, f"{peer.name} {_cause(error)}")
+            self._on_broken(peer, f"{peer.name} {_explain_broken(error)}")
 
     def _watch(self, peer: Peer, link: Link) -> None:
-        """Be told when the socket is ready for what is wanted of it."""
+        """Watch the socket for the events that the link needs."""
         if link.sock is None:
             return
         wanted = (0 if link.paused else READ) | (WRITE if link.full else 0)
         if wanted == link.watched:
             return
-        watcher = partial(self._ready, peer, link)
+        watcher = partial(self._on_ready, peer, link)
         if not wanted:
             self._loop.unwatch(link.sock)
         elif not link.watched:
@@ -605,33 +623,33 @@ class Endpoint:
 
     # Sharing memory
 
-    def _lend(self, peer: Peer, link: Link, item: Outgoing) -> None:
-        """Let the peer read a queued message where it lies, if it can."""
+    def _share_if_possible(self, peer: Peer, link: Link, item: Outgoing) -> None:
+        """Send a queued message by reference to shared memory, if the peer can read it in place."""
         if item.lent is None or link.borrowed is None:
             return
         known, (region, _) = peer.outbox.known, item.lent
         if region.number not in known:
             known.add(region.number)
-            key = (0, 0, next(self._order))
+            key = (0, 0, next(self._sequence))
             peer.outbox.add(
                 Outgoing(_REGION, key, item.data[:0], tag=region.number, total=region.size, lent=item.lent)
             )
         item.kind = _SHARED
 
-    def _released(self, region: Region) -> None:
-        """Nobody holds a region's memory any more."""
+    def _on_region_released(self, region: Region) -> None:
+        """Withdraw a region whose memory has no views left."""
         self._regions.remove(region)
         for peer in self._peers.values():
             if region.number in peer.outbox.known:
                 peer.outbox.known.remove(region.number)
-                key = (0, 0, next(self._order))
-                peer.outbox.add(Outgoing(_WITHDRAW, key, _NOTHING, tag=region.number))
+                key = (0, 0, next(self._sequence))
+                peer.outbox.add(Outgoing(_WITHDRAW, key, _EMPTY, tag=region.number))
                 self._schedule(peer)
 
     # Receiving
 
-    def _opened(self, peer: Peer, link: Link, received: int) -> None:
-        """A connection to the peer is ready, which has received so many frames of the session."""
+    def _on_open(self, peer: Peer, link: Link, received: int) -> None:
+        """Use a new connection to the peer, which has received so many frames of the session."""
         assert link.sock is not None
         peer.link = link
         peer.gone = False
@@ -643,39 +661,39 @@ class Endpoint:
             share(link)
         self._has_neighbours |= link.borrowed is not None
         for item in peer.outbox.items():
-            self._lend(peer, link, item)
+            self._share_if_possible(peer, link, item)
         self._loop.unwatch(link.sock)
         self._watch(peer, link)
         if self._closing:
-            self._say_goodbye(peer)
+            self._send_bye(peer)
         try:
             finished = peer.outbox.resume(received)
         except ProtocolError as error:
-            self._lose_for(peer, error)
+            self._lose_for_protocol_error(peer, error)
             return
-        self._finish(finished)
+        self._call_done(finished)
         self._schedule(peer)
         if peer.is_unreachable:
-            self._receive_again(peer)
-        self._dispatch(peer, link)
+            self._report_reachable(peer)
+        self._process_frames(peer, link)
 
-    def _receive_again(self, peer: Peer) -> None:
-        """Something comes from a peer that was reported as unreachable: that is reported first."""
+    def _report_reachable(self, peer: Peer) -> None:
+        """Report a peer as reachable again, before what was received from it is processed."""
         peer.is_unreachable = False
         self._on_reachable(peer.name)
 
-    def _finish(self, items: list[Outgoing]) -> None:
-        """These messages have come, or have been handed to the kernel where nothing can be lost any more."""
+    def _call_done(self, items: list[Outgoing]) -> None:
+        """Call back for messages that were delivered, or accepted by the kernel where nothing can be lost."""
         for item in items:
             if item.done is not None:
                 item.done()
 
-    def _ready(self, peer: Peer, link: Link, events: int) -> None:
+    def _on_ready(self, peer: Peer, link: Link, events: int) -> None:
         if events & WRITE and link.full:
             link.full = False
-            if peer.outbox.key is not None:  # it stays watched, until there is nothing left to send
+            if peer.outbox.key is not None:  # it stays watched until nothing is left to send
                 self._schedule(peer)
-            else:  # what was to be sent is forgotten, or waits until the peer has read
+            else:  # the queued bytes were forgotten, or wait until the peer has read
                 self._watch(peer, link)
         if events & READ and peer.link is link:
             self._read(peer, link)
@@ -686,31 +704,31 @@ class Endpoint:
         except BlockingIOError:
             return
         except ProtocolError as error:
-            self._lose_for(peer, error)
+            self._lose_for_protocol_error(peer, error)
             return
         except OSError as error:
             if is_none_left(error):
-                text = f"{self.name} cannot take memory that {peer.name} shares: {explain(error)}"
+                text = f"{self.name} cannot accept memory shared by {peer.name}: {explain(error)}"
                 self._lose(peer, text, "no files")
             else:
-                self._broke(peer, f"{peer.name} {_cause(error)}")
+                self._on_broken(peer, f"{peer.name} {_explain_broken(error)}")
             return
         if not n:
-            self._broke(peer, f"{peer.name} closed the connection")
+            self._on_broken(peer, f"{peer.name} closed the connection")
             return
         self.bytes_received += n
         link.heard = True
         if peer.is_unreachable:
-            self._receive_again(peer)
+            self._report_reachable(peer)
         link.reader.received(n)
-        self._dispatch(peer, link)
+        self._process_frames(peer, link)
         wake_late(link)
 
-    def _dispatch(self, peer: Peer, link: Link) -> None:
-        """Act on every frame that is complete.
+    def _process_frames(self, peer: Peer, link: Link) -> None:
+        """Process every complete frame.
 
-        Where that takes long, what comes of the first ones is sent meanwhile, so that the peer has work, too.
-        What waited until the peer has read is sent as soon as it has.
+        Where that takes long, what the first ones caused is sent in between, so that the peer can work, too.
+        Messages that waited for the peer to read are sent as soon as it has.
         """
         inbox, next_frame, session = peer.inbox, link.reader.next_frame, peer.session
         limit_s = monotonic() + STRETCH_S
@@ -718,23 +736,23 @@ class Endpoint:
             while peer.link is link and (frame := next_frame()) is not None:
                 self.frames_received += 1
                 if frame.kind in NUMBERED:
-                    self._count(peer, session, frame)
-                self._act(peer, link, frame)
+                    self._count_frame(peer, session, frame)
+                self._on_frame(peer, link, frame)
                 if frame.kind == _TAKEN or monotonic() > limit_s:
-                    self._say_what_was_read(peer, link)
+                    self._acknowledge_reads(peer, link)
                     self._pump()
                     limit_s = monotonic() + STRETCH_S
             if peer.link is link and link.borrowed is not None:
                 link.borrowed.check(partial=link.reader.partial)
-                self._say_what_was_read(peer, link)
+                self._acknowledge_reads(peer, link)
         except ProtocolError as error:
-            self._lose_for(peer, error)
+            self._lose_for_protocol_error(peer, error)
         if inbox.early_bytes > MAX_EARLY_BYTES and not link.paused:
             link.paused = True
             self._watch(peer, link)
 
-    def _count(self, peer: Peer, session: Session, frame: Frame) -> None:
-        """Take note that a numbered frame has come, and acknowledge it where somebody may wait for that."""
+    def _count_frame(self, peer: Peer, session: Session, frame: Frame) -> None:
+        """Count a numbered frame, and acknowledge it where a sender may wait for that."""
         session.received += 1
         if session.is_resumable:
             session.owed_frames += 1
@@ -749,19 +767,19 @@ class Endpoint:
         peer.outbox.owe(session.received)
         self._schedule(peer)
 
-    def _say_what_was_read(self, peer: Peer, link: Link) -> None:
-        """Tell the peer what has been read of its memory."""
+    def _acknowledge_reads(self, peer: Peer, link: Link) -> None:
+        """Acknowledge the pieces of the peer's memory that have been read."""
         borrowed = link.borrowed
         if borrowed is not None and borrowed.read and peer.link is link:
-            key = (0, 0, next(self._order))
-            peer.outbox.add(Outgoing(_TAKEN, key, _NOTHING, total=borrowed.read))
+            key = (0, 0, next(self._sequence))
+            peer.outbox.add(Outgoing(_TAKEN, key, _EMPTY, total=borrowed.read))
             borrowed.answered()
             self._schedule(peer)
 
-    def _act(self, peer: Peer, link: Link, frame: Frame) -> None:
+    def _on_frame(self, peer: Peer, link: Link, frame: Frame) -> None:
         kind = frame.kind
         if kind == _BYE:
-            self._leave(peer)
+            self._on_bye(peer)
         elif self._closing:
             pass
         elif kind == _DATA:
@@ -770,14 +788,14 @@ class Endpoint:
             assert isinstance(frame.payload, bytes)
             self._on_message(peer.name, frame.payload)
         elif kind == _ACK:
-            self._finish(peer.outbox.acknowledge(frame.total))
+            self._call_done(peer.outbox.acknowledge(frame.total))
         elif kind == _TAKEN:
-            self._finish(peer.outbox.read(frame.total))
+            self._call_done(peer.outbox.read(frame.total))
             self._schedule(peer)
         elif kind not in (_BEAT, _SKIP):
-            self._act_on_shared(peer, link, frame)
+            self._on_shared_frame(peer, link, frame)
 
-    def _act_on_shared(self, peer: Peer, link: Link, frame: Frame) -> None:
+    def _on_shared_frame(self, peer: Peer, link: Link, frame: Frame) -> None:
         borrowed = link.borrowed
         if borrowed is None:
             raise ProtocolError(f"expected no {Kind(frame.kind).name} frame from another host")
@@ -789,39 +807,39 @@ class Endpoint:
         elif frame.kind == _WITHDRAW:
             borrowed.withdraw(frame.tag)
 
-    def _resume(self, peer: Peer) -> None:
+    def _resume_reading(self, peer: Peer) -> None:
         link = peer.link
         if link is not None and link.paused and peer.inbox.early_bytes <= MAX_EARLY_BYTES:
             link.paused = False
             self._watch(peer, link)
 
-    # Staying and leaving
+    # Heartbeats, loss and leave
 
     def _tick(self) -> None:
-        """Show peers that this node lives, and see which of them do not.
+        """Send heartbeats, and check for how long each peer has been silent.
 
-        Silence is counted in ticks, not read from a clock: if this node itself was held up, that is one tick.
+        Silence is counted in ticks, not read from a clock: a pause of this node itself counts as one tick.
         """
         if self._closing:
             return
         self._loop.later(self._beat_s, self._tick)
         for peer in list(self._peers.values()):
-            if self._see_whether_heard(peer) and peer.link is not None:
-                self._show_life(peer, peer.link)
+            if self._check_silence(peer) and peer.link is not None:
+                self._keep_alive(peer, peer.link)
 
-    def _see_whether_heard(self, peer: Peer) -> bool:
-        """Count for how long nothing has come from a peer, and act on that; return whether it is there."""
+    def _check_silence(self, peer: Peer) -> bool:
+        """Count a peer's silent ticks and act on them; return whether the peer is still held."""
         link = peer.link
         if link is not None and (link.heard or link.paused):
             link.heard = False
             peer.silent_ticks = 0
-            self._opening.stop_dialling(peer)  # which was begun in place of this connection
+            self._opening.stop_dialling(peer)  # which was begun to replace this connection
             return True
         if link is None and peer.dial is None:
             return False
         peer.silent_ticks += 1
         if link is not None and link.wake_bytes > 1:
-            wake_at(link, 1)  # on a slow line less than that is life too
+            wake_at(link, 1)  # on a slow line fewer bytes than that are a sign of life too
         silent_s, limit_s = peer.silent_ticks * self._beat_s, peer.silent_s or self._silent_s
         since = f"{peer.cause}, and " if peer.cause else ""
         if peer.session.is_open and silent_s >= limit_s:
@@ -829,26 +847,26 @@ class Endpoint:
             return False
         if silent_s >= self._unreachable_s and not peer.is_unreachable:
             peer.is_unreachable = True
-            self._on_unreachable(peer.name, f"{since}nothing has come from it for {silent_s:g} s")
+            self._on_unreachable(peer.name, f"{since}nothing was received from it for {silent_s:g} s")
         if link is not None and silent_s >= REDIAL_S and peer.session.is_resumable and peer.addresses:
             self._opening.dial(peer)
         return True
 
-    def _show_life(self, peer: Peer, link: Link) -> None:
-        """Send something, if nothing else goes out."""
+    def _keep_alive(self, peer: Peer, link: Link) -> None:
+        """Send an ACK or a heartbeat if nothing else was sent since the last tick."""
         if peer.session.owed_frames:
             self._acknowledge(peer)
         elif not link.spoke and peer.outbox.key is None:
-            peer.outbox.add(Outgoing(_BEAT, (0, 0, next(self._order)), _NOTHING))
+            peer.outbox.add(Outgoing(_BEAT, (0, 0, next(self._sequence)), _EMPTY))
             self._schedule(peer)
         link.spoke = False
 
-    def _lose_for(self, peer: Peer, error: ProtocolError) -> None:
-        """The peer has said what nobody says."""
+    def _lose_for_protocol_error(self, peer: Peer, error: ProtocolError) -> None:
+        """Drop a peer that broke the protocol."""
         self._lose(peer, f"{peer.name} broke the protocol: {error}", "protocol")
 
-    def _broke(self, peer: Peer, cause: str) -> None:
-        """The connection is gone: the session goes on on another one if the peer's process lives."""
+    def _on_broken(self, peer: Peer, cause: str) -> None:
+        """Handle a broken connection: dial again if the session can be resumed, else drop the peer."""
         if self._closing or not (peer.session.is_resumable and peer.addresses):
             self._lose(peer, cause)
             return
@@ -858,7 +876,7 @@ class Endpoint:
             self._opening.dial(peer)
 
     def _detach(self, peer: Peer) -> None:
-        """Give up the connection, and nothing else: what has not come whole on it will come again."""
+        """Close the connection and keep the session: frames received in part are sent again by the peer."""
         link, peer.link = peer.link, None
         assert link is not None
         if link.reader.begun is not None:
@@ -867,32 +885,32 @@ class Endpoint:
         peer.outbox.rewind()
         peer.session.owed_frames = peer.session.owed_bytes = 0
 
-    def _replaced(self, peer: Peer) -> None:
-        """Whoever answers under the peer's name does not know the session."""
+    def _on_replaced(self, peer: Peer) -> None:
+        """Drop a peer whose process does not know the session any more."""
         since = f"{peer.cause}, and " if peer.cause else ""
         self._lose(peer, f"{since}{peer.name} has begun a new session", "replaced")
 
-    def _failed(self, peer: Peer, text: str, failure: LinkFailure) -> None:
-        """The peer cannot be reached, or its process has ended."""
+    def _on_failed(self, peer: Peer, text: str, failure: LinkFailure) -> None:
+        """Drop a peer that cannot be reached, or whose process has ended."""
         since = f"{peer.cause}, and " if peer.cause else ""
         self._lose(peer, since + text, failure)
 
     def _lose(self, peer: Peer, text: str, failure: LinkFailure = "broken") -> None:
-        """The peer is gone without a goodbye, or cannot be reached."""
-        self._part(peer)
+        """Drop a peer that failed, and report the loss."""
+        self._reset(peer)
         peer.inbox.clear()
         if not self._closing:
             self._on_lost(LinkError(peer.name, text, failure=failure))
         self._opening.freed(peer)
 
-    def _leave(self, peer: Peer) -> None:
-        """The peer has said goodbye; what it said before may still be expected."""
-        self._part(peer)
+    def _on_bye(self, peer: Peer) -> None:
+        """Process a BYE: what the peer sent before may still be expected, so its inbox is kept."""
+        self._reset(peer)
         if not self._closing and self._on_left is not None:
             self._on_left(peer.name)
         self._opening.freed(peer)
 
-    def _part(self, peer: Peer) -> None:
+    def _reset(self, peer: Peer) -> None:
         link, peer.link = peer.link, None
         if link is not None:
             self._opening.close(link)
@@ -915,21 +933,21 @@ class Endpoint:
             peer.outbox.clear(keep_control=True)
             if peer.link is not None:
                 peer.link.reader.divert(0, ALL_TAGS)
-                self._resume(peer)
-                self._say_goodbye(peer)
+                self._resume_reading(peer)
+                self._send_bye(peer)
             elif not (peer.dial is not None and peer.outbox):
                 self._opening.abandon(peer)
 
-    def _say_goodbye(self, peer: Peer) -> None:
-        """Say that nothing more will come.
+    def _send_bye(self, peer: Peer) -> None:
+        """Send BYE, the last frame of a session.
 
-        The peer closes the connection when it has read that, so nothing that is still under way is reset.
+        The peer closes the connection when it has read it, so no byte that is still in flight is reset.
         """
-        peer.outbox.add(Outgoing(_BYE, (0, 1, next(self._order)), _NOTHING))
+        peer.outbox.add(Outgoing(_BYE, (0, 1, next(self._sequence)), _EMPTY))
         self._schedule(peer)
 
-    def _ended(self, error: BaseException | None) -> None:
-        """The I/O thread ends."""
+    def _on_loop_end(self, error: BaseException | None) -> None:
+        """Release everything as the I/O thread ends."""
         self._failure = error
         self._closing = True
         for sock in self._opening.sockets:
@@ -938,7 +956,7 @@ class Endpoint:
             for link in (peer.link, peer.dial.link if peer.dial is not None else None):
                 if link is not None and link.borrowed is not None:
                     link.borrowed.close()
-        for sent in self._flushing:
+        for sent in self._flush_flags:
             sent.set()
         if error is not None:
             if self._on_error is None:
@@ -953,7 +971,7 @@ class Endpoint:
         listeners: Sequence[tuple[socket.socket, str]] | None,
     ) -> tuple[str, ...]:
         try:
-            with _as_told(self.name):
+            with _named_errors(self.name):
                 found = places.listen(host, port, unix=unix) if listeners is None else listeners
         except BaseException:
             self._opening.shut()
@@ -966,9 +984,9 @@ class Endpoint:
     def abandon(self) -> None:
         """Close this process's copies of all sockets; for a forked child, which has no I/O thread.
 
-        Else the peers would not notice the parent's death as long as the child lives.
+        Otherwise the peers would not notice the parent's death as long as the child lives.
         """
-        self._failure = RuntimeError("this is a forked process, whose parent has the links")
+        self._failure = RuntimeError("this is a forked process; its parent owns the connections")
         for sock in self._opening.sockets:
             sock.close()
         self._loop.abandon()
@@ -978,23 +996,23 @@ _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
 @contextmanager
-def _as_told(name: str) -> Iterator[None]:
-    """Say of a node what the operating system refuses it."""
+def _named_errors(name: str) -> Iterator[None]:
+    """Raise an error of the operating system as an OffbeatError that names the node."""
     try:
         yield
     except OSError as error:
         raise OffbeatError(f"{name} cannot open its connections: {explain(error)}") from error
 
 
-def _keep_from_children(endpoint: Endpoint) -> None:
-    """Let processes forked from this one (a DataLoader's workers) close their copies of the sockets."""
-    if not _endpoints_hooked:
-        _endpoints_hooked.append(True)
+def _close_in_children(endpoint: Endpoint) -> None:
+    """Make processes forked from this one (a DataLoader's workers) close their copies of the sockets."""
+    if not _fork_hooked:
+        _fork_hooked.append(True)
         os.register_at_fork(after_in_child=_abandon_all)
     _endpoints.add(endpoint)
 
 
-_endpoints_hooked: list[bool] = []
+_fork_hooked: list[bool] = []
 
 
 def _abandon_all() -> None:
@@ -1009,11 +1027,11 @@ def _as_bytes(data: memoryview) -> memoryview:
     if not view.c_contiguous:
         raise ValueError("expected C-contiguous bytes, got a buffer with gaps")
     if not view.nbytes:
-        return _NOTHING
+        return _EMPTY
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _cause(error: OSError) -> str:
+def _explain_broken(error: OSError) -> str:
     match error:
         case ConnectionResetError():
             return "reset the connection"
