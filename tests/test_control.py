@@ -175,7 +175,7 @@ def test_where_nobody_listens_any_more_it_says_so_once(by_hand):
     other.dies()
     gone = worker.gone.get(timeout=DEADLINE_S)
     assert gone.startswith(
-        f"coordinator closed the connection, and nobody listens any more at {other.address}; its process has"
+        f"coordinator closed the connection, and nothing listens any more at {other.address}; its process has"
     )
     worker.line.settle(DEADLINE_S)
     assert worker.gone.empty()
@@ -222,7 +222,7 @@ def leaving(node):
 @pytest.mark.parametrize(
     ("coordinator", "words"),
     [
-        (over, ["nobody listens any more at tcp://", "its process has ended", "see what rank 0 wrote"]),
+        (over, ["nothing listens any more at tcp://", "its process has ended", "see what rank 0 wrote"]),
         (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall is on the way"]),
         (of_another_job, ["this is job later, not job job", "another process listens", "start it again"]),
         (leaving, ["it ended before the job did", "see what it wrote where rank 0 runs"]),

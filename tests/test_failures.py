@@ -266,7 +266,7 @@ def test_a_coordinator_killed_with_its_supervisor_is_named_by_every_worker():
         running.signal(1, signal.SIGKILL)
     for said in survivors(waiting, 1, killed_s):
         assert "lost the coordinator" in said["text"]
-        assert "nobody listens any more" in said["text"]
+        assert "nothing listens any more" in said["text"]
         assert said["waited"]
 
 

@@ -274,13 +274,13 @@ def test_garbage_is_refused_once_and_the_node_goes_on(node: Callable[..., Node],
 def test_connections_that_say_nothing_are_few_and_closed_after_a_while(node: Callable[..., Node]) -> None:
     a, b = node("a", connect_s=2.0), node("b")
     silent = [socket.create_connection(a.tcp(), timeout=DEADLINE_S) for _ in range(70)]
-    assert "64 others have not yet said who they are" in a.refusal()
+    assert "it has not identified itself, and neither have 64 others" in a.refusal()
     for sock in silent[:6]:
         assert sock.recv(1) == b""  # the oldest make room
     b.links.introduce("a", a.links.addresses[1:])
     b.links.send("a", b"hello")
     assert a.message() == ("b", b"hello")  # nobody who says who it is waits for those who do not
-    assert re.search(r"it has not proved who it is within 2 s", a.refusal())
+    assert re.search(r"it did not authenticate within 2 s", a.refusal())
     for sock in silent:
         assert sock.recv(1) == b""
         sock.close()
@@ -390,7 +390,7 @@ def test_a_lasting_peer_that_listens_no_more_is_lost_without_waiting(node: Calla
     a.links.introduce("b", b.links.addresses, lasting=True)
     a.links.send("b", b"hello")
     lost = a.loss()
-    assert str(lost) == f"nobody listens any more at {' and '.join(b.links.addresses)}"
+    assert str(lost) == f"nothing listens any more at {' and '.join(b.links.addresses)}"
     assert not lost.was_open
 
 
@@ -425,9 +425,7 @@ def test_a_peer_that_nobody_has_introduced_may_still_connect_in_time(node: Calla
 def test_a_peer_that_nobody_has_introduced_is_not_waited_for_for_ever(node: Callable[..., Node]) -> None:
     a = node("a", connect_s=0.3)
     a.links.send("b", b"hello")
-    assert str(a.loss()) == (
-        "cannot reach b within 0.3 s: nobody has said where it is, and it did not connect"
-    )
+    assert str(a.loss()) == ("cannot reach b within 0.3 s: its address is not known, and it did not connect")
 
 
 def test_a_host_is_looked_up_by_name_without_blocking(node: Callable[..., Node]) -> None:
@@ -494,7 +492,7 @@ def test_a_killed_peer_is_lost_by_name(
     process.send_signal(signal.SIGKILL)
     error = survivor.loss()
     assert error.peer == "victim"
-    ended = ", and nobody listens any more at " if transport == "tcp" else "$"
+    ended = ", and nothing listens any more at " if transport == "tcp" else "$"
     assert re.match(f"victim (closed|reset) the connection{ended}", str(error))
     assert survivor.lost.empty()
 

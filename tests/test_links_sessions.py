@@ -188,7 +188,7 @@ def test_who_is_not_heard_is_said_to_be_unreachable_and_then_to_be_reachable(
     for line in lines:
         line.mend()
     assert heard.wait(DEADLINE_S)
-    assert said == [("b", "nothing has come from it for 1.25 s"), ("b",)]
+    assert said == [("b", "nothing was received from it for 1.25 s"), ("b",)]
     b.links.send("a", b"still here")
     assert a.message() == ("b", b"still here")
 
@@ -251,7 +251,7 @@ def test_a_peer_whose_process_ends_while_its_connection_is_broken_is_lost_at_onc
         os.kill(process.pid, signal.SIGSTOP)
         line.reset()
         os.kill(process.pid, signal.SIGKILL)
-        assert "nobody listens any more at tcp://127.0.0.1:" in str(survivor.loss())
+        assert "nothing listens any more at tcp://127.0.0.1:" in str(survivor.loss())
     finally:
         process.kill()
         process.communicate(timeout=DEADLINE_S)

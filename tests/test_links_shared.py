@@ -129,7 +129,7 @@ def test_a_node_that_cannot_take_a_peers_memory_blames_itself(node: Callable[...
         a.links.put("b", 1, memory)
         error = b.loss()
     assert error.failure == "no files"
-    assert str(error).startswith("b cannot take memory that a shares: too many open files: raise `ulimit -n`")
+    assert str(error).startswith("b cannot accept memory shared by a: too many open files: raise `ulimit -n`")
 
 
 # What is spared
@@ -448,7 +448,7 @@ def test_who_says_so_tells_of_more_that_is_not_read(node: Callable[..., Node]) -
     assert [b.frame().kind for _ in range(9)] == [Kind.REGION, *[Kind.SHARED] * 8]
     a.links.send("b", b"urgent")
     assert b.frame().payload == b"urgent"
-    with pytest.raises(ValueError, match="expected 1 to 8388608 unread bytes, got 8388609"):
+    with pytest.raises(ValueError, match="expected unread_bytes from 1 to 8388608, got 8388609"):
         node("c", unread_bytes=8 * MIB + 1)
 
 

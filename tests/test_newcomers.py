@@ -487,7 +487,7 @@ def test_a_newcomer_that_comes_when_nobody_is_left_is_told_so():
     with job(train, 2, PartialAllReduce(), 1, hosts_store=True) as running:
         values(running.ends())
         late = running.end(running.add(train))
-    assert late.error.startswith("worker 2 lost the coordinator: nobody listens any more at ")
+    assert late.error.startswith("worker 2 lost the coordinator: nothing listens any more at ")
     assert "its process has ended, because the job is over or because it failed" in late.error
 
 

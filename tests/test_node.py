@@ -220,7 +220,7 @@ def test_a_client_writes_which_server_it_cannot_reach_and_that_it_can_again(mark
         w.push(np.ones(KEYS, np.float32)).result()
         server = ps.local_servers.processes[1]
         server.send_signal(signal.SIGSTOP)
-        cannot = "cannot reach server-1: nothing has come from it for 1.25 s; it keeps trying"
+        cannot = "cannot reach server-1: nothing was received from it for 1.25 s; it keeps trying"
         wait_until(lambda: any(cannot in line for line in caplog.messages), "the line about the outage")
         server.send_signal(signal.SIGCONT)
         again = "can reach server-1 again"

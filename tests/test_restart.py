@@ -266,7 +266,7 @@ def test_a_worker_that_dies_with_the_coordinator_is_lost_and_the_others_go_on(vi
     assert replay(log) is None
     lost = [entry for entry in log.entries if isinstance(entry, Lost)]
     assert [entry.worker for entry in lost] == [victim]
-    assert lost[0].cause.startswith("nobody listens any more")
+    assert lost[0].cause.startswith("nothing listens any more")
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -1,18 +1,33 @@
-"""What goes to one peer next: the queue of outgoing messages, cut into frames in order of urgency.
+"""Send queue of one peer: messages sorted by urgency, cut into frames, kept until they are acknowledged.
 
-Control messages go before all tensor bytes; tensor messages go by (priority, order of arrival), a lower
-number first. A frame that the kernel has begun to take is finished; everything behind it can still be
-overtaken.
+Theory of operation
+-------------------
 
-Of a tensor message whose bytes are lent, only where they lie is sent. How much of that a peer may be told of
-before it has read it is limited, for what it was told of cannot be overtaken.
+Order: control messages go before all tensor bytes; tensor messages go by (priority, order of arrival), a
+lower number first. A frame that the kernel has accepted in part is finished; everything behind it can still
+be overtaken. So frames are short, except those of a message that is so long that a longer frame delays an
+urgent one by a small part of the message's own time.
 
-For a session that outlives its connections, each numbered frame is kept until the peer has acknowledged it:
-the header and a view of the bytes, never a copy. On the next connection, what the peer has not received goes
-out again, in the same order, before anything else; frames are numbered by their order alone. So a message is
-done when its last frame is acknowledged, and not when the kernel has taken it.
+One write has three steps. `gather` returns buffers of about one frame, in this order: the rest of a begun
+frame, an acknowledgement that is due, frames to be sent again or else new ones. The endpoint passes them to
+the kernel in one call. `taken(n)` then accounts for the `n` bytes accepted: it marks what went out, keeps the
+rest of a frame that went out in part (`_begun`), and puts messages that are not wholly out back in the heap.
 
-This module never touches a socket and never copies tensor bytes, but for the rest of a begun frame that is
+Acknowledgement: for a session that outlives its connections (`keeps`), each numbered frame stays in `_kept`
+until the peer has acknowledged it: the header and a view of the bytes, never a copy. Frames are numbered by
+their order alone: `_kept_from` is the number of the first one kept, `_out` counts those sent on this
+connection. After `rewind` (the connection broke) and `resume` (the next one says what the peer has received)
+the remaining frames go out again, in the same order, before anything else. So such a message is done when its
+last frame is acknowledged; without `keeps`, when the kernel has accepted it.
+
+Shared memory: of a message whose bytes lie in exported memory, only their place is sent. What a peer has been
+told cannot be overtaken, so the bytes announced and not yet read (`_unread`) are limited; the message is done
+when the peer has read its last piece.
+
+`drop` forgets tensor messages: a begun frame goes on from a copy, a kept one becomes a SKIP, so that the
+numbering holds. What a peer was told to read cannot be withdrawn.
+
+This module never touches a socket and never copies tensor bytes, except the rest of a begun frame that is
 forgotten.
 """
 
@@ -41,8 +56,8 @@ from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
-# Of a message that is long beside it, a frame may be larger, since it keeps an urgent one waiting for no more
-# than this part of the time that the message itself takes.
+# A frame may be a larger part of a message that is long: it delays an urgent one by at most this part of the
+# time that the message itself needs.
 FRAMES_MIN = 4
 LONG_FRAME_BYTES = 512 * 1024
 SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
@@ -50,8 +65,8 @@ SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
 _DATA, _SHARED, _REGION = int(Kind.DATA), int(Kind.SHARED), int(Kind.REGION)
 _ACK, _SKIP = int(Kind.ACK), int(Kind.SKIP)
 _SKIP_HEADER = HEADER.pack(MAGIC, VERSION, _SKIP, 0, 0, 0, 0)
-_NOTHING = memoryview(b"")
-_FIRST: tuple[int, int, int] = (0, -1, 0)  # what is sent again, and acknowledgements
+_EMPTY = memoryview(b"")
+_FIRST_KEY: tuple[int, int, int] = (0, -1, 0)  # key of frames that are sent again, and of acknowledgements
 _TENSORS = frozenset({_DATA, _SHARED})
 
 Key = tuple[int, int, int]
@@ -59,12 +74,12 @@ Key = tuple[int, int, int]
 
 
 class Outgoing:
-    """One message on its way out: `data` is what is sent of it, from `offset` of `total` bytes on.
+    """A queued message: `data` is the part of it to send, from `offset` of `total` bytes on.
 
     Attributes:
-        kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame is about
-            that region, and `data` an empty view that keeps its memory.
-        whole: where they are SHARED, as few frames as there can be.
+        kind: of its frames. SHARED ones say where in the region `lent` the data lies; a REGION frame
+            announces that region, and `data` is an empty view that keeps its memory.
+        whole: SHARED frames are as few as possible.
     """
 
     __slots__ = ("data", "done", "key", "kind", "lent", "offset", "sent", "tag", "total", "whole")
@@ -91,7 +106,7 @@ class Outgoing:
         self.offset = offset
         self.total = total
         self.done = done
-        self.sent = 0  # bytes of data in frames that the kernel has taken or begun to take
+        self.sent = 0  # bytes of data in frames that the kernel has accepted, wholly or in part
 
 
 class _Frame(NamedTuple):
@@ -106,19 +121,19 @@ class _Frame(NamedTuple):
 class Outbox:
     """The messages to one peer.
 
-    `gather()` the next buffers to send, tell `taken(n)` how many of their bytes the kernel took, and get the
-    messages that are done: wholly out or, where frames are kept until they are acknowledged, the ones that
-    `acknowledge(n)` returns. Those whose bytes are lent are done when the peer has read them.
+    `gather()` the next buffers to send, report with `taken(n)` how many of their bytes the kernel accepted,
+    and get the messages that are done: wholly sent or, where frames are kept until they are acknowledged, the
+    ones that `acknowledge(n)` returns. Messages in shared memory are done when the peer has read them.
 
     Args:
         frame_bytes: see below.
-        unread_bytes: of lent bytes a peer is told of no more while it has not read as many.
+        unread_bytes: no more shared bytes are announced while so many are announced and not read.
 
     Attributes:
-        frame_bytes: payload of one frame at most, but for long messages; a multiple of 64 KiB.
+        frame_bytes: payload of one frame at most, except of long messages; a multiple of 64 KiB.
         keeps: whether numbered frames are kept until the peer has acknowledged them.
-        known: numbers of the regions that the peer was told of.
-        descriptor: what has to be sent along with what was gathered.
+        known: numbers of the regions that were announced to the peer.
+        descriptor: to be sent along with the gathered buffers, if not None.
     """
 
     def __init__(self, frame_bytes: int, unread_bytes: int = UNREAD_BYTES) -> None:
@@ -128,20 +143,20 @@ class Outbox:
         self.keeps = False
         self._kept: deque[_Frame] = deque()  # not acknowledged, in order
         self._kept_from = 0  # the number of the first of them
-        self._out = 0  # how many of them have gone out on this connection
+        self._out = 0  # how many of them were sent on this connection
         self._ack: int | None = None  # frames of the peer to acknowledge
         self._ack_header = memoryview(bytearray(HEADER_BYTES))
-        self._ack_item = Outgoing(_ACK, _FIRST, _NOTHING)
+        self._ack_item = Outgoing(_ACK, _FIRST_KEY, _EMPTY)
         self.known: set[int] = set()
         self.descriptor: int | None = None
-        self._unread: deque[tuple[Outgoing, int, bool]] = deque()  # message, bytes, whether they end it
+        self._unread: deque[tuple[Outgoing, int, bool]] = deque()  # message, bytes, whether they are its last
         self._unread_bytes = 0
-        # What was gathered: acknowledgement or not, frames to be sent again, and new ones: message, bytes of
-        # it, bytes of the frame.
+        # What was gathered: whether an acknowledgement, the frames to be sent again, and the new ones as
+        # (message, bytes of it, bytes of the frame).
         self._gathered_ack = False
         self._gathered_kept: list[_Frame] = []
         self._gathered: list[tuple[Outgoing, int, int]] = []
-        self._begun: list[memoryview] = []  # what is left of the frame that the kernel has begun to take
+        self._begun: list[memoryview] = []  # the rest of a frame that the kernel accepted in part
         self._begun_of: Outgoing | None = None
         self._headers = [memoryview(bytearray(SHARED_BYTES)) for _ in range(MAX_FRAMES_AT_ONCE)]
 
@@ -150,15 +165,15 @@ class Outbox:
 
     @property
     def begun(self) -> bool:
-        """Whether the kernel has taken a part of a frame."""
+        """Whether the kernel has accepted a part of a frame."""
         return self._begun_of is not None
 
     @property
     def key(self) -> Key | None:
-        """How urgent the most urgent thing here is; None where there is nothing that may go now."""
+        """The lowest key of what is queued; None where nothing may be sent now."""
         if self._ack is not None or self._out < len(self._kept):
-            return _FIRST
-        head = self._heap[0][0] if self._heap and not self._waits(self._heap[0][1]) else None
+            return _FIRST_KEY
+        head = self._heap[0][0] if self._heap and not self._waits_for_reads(self._heap[0][1]) else None
         if self._begun_of is None:
             return head
         return self._begun_of.key if head is None else min(head, self._begun_of.key)
@@ -168,7 +183,7 @@ class Outbox:
         heappush(self._heap, (item.key, item))
 
     def items(self) -> list[Outgoing]:
-        """Return every queued message, in no order."""
+        """Return every queued message, in no particular order."""
         return [item for _, item in self._heap]
 
     def gather(self) -> tuple[list[memoryview], int]:
@@ -193,7 +208,7 @@ class Outbox:
                 break
             if item.kind == _REGION:
                 if views:
-                    break  # a descriptor goes with the first bytes of what is sent: its frame's own
+                    break  # a descriptor must go with the first bytes of a write: its own frame's
                 assert item.lent is not None
                 self.descriptor = item.lent[0].descriptor
             heappop(heap)
@@ -215,30 +230,32 @@ class Outbox:
         return views, size
 
     def taken(self, n: int) -> list[Outgoing]:
-        """Take note that the kernel took `n` bytes of what was gathered; return what is done with that."""
+        """Account for `n` bytes of the gathered bytes that the kernel accepted; return finished messages."""
         finished: list[Outgoing] = []
         begun_of = self._begun_of
         if begun_of is not None:
-            n = self._take_begun(n)
+            n = self._consume_begun(n)
             if self._begun_of is None and self._is_done_when_out(begun_of):
                 finished.append(begun_of)
         if self._gathered_ack:
-            n = self._take_ack(n)
+            n = self._consume_ack(n)
         if self._gathered_kept:
-            n = self._take_kept(n)
+            n = self._consume_kept(n)
         for i, (item, length, size) in enumerate(self._gathered):
             if n > 0:
                 data = item.data[item.sent : item.sent + length]
                 item.sent += length
                 is_out = item.sent == len(item.data)
                 if item.kind == _SHARED:
-                    self._tell(item, length, is_out)
+                    self._announce(item, length, is_out)
                 elif self.keeps and item.kind in NUMBERED:
                     self._kept.append(_Frame(bytes(self._headers[i][:HEADER_BYTES]), data, item, is_out))
                     self._out += 1
                 if n < size:
                     header = memoryview(bytes(self._headers[i]))
-                    self._begin(item, [header] if item.kind == _SHARED else [header[:HEADER_BYTES], data], n)
+                    self._keep_rest(
+                        item, [header] if item.kind == _SHARED else [header[:HEADER_BYTES], data], n
+                    )
                 elif is_out and self._is_done_when_out(item):
                     finished.append(item)
                 n -= size
@@ -249,11 +266,11 @@ class Outbox:
         return finished
 
     def owe(self, received: int) -> None:
-        """Acknowledge, with what goes out next, that so many frames of the peer have come."""
+        """Acknowledge, with the next write, that so many frames of the peer were received."""
         self._ack = received
 
     def acknowledge(self, received: int) -> list[Outgoing]:
-        """Take note that the peer has received so many frames in all; return the messages that this ends.
+        """Process an acknowledgement of `received` frames in all; return the messages that are done.
 
         Raises:
             ProtocolError: so many were never sent.
@@ -273,24 +290,24 @@ class Outbox:
         return finished
 
     def rewind(self) -> None:
-        """The connection is gone: all that is not acknowledged goes out again on the next one."""
+        """Prepare for the next connection: every frame that is not acknowledged is sent again on it."""
         self._out = 0
         self._begun = []
         self._begun_of = None
         self._ack = None
 
     def resume(self, received: int) -> list[Outgoing]:
-        """Go on on a new connection, behind so many frames that the peer has received; as `acknowledge`."""
+        """Continue on a new connection after the `received` frames the peer has; returns as `acknowledge`."""
         self._out = len(self._kept)  # all of them may have come
         finished = self.acknowledge(received)
         self._out = 0
         return finished
 
     def read(self, n: int) -> list[Outgoing]:
-        """Take note that the peer has read `n` more SHARED frames; return the messages that this ends.
+        """Process a report that the peer has read `n` more SHARED frames; return the messages that are done.
 
         Raises:
-            ProtocolError: it was not told of as many.
+            ProtocolError: fewer than `n` are announced and not read.
         """
         if n > len(self._unread):
             raise ProtocolError(f"expected at most {len(self._unread)} SHARED frames to be read, got {n}")
@@ -305,7 +322,7 @@ class Outbox:
         return finished
 
     def _pack(self, item: Outgoing, header: memoryview) -> int:
-        """Write the header of an item's next frame; return how many of its bytes that is about."""
+        """Write the header of an item's next frame; return how many of its bytes the frame covers."""
         kind, sent = item.kind, item.sent
         length = len(item.data) - sent
         if kind == _SHARED:
@@ -324,15 +341,15 @@ class Outbox:
         HEADER.pack_into(header, 0, MAGIC, VERSION, kind, length, item.tag, offset, item.total)
         return length
 
-    def _tell(self, item: Outgoing, length: int, is_last: bool) -> None:
-        """Take note that the peer is told where `length` bytes lie, and will read them."""
+    def _announce(self, item: Outgoing, length: int, is_last: bool) -> None:
+        """Record that `length` bytes were announced to the peer, which will read them."""
         assert item.lent is not None
         item.lent[0].unread += 1
         self._unread.append((item, length, is_last))
         self._unread_bytes += length
 
     def _gather_kept(self, views: list[memoryview]) -> int:
-        """Add frames that are to be sent again, about one frame's worth; return their bytes."""
+        """Add frames to be sent again, about one frame's worth; return their bytes."""
         size = 0
         for frame in islice(self._kept, self._out, self._out + MAX_FRAMES_AT_ONCE):
             self._gathered_kept.append(frame)
@@ -344,45 +361,45 @@ class Outbox:
                 break
         return size
 
-    def _take_ack(self, n: int) -> int:
-        """Take the acknowledgement off what the kernel took; return how much is left over."""
+    def _consume_ack(self, n: int) -> int:
+        """Account for the acknowledgement in the accepted bytes; return how many are left over."""
         self._gathered_ack = False
         if n > 0:
             self._ack = None
             if n < HEADER_BYTES:
-                self._begin(self._ack_item, [memoryview(bytes(self._ack_header))], n)
+                self._keep_rest(self._ack_item, [memoryview(bytes(self._ack_header))], n)
         return n - HEADER_BYTES
 
-    def _take_kept(self, n: int) -> int:
-        """Take frames that were sent again off it; return how much is left over."""
+    def _consume_kept(self, n: int) -> int:
+        """Account for frames that were sent again; return how many accepted bytes are left over."""
         for frame in self._gathered_kept:
             if n <= 0:
                 break
             size = HEADER_BYTES + len(frame.data)
             self._out += 1
             if n < size:
-                self._begin(frame.item, [memoryview(frame.header), frame.data], n)
+                self._keep_rest(frame.item, [memoryview(frame.header), frame.data], n)
             n -= size
         self._gathered_kept.clear()
         return n
 
-    def _begin(self, item: Outgoing, frame: list[memoryview], n: int) -> None:
-        """The kernel has taken the first `n` bytes of a frame."""
-        # An empty view could never be taken, and the frame never be done.
+    def _keep_rest(self, item: Outgoing, frame: list[memoryview], n: int) -> None:
+        """Keep the rest of a frame of which the kernel has accepted the first `n` bytes."""
+        # An empty view would never be consumed, and the frame never be done.
         self._begun = [view for view in frame if len(view)]
         self._begun_of = item
-        self._take_begun(n)
+        self._consume_begun(n)
 
     def _is_done_when_out(self, item: Outgoing) -> bool:
-        """Whether a message whose frame is wholly out is done with that."""
+        """Whether a message is done when its frame is wholly out."""
         if item.kind == _SHARED or item.sent < len(item.data):
             return False
         return not (self.keeps and item.kind in NUMBERED)
 
     def drop(self, first: int, last: int) -> None:
-        """Forget tensor messages with first <= tag < last; their bytes are not read any more from here.
+        """Forget tensor messages with first <= tag < last; their bytes are not read here any more.
 
-        A peer still reads what it was told of: that cannot be taken back.
+        A peer still reads pieces that were announced to it: that cannot be taken back.
         """
         kept = [entry for entry in self._heap if not _within(entry[1], first, last)]
         if len(kept) < len(self._heap):
@@ -400,7 +417,7 @@ class Outbox:
         for place, frame in enumerate(self._kept):
             if _within(frame.item, first, last):
                 frame.item.done = None
-                self._kept[place] = _Frame(_SKIP_HEADER, _NOTHING, frame.item, False)
+                self._kept[place] = _Frame(_SKIP_HEADER, _EMPTY, frame.item, False)
 
     def clear(self, *, keep_control: bool = False) -> None:
         """Drop everything, or everything but control messages and the rest of a begun frame."""
@@ -418,11 +435,11 @@ class Outbox:
             self._ack = None
             self.known.clear()
 
-    def _waits(self, item: Outgoing) -> bool:
+    def _waits_for_reads(self, item: Outgoing) -> bool:
         return item.kind == _SHARED and self._unread_bytes >= self._unread_bytes_max
 
-    def _take_begun(self, n: int) -> int:
-        """Take `n` bytes off the begun frame; return how many are left over."""
+    def _consume_begun(self, n: int) -> int:
+        """Account for `n` accepted bytes of the begun frame; return how many are left over."""
         while n > 0 and self._begun:
             view = self._begun[0]
             if n < len(view):
