@@ -505,7 +505,10 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         lambda: [(REGION, [write_only(memfd(MIB))])],
         "cannot map region 1",
     ),
-    "twice": (lambda: [(REGION, [memfd(MIB)]), (REGION, [memfd(MIB)])], "expected a new region, got 1 again"),
+    "twice": (
+        lambda: [(REGION, [memfd(MIB)]), (REGION, [memfd(MIB)])],
+        "expected the number of a new region, got 1 again",
+    ),
     "two at once": (lambda: [(REGION, [memfd(MIB), memfd(MIB)])], "expected one descriptor a region"),
     "many at once": (
         lambda: [(REGION, [memfd(MIB) for _ in range(200)])],
@@ -527,14 +530,14 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
         lambda: [(frame(Kind.REGION, tag=i + 1, total=4096), [memfd(4096)]) for i in range(MAX_REGIONS + 1)],
         f"expected at most {MAX_REGIONS} regions",
     ),
-    "unknown": (lambda: [(told(1, 10), [])], "expected a region that was lent, got 1"),
+    "unknown": (lambda: [(told(1, 10), [])], "expected a region that was announced, got 1"),
     "withdrawn": (
         lambda: [(REGION, [memfd(MIB)]), (frame(Kind.WITHDRAW, tag=1) + told(1, 10), [])],
-        "expected a region that was lent, got 1",
+        "expected a region that was announced, got 1",
     ),
     "withdrawn, but never lent": (
         lambda: [(frame(Kind.WITHDRAW, tag=1), [])],
-        "expected a region that was lent, got 1",
+        "expected a region that was announced, got 1",
     ),
     "beyond the end": (
         lambda: [(REGION, [memfd(MIB)]), (told(1, 10, place=MIB - 9), [])],
@@ -557,7 +560,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
             (REGION, [memfd(MIB)]),
             (b"".join(told(100 + tag, MIB) for tag in range(13)), []),
         ],
-        "expected to be told of 8388608 bytes at a time",
+        "expected at most 8388608 announced bytes at a time",
     ),
     "nothing": (
         lambda: [(REGION, [memfd(MIB)]), (told(1, 0, total=10), [])],

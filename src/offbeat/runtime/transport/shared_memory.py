@@ -1,12 +1,32 @@
-"""Memory that nodes on one host share, so that tensor bytes between them need not go through the kernel.
+"""Shared memory between nodes on one host, so that tensor bytes between them need not go through the kernel.
 
-A node lends a `Region` by passing its descriptor over the Unix socket that it shares with a peer, and from
-then on says where bytes lie instead of sending them. The peer maps it, reads, and says that it has read. A
-region is anonymous memory (`memfd_create`, Linux): it has no name and no file, and is gone with the last
-process that maps it. Its size is sealed, so that no reader can be made to reach beyond its end.
+Theory of operation
+-------------------
 
-This module never sends or receives, never writes to a peer's memory, and never believes a size that the
-kernel does not confirm.
+Owner: `Regions` allocates a `Region` of anonymous memory (`memfd_create`, Linux): it has no name and no file,
+and is gone with the last process that maps it. Its size is sealed, so that no reader can be made to reach
+beyond its end. The program holds views of the memory, the region only a weak reference to it; when the last
+view is gone, the memory is unmapped, its descriptor closed and `released` called.
+
+Protocol, over a Unix socket, since only that carries descriptors:
+
+1. The owner sends REGION once per region and connection, with the region's descriptor. The reader (a
+   `Borrowed`, one per connection) checks seals, size and page size with the kernel, maps the region for
+   reading, and closes the descriptor.
+2. Instead of bytes, the owner sends SHARED: region, place and length. The reader copies or processes the
+   bytes before it handles the next frame.
+3. The reader acknowledges with TAKEN how many SHARED frames it has read, in order. Until then the owner must
+   not write these bytes; `Region.unread` counts such frames. How many bytes may be announced and not
+   acknowledged is limited (`unread_bytes` of `Endpoint`).
+4. When a region's memory has no views left, the owner sends WITHDRAW and the reader unmaps it.
+
+Failures: connections with shared memory are not resumed. If a reader is lost, its unacknowledged frames keep
+`Region.unread` above zero for good, since its process may live and read late; that memory must not be written
+again. If memory or descriptors are short, `allocate` returns None and the bytes are sent as usual; the last
+32 descriptors below the limit are left to connections. A reader never believes a size that the kernel does
+not confirm: reading beyond the end of memory raises a deadly signal.
+
+This module never sends or receives, and never writes to a peer's memory.
 """
 
 from __future__ import annotations
@@ -31,16 +51,17 @@ from offbeat.runtime.transport.descriptors import limit
 from offbeat.runtime.transport.framing import MAX_SHARED_BYTES
 
 HAS_SHARED = sys.platform == "linux"
-MAX_REGIONS = 256  # that a node has, and that a peer may have lent at a time
-_LEFT_FREE = 32  # descriptors that regions leave to connections, without which nothing goes
-# What a peer was told of cannot be overtaken; but with less, nodes wait for each other: all-reduces of 44 MiB
-# between 4 workers on 2 cores took 73, 56, 53 and 54 ms with 1, 2, 4 and 16 MiB. With more, what is written
-# is in no cache any more when it is read: 375 pushes of 16 MB a second with 4 MiB, 219 and 230 with 8 and 16.
+MAX_REGIONS = 256  # that a node has, and that a peer may export at a time
+_LEFT_FREE = 32  # descriptors that regions leave to connections, without which nothing works
+# Announced bytes cannot be overtaken; but with a low limit nodes wait for each other: all-reduces of 44 MiB
+# between 4 workers on 2 cores took 73, 56, 53 and 54 ms with 1, 2, 4 and 16 MiB. With a high one, bytes have
+# left the caches before they are read: 375 pushes of 16 MB a second with 4 MiB, 219 and 230 with 8 and 16.
 UNREAD_BYTES = 4 * 1024 * 1024
-# By who works as long before as its peer does afterwards, a server that answers: of pulls of 16 MB 352, 398
-# and 390 a second were made with 4, 8 and 16 MiB, and of push-pulls of 1 MB 3,198, 3,117 and 2,652.
+# For a node that works as long before the transfer as its peer does afterwards, a server that answers: pulls
+# of 16 MB reached 352, 398 and 390 a second with 4, 8 and 16 MiB, and push-pulls of 1 MB 3,198, 3,117 and
+# 2,652.
 MAX_UNREAD_BYTES = 8 * 1024 * 1024
-MIN_SHARED_BYTES = 16 * 1024  # less is sent as it is: one frame, which needs no answer
+MIN_SHARED_BYTES = 16 * 1024  # shorter messages are sent as they are: one frame, no acknowledgement
 ANCILLARY_BYTES = socket.CMSG_SPACE(array("i").itemsize) if HAS_SHARED else 0  # room for one descriptor
 
 if HAS_SHARED:
@@ -56,17 +77,17 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Region:
-    """Memory of this node that it can lend, without holding it: that is for those who have views of it.
+    """Memory that this node can export. Does not keep the memory alive: the holders of views do.
 
     Args:
-        number: names the region to peers; never used twice by a node.
+        number: identifies the region to peers; never used twice by a node.
         descriptor: with which a peer maps the memory; open as long as that lives.
         memory: the whole of it.
 
     Attributes:
         start: the memory's address.
-        unread: pieces that peers were told of and have not said that they have read. Those of a lost peer
-            count for ever: it may live, and read late.
+        unread: pieces that were announced to peers and not acknowledged as read. Those of a lost peer count
+            for good: its process may live, and read late.
     """
 
     __slots__ = ("_memory", "descriptor", "number", "size", "start", "unread")
@@ -79,16 +100,16 @@ class Region:
 
     @property
     def lives(self) -> bool:
-        """Whether somebody holds the memory still."""
+        """Whether a view of the memory exists."""
         return self._memory() is not None
 
 
 class Regions:
-    """The regions of one node; what it allocates, any thread may ask for and about.
+    """The regions of one node; any thread may allocate and look up.
 
     Args:
-        released: told of a region in whatever thread lets go of it; must see to it that `remove` is called,
-            outside of that call.
+        released: called with a region in the thread that drops its last view; must arrange that `remove` is
+            called, outside of that call.
     """
 
     def __init__(self, released: Callable[[Region], object]) -> None:
@@ -96,11 +117,11 @@ class Regions:
         self._numbers = count(1)
         self._lock = threading.Lock()
         # The addresses, in order, and the regions. Never changed, only replaced, so they can be read without
-        # the lock; the dead are here until they are removed, when their addresses may be others' already.
+        # the lock. Dead regions stay until they are removed; their addresses may already be in use again.
         self._sorted: tuple[list[int], list[Region]] = [], []
 
     def allocate(self, size: int) -> memoryview | None:
-        """Return zeroed memory in a region of its own, or None where that is not to be had."""
+        """Return zeroed memory in a region of its own, or None where that is not available."""
         if not HAS_SHARED or size < MIN_SHARED_BYTES or len(self._sorted[0]) >= MAX_REGIONS:
             return None
         try:
@@ -111,14 +132,14 @@ class Regions:
             os.close(descriptor)
             return None
         region = Region(next(self._numbers), descriptor, memory)
-        # Finalizers are kept until they run, and so is what they hold: by the links, a whole session.
+        # Finalizers are kept until they run, and so is what they hold: by way of the endpoint, a session.
         weakref.finalize(memory, _release, region, weakref.ref(self)).atexit = False
         with self._lock:
             self._sort([*self._sorted[1], region])
         return memoryview(memory).cast("B")
 
     def find(self, view: memoryview) -> tuple[Region, int] | None:
-        """Return the region in which a view of bytes lies, and where in it; None if in none."""
+        """Return the region that contains a view of bytes, and its offset there; None if there is none."""
         starts, regions = self._sorted
         if not starts or view.readonly or not len(view):
             return None
@@ -133,27 +154,27 @@ class Regions:
         return region, place
 
     def remove(self, region: Region) -> None:
-        """Take note that a region is no more."""
+        """Remove a region whose memory is gone."""
         with self._lock:
             self._sort([other for other in self._sorted[1] if other is not region])
 
     def _sort(self, regions: list[Region]) -> None:
-        regions.sort(key=lambda region: (region.start, region.number))  # the youngest last at an address
+        regions.sort(key=lambda region: (region.start, region.number))  # the newest last at an address
         self._sorted = [region.start for region in regions], regions
 
 
 class Borrowed:
-    """What a peer has lent over one connection; only for reading.
+    """The regions that a peer has exported over one connection; read-only.
 
-    A descriptor comes with the bytes of the frame that names its region, or before the last of them.
+    A descriptor arrives with the bytes of the frame that names its region, or before the last of them.
 
     Attributes:
-        read: how many pieces the peer has not been told of yet that they were read.
+        read: pieces that have been read and not acknowledged to the peer.
     """
 
     def __init__(self) -> None:
         self.read = 0
-        self._read_bytes = 0  # of what came at a time
+        self._read_bytes = 0  # since the last `check`
         self._regions: dict[int, Any] = {}
         self._descriptors: deque[int] = deque()
 
@@ -161,7 +182,7 @@ class Borrowed:
         return len(self._regions)
 
     def came(self, ancillary: list[tuple[int, int, bytes]], *, truncated: bool) -> None:
-        """Take the descriptors that came with some bytes.
+        """Accept the descriptors that arrived with some bytes.
 
         Raises:
             ProtocolError: they are more than one frame can need.
@@ -177,9 +198,9 @@ class Borrowed:
             raise ProtocolError("expected one descriptor a region, got more")
 
     def check(self, *, partial: bool) -> None:
-        """All that had come has been acted on: see that no descriptor is left over.
+        """Check that no descriptor is left over after all complete frames were processed.
 
-        With a frame still `partial`, it may be that one's.
+        If a frame is still `partial`, the descriptor may be that one's.
 
         Raises:
             ProtocolError: one came with another kind of frame.
@@ -189,17 +210,17 @@ class Borrowed:
         self._read_bytes = 0
 
     def map(self, number: int, size: int) -> None:
-        """Map a region whose descriptor has come.
+        """Map a region whose descriptor has arrived.
 
         Raises:
-            ProtocolError: there is none, or it is not what was said, or too many are mapped.
+            ProtocolError: there is no descriptor, or not of the announced size, or too many are mapped.
         """
         if not self._descriptors:
             raise ProtocolError(f"expected the descriptor of region {number}, got none")
         descriptor = self._descriptors.popleft()
         try:
             if number in self._regions:
-                raise ProtocolError(f"expected a new region, got {number} again")
+                raise ProtocolError(f"expected the number of a new region, got {number} again")
             if len(self._regions) >= MAX_REGIONS:
                 raise ProtocolError(f"expected at most {MAX_REGIONS} regions, got one more")
             self._regions[number] = mapped(_checked(descriptor, size), size, PROT_READ, MAP_SHARED)
@@ -209,53 +230,53 @@ class Borrowed:
             os.close(descriptor)
 
     def piece(self, number: int, place: int, length: int) -> memoryview:
-        """Return `length` bytes of a region. They are the peer's: never to be written.
+        """Return `length` bytes of a region. They belong to the peer: never write to them.
 
         Raises:
             ProtocolError: there is no such region, or they do not lie within it.
         """
         region = self._regions.get(number)
         if region is None:
-            raise ProtocolError(f"expected a region that was lent, got {number}")
+            raise ProtocolError(f"expected a region that was announced, got {number}")
         if place + length > len(region):
             raise ProtocolError(
                 f"expected bytes within a region of {len(region)}, got {length} bytes from place {place}"
             )
         self._read_bytes += length
         if self._read_bytes >= MAX_UNREAD_BYTES + MAX_SHARED_BYTES:
-            raise ProtocolError(f"expected to be told of {MAX_UNREAD_BYTES} bytes at a time, got more")
+            raise ProtocolError(f"expected at most {MAX_UNREAD_BYTES} announced bytes at a time, got more")
         self.read += 1
         return memoryview(region).cast("B")[place : place + length]
 
     def answered(self) -> None:
-        """The peer is told that what it has told of was read."""
+        """Reset `read`: all pieces read so far are acknowledged."""
         self.read = 0
 
     def withdraw(self, number: int) -> None:
-        """Unmap a region, as soon as nobody reads it.
+        """Unmap a region, as soon as no view of it is left.
 
         Raises:
             ProtocolError: there is no such region.
         """
         if self._regions.pop(number, None) is None:
-            raise ProtocolError(f"expected a region that was lent, got {number}")
+            raise ProtocolError(f"expected a region that was announced, got {number}")
 
     def close(self) -> None:
-        """Give everything back."""
+        """Unmap all regions and close all descriptors."""
         self._regions.clear()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
 
 def allocated(size: int) -> tuple[int, Any]:
-    """Return new memory and its descriptor.
+    """Return the descriptor of new shared memory, and the memory.
 
     Raises:
-        OSError: there is not so much, or none that can be shared.
+        OSError: there is not enough memory, or none that can be shared.
     """
     descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(descriptor, 0, size)  # what is lacking is an error now, and no deadly signal later
+        os.posix_fallocate(descriptor, 0, size)  # a shortage is an error now, not a deadly signal later
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         return descriptor, mapped(descriptor, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE)
     except BaseException:
@@ -282,15 +303,15 @@ def _checked(descriptor: int, size: int) -> int:
     if found != size:
         raise ProtocolError(f"expected a region of {size} bytes, got one of {found}")
     if os.fstatvfs(descriptor).f_bsize != PAGESIZE:
-        raise ProtocolError("expected memory in pages that are always to be had, got huge ones")
+        raise ProtocolError("expected memory in pages of the usual size, got huge pages, which may run out")
     return descriptor
 
 
 def mapped(descriptor: int, size: int, protection: int, flags: int) -> Any:
-    """Map memory and return it as a buffer; when nobody holds that any more, it is unmapped.
+    """Map memory and return it as a buffer; it is unmapped when the buffer and its views are gone.
 
-    The standard library's mmap keeps a descriptor for each mapping, of which there may be many; and it shows
-    what must not be written as read-only to torch, which warns of that.
+    The standard library's mmap keeps a descriptor for each mapping, of which there may be many; and it marks
+    memory that must not be written as read-only, of which torch warns.
     """
     address = _libc.mmap(None, size, protection, flags, descriptor, 0)
     if address == _MAP_FAILED:
