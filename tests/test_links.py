@@ -190,7 +190,7 @@ def test_bytes_that_come_twice_break_the_protocol(pair: tuple[Node, Node]) -> No
     a.links.put("b", 1, memoryview(bytes(60)), offset=40, total=100)
     error = b.loss()
     assert error.peer == "a"
-    assert "a broke the protocol: bytes 40 to 100 of message 0x1 overlap what has already come" in str(error)
+    assert "a broke the protocol: bytes 40 to 100 of message 0x1 overlap bytes already received" in str(error)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -572,7 +572,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
     ),
     "bytes twice": (
         lambda: [(REGION, [memfd(MIB)]), (told(9, 60, total=100) + told(9, 60, offset=40, total=100), [])],
-        "overlap what has already come",
+        "overlap bytes already received",
     ),
 }
 

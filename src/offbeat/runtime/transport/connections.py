@@ -1,6 +1,6 @@
-"""What a node knows about each peer and each connection: plain state, and how a socket is prepared.
+"""State of each peer and each connection of a node, and how a socket is prepared.
 
-This module never decides anything and never sends; what is received goes where its reader and `Borrowed` say.
+This module decides nothing and sends nothing; received bytes go where the link's reader and `Borrowed` say.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from offbeat.runtime.transport.shared_memory import ANCILLARY_BYTES, HAS_SHARED,
 TCP_FRAME_BYTES = 64 * 1024
 LOCAL_FRAME_BYTES = 1024 * 1024
 UNIX_BUFFER_BYTES = 1024 * 1024
-# What the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF) limits
-# what is in flight too: 64 KB brought 640 of 956 Mbit/s on a line busy both ways, where ACKs queue too.
+# Bytes that the kernel holds unsent cannot be overtaken. Limiting the whole send buffer instead (SO_SNDBUF)
+# limits the bytes in flight too: 64 KB gave 640 of 956 Mbit/s on a line busy both ways, where ACKs queue too.
 TCP_UNSENT_BYTES = 128 * 1024
-# In the middle of a long frame there is nothing to act on, so the kernel need not wake this node before this
-# much has come: AlexNet at 1 Gbit/s makes 2.4 times fewer receives, each a turn of the loop.
+# In the middle of a long frame there is nothing to process, so the kernel need not wake this node before so
+# much was received: AlexNet at 1 Gbit/s makes 2.4 times fewer receives, each a turn of the loop.
 TCP_WAKE_BYTES = 128 * 1024
 LOCAL_UNSENT_BYTES = 2 * 1024 * 1024
 
-# As numbers: to combine members of an enumeration takes as long as a small receive.
-_TRUNCATED, _CLOSE_ON_EXEC = int(socket.MSG_CTRUNC), int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+# As integers: combining members of an enumeration takes as long as a small receive.
+_CONTROL_TRUNCATED, _CLOSE_ON_EXEC = int(socket.MSG_CTRUNC), int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 @dataclass(eq=False, slots=True)
@@ -36,43 +36,43 @@ class Link:
     """One connection; `sock` is None once it is closed."""
 
     sock: socket.socket | None
-    where: str  # the other end, for messages to people
-    host: str = ""  # of the other end, where it was accepted and is known
+    where: str  # the other end, for error messages
+    host: str = ""  # of the other end, where it was accepted over TCP
     reader: FrameReader = field(default_factory=lambda: FrameReader(None))
     greeting: Dialler | Acceptor | None = None  # until the handshake is done
-    borrowed: Borrowed | None = None  # memory of the peer; without it, descriptors that come are closed
-    full: bool = False  # the kernel takes no more for now
-    paused: bool = False  # too much came that nobody has asked for
+    borrowed: Borrowed | None = None  # the peer's memory; without it, descriptors that arrive are closed
+    full: bool = False  # the kernel accepts no more for now
+    paused: bool = False  # nothing is read: too much arrived that nothing expects
     watched: int = 0
-    wake_bytes: int = 1  # the kernel says that something has come when this much has
-    heard: bool = True  # something came, or went, since the last tick
-    spoke: bool = True
+    wake_bytes: int = 1  # the socket is reported as readable when so many bytes were received
+    heard: bool = True  # something was received since the last tick
+    spoke: bool = True  # something was sent since the last tick
 
 
 @dataclass(eq=False, slots=True)
 class Dial:
-    """An attempt to reach a peer: one address after the other, again and again, until the deadline."""
+    """A dial in progress: the peer's addresses are tried in turn, round after round, until the deadline."""
 
-    deadline_s: float  # infinite where the peer's silence ends it
+    deadline_s: float  # infinite for an open session, which ends when the peer has been silent too long
     left: list[Address] = field(default_factory=list)
     link: Link | None = None
-    spoken: bool = False  # the other side may have seen our HELLO
-    hopeless: bool = False  # an address answered in a way that will not change
+    spoken: bool = False  # the peer may have received our HELLO
+    hopeless: bool = False  # an address gave an answer that will not change
     whys: dict[str, str] = field(default_factory=dict)
-    starved_s: float | None = None  # since when this node can open no connection
+    starved_s: float | None = None  # since when this node can open no descriptor
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """What two nodes send each other, over one connection after the other.
+    """An ordered exchange of frames between two nodes, over one connection after the other.
 
     Attributes:
         own: this node's id of it.
-        theirs: the other node's; "" until there has been a connection.
-        is_resumable: what a broken connection has lost is sent again on the next one. It is not where the
-            first connection was a Unix socket: the kernel breaks such a one only if a process ends.
-        received: how many numbered frames have come.
-        owed_frames, owed_bytes: what of them is not acknowledged.
+        theirs: the other node's id; "" until there has been a connection.
+        is_resumable: frames lost with a broken connection are sent again on the next one. Not so where the
+            first connection was a Unix socket, which the kernel breaks only if a process ends.
+        received: numbered frames received so far.
+        owed_frames, owed_bytes: those of them that are not acknowledged.
     """
 
     own: str = field(default_factory=new_session)
@@ -89,7 +89,7 @@ class Session:
 
     @property
     def position(self) -> Position:
-        """Where this node is in the session."""
+        """This node's position in the session."""
         return Position(self.own, self.theirs, self.received)
 
 
@@ -102,20 +102,20 @@ class Peer:
     outbox: Outbox
     addresses: tuple[Address, ...] = ()
     lasting: bool = False  # it listens there for as long as it lives
-    silent_s: float | None = None  # its own limit, where it has one
+    silent_s: float | None = None  # after which this peer is lost, in place of the endpoint's limit
     session: Session = field(default_factory=Session)
-    silent_ticks: int = 0  # in which nothing came, over however many connections
-    is_unreachable: bool = False  # nothing has come for so long that `on_unreachable` was called
+    silent_ticks: int = 0  # ticks without received bytes, over all connections
+    is_unreachable: bool = False  # silent for so long that `on_unreachable` was called
     cause: str = ""  # why the last connection broke; "" while there is one
     link: Link | None = None
     dial: Dial | None = None
-    parked: list[Link] = field(default_factory=list)  # proved who they are and wait for WELCOME
-    gone: bool = False  # lost, or left in order: what is sent to it is dropped
-    turn: Key | None = None  # under which the send scheduler knows it
+    parked: list[Link] = field(default_factory=list)  # authenticated, waiting for WELCOME
+    gone: bool = False  # lost, or left in order: messages to it are dropped
+    turn: Key | None = None  # of its valid entry in the send heap
 
 
 def tune(link: Link, outbox: Outbox) -> None:
-    """Set how much goes out at once: on one host memory is the limit, and what is urgent is soon through."""
+    """Set the frame size and unsent bytes for the kind of connection: on one host memory is the limit."""
     assert link.sock is not None
     outbox.frame_bytes = TCP_FRAME_BYTES
     with suppress(OSError):  # the peer may be gone already, which is noticed soon enough
@@ -127,24 +127,24 @@ def tune(link: Link, outbox: Outbox) -> None:
 
 
 def share(link: Link) -> None:
-    """Let memory be shared over a connection, where its kind carries descriptors."""
+    """Allow shared memory on a connection, if its kind carries descriptors."""
     if HAS_SHARED and link.sock is not None and link.sock.family == socket.AF_UNIX and link.borrowed is None:
         link.borrowed = Borrowed()
 
 
 def receive(link: Link) -> int:
-    """Receive what has come; return how many bytes, 0 at the end of the stream.
+    """Receive available bytes; return how many, 0 at the end of the stream.
 
     Raises:
-        OSError: nothing has come, or nothing can come any more.
-        ProtocolError: more descriptors came than can be meant.
+        OSError: no byte is available, or none can come any more.
+        ProtocolError: more descriptors arrived than one frame can need.
     """
     assert link.sock is not None
     buffers, borrowed = link.reader.buffers(), link.borrowed
     if borrowed is not None:
         n, ancillary, flags, _ = link.sock.recvmsg_into(buffers, ANCILLARY_BYTES, _CLOSE_ON_EXEC)
-        if ancillary or flags & _TRUNCATED:
-            borrowed.came(ancillary, truncated=bool(flags & _TRUNCATED))
+        if ancillary or flags & _CONTROL_TRUNCATED:
+            borrowed.came(ancillary, truncated=bool(flags & _CONTROL_TRUNCATED))
         return n
     if len(buffers) == 1:
         return link.sock.recv_into(buffers[0])
@@ -152,14 +152,14 @@ def receive(link: Link) -> int:
 
 
 def wake_late(link: Link) -> None:
-    """Let the kernel collect the middle of a long frame, and tell at once when some of its end has come."""
+    """Wake late in the middle of a long frame, and at the first byte of its end."""
     wake_bytes = TCP_WAKE_BYTES if link.reader.missing >= TCP_WAKE_BYTES else 1
     if wake_bytes != link.wake_bytes:
         wake_at(link, wake_bytes)
 
 
 def wake_at(link: Link, wake_bytes: int) -> None:
-    """Set how much must have come before the kernel says so; it says so at once if that much is there."""
+    """Set how many bytes must be received before the socket is reported as readable."""
     if link.sock is not None and link.sock.family != socket.AF_UNIX:
         link.wake_bytes = wake_bytes
         with suppress(OSError):  # the peer may be gone already, which is noticed soon enough
@@ -167,7 +167,7 @@ def wake_at(link: Link, wake_bytes: int) -> None:
 
 
 def prepare(sock: socket.socket) -> socket.socket:
-    """Make an accepted or dialled socket ready for the loop. The one place where TLS would wrap it."""
+    """Prepare an accepted or dialled socket for the loop. The one place where TLS would wrap it."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)

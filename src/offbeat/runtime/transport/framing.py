@@ -1,13 +1,13 @@
-"""How bytes on a connection become frames and back: a pure, incremental parser and the header it reads.
+"""Frames: the header, and a pure, incremental parser of received bytes.
 
 A frame is a header of 32 bytes and a payload. Control messages and handshakes are whole in one frame; a
-tensor message is cut into DATA frames that name the message (`tag`) and where their bytes belong (`offset` of
-`total`), or between nodes that share memory into SHARED frames, which say where the bytes lie instead of
-carrying them. The reader says into which buffers to receive next, so that the payload of a tensor message
-lands in its destination without a copy and the next header comes with the same system call.
+tensor message is cut into DATA frames that carry its number (`tag`) and the place of their bytes (`offset` of
+`total`), or between nodes that share memory into SHARED frames, which refer to the bytes instead of carrying
+them. The reader names the buffers to receive into next, so that the payload of a tensor message lands in its
+destination without a copy and the next header is received in the same system call.
 
 This module never touches a socket, a thread or a clock, never unpickles, and never allocates more than one
-frame's bounded payload because a header claims it.
+frame's bounded payload because of a size in a header.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PLACE = struct.Struct("!QQQ")  # region, place in it, length: the payload of a S
 PLACE_BYTES = PLACE.size
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_DATA_BYTES = 1 << 20  # in a DATA frame
-MAX_SHARED_BYTES = 1 << 22  # told of in a SHARED one
+MAX_SHARED_BYTES = 1 << 22  # covered by a SHARED frame
 MAX_HANDSHAKE_BYTES = 4096
 READ_AHEAD_BYTES = 128 * 1024
-# While more than this is missing of a payload, only the next header is received with it: whatever else comes
-# along would have to be copied from the read-ahead buffer to its destination.
+# While more than this is missing of a payload, only the next header is received with it: any other bytes
+# would have to be copied from the read-ahead buffer to their destination.
 BULK_BYTES = 32 * 1024
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -47,10 +47,10 @@ class Kind(IntEnum):
     DATA = 7
     BEAT = 8
     BYE = 9
-    REGION = 10  # region `tag` of `total` bytes is lent from now on; its descriptor comes with this frame
+    REGION = 10  # region `tag` of `total` bytes is exported from now on; its descriptor comes with this frame
     SHARED = 11  # as DATA, but the bytes lie in a region
-    TAKEN = 12  # `total` SHARED frames more have been read, in the order in which they came
-    WITHDRAW = 13  # region `tag` is not lent any more
+    TAKEN = 12  # `total` SHARED frames more have been read, in the order in which they were sent
+    WITHDRAW = 13  # region `tag` is not exported any more
     ACK = 14  # `total` frames have been received in this session
     SKIP = 15  # in place of a frame whose message was forgotten before it could be sent again
 
@@ -68,8 +68,8 @@ _LIMITS = {int(kind): MAX_HANDSHAKE_BYTES for kind in _HANDSHAKE} | {
     int(Kind.ACK): 0,
     int(Kind.SKIP): 0,
 }
-# What a session counts, and sends again after its connection broke. TAKEN and the like are not among them:
-# connections on which memory is shared are not resumed.
+# Frames that a session counts, and sends again after its connection broke. TAKEN and the like are not among
+# them: connections on which memory is shared are not resumed.
 NUMBERED = frozenset({int(Kind.MESSAGE), int(Kind.DATA), int(Kind.BYE), int(Kind.SKIP)})
 _DATA, _SHARED = int(Kind.DATA), int(Kind.SHARED)
 _WITH_TAG = frozenset({Kind.REGION, Kind.WITHDRAW})
@@ -88,11 +88,11 @@ class Frame(NamedTuple):
 
 
 Destination = Callable[[int, int, int, int], memoryview | None]
-"""(tag, offset, length, total) -> where the `length` bytes belong; None if nobody has asked for them yet."""
+"""(tag, offset, length, total) -> where the `length` bytes belong; None if no receive is posted yet."""
 
 
 def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return a whole frame of a kind whose header says nothing more."""
+    """Return a whole frame of a kind whose header has no further fields."""
     return HEADER.pack(MAGIC, VERSION, kind, len(payload), 0, 0, 0) + payload
 
 
@@ -100,7 +100,7 @@ def place_of(frame: Frame) -> tuple[int, int, int]:
     """Return the region, the place in it and the length of a SHARED frame's bytes.
 
     Raises:
-        ProtocolError: they would not lie within the message.
+        ProtocolError: the bytes would not lie within the message.
     """
     assert frame.payload is not None
     region, place, length = PLACE.unpack(frame.payload)
@@ -116,14 +116,14 @@ def place_of(frame: Frame) -> tuple[int, int, int]:
 class FrameReader:
     """Turns received bytes into frames, in order, or raises ProtocolError.
 
-    Receive into `buffers()`, tell `received(n)` how many bytes came, then take `next_frame()` until it is
-    None. The destination of a frame is looked up when its header is read, after the frame before it was
-    taken, so whatever the owner does about a frame holds for the next one. After a ProtocolError the reader
-    is of no use.
+    Receive into `buffers()`, report with `received(n)` how many bytes were received, then call `next_frame()`
+    until it is None. The destination of a frame is looked up when its header is read, after the frame before
+    it was returned, so an effect of processing one frame applies to the next one. After a ProtocolError the
+    reader is not usable.
 
     Args:
         destination: where the payload of a DATA frame belongs; may raise ProtocolError. None allows handshake
-            frames only, until `establish` allows all others only.
+            frames only, until `establish` allows only the other kinds.
         read_ahead_bytes: size of the buffer through which small frames are received many at a time.
     """
 
@@ -131,34 +131,34 @@ class FrameReader:
         if read_ahead_bytes < HEADER_BYTES:
             raise ValueError(f"read_ahead_bytes must hold a header ({HEADER_BYTES}), got {read_ahead_bytes}")
         handshaking = destination is None
-        self._destination = destination or _nowhere
+        self._destination = destination or _no_destination
         self._handshaking = handshaking
         self._ahead_bytes = read_ahead_bytes
         self._resize(min(read_ahead_bytes, MAX_HANDSHAKE_BYTES) if handshaking else read_ahead_bytes)
-        self._start = 0  # what is received and not yet parsed: ahead[start:end]
+        self._start = 0  # received and not yet parsed: ahead[start:end]
         self._end = 0
-        # The frame whose payload is being received straight to its place; then nothing is read ahead.
+        # The frame whose payload is received directly into its destination; nothing is read ahead then.
         self._current: Frame | None = None
         self._rest = memoryview(b"")
 
     @property
     def partial(self) -> bool:
-        """Whether the beginning of a frame has come, and not all of it."""
+        """Whether a frame has been received in part."""
         return self._current is not None or self._end > self._start
 
     @property
     def begun(self) -> Frame | None:
-        """The tensor frame some of whose bytes have come straight to their destination, if there is one."""
+        """The tensor frame that has been received in part into its destination, if there is one."""
         current = self._current
         return current if current is not None and current.payload is None else None
 
     @property
     def missing(self) -> int:
-        """How many bytes of a payload under way are still to come."""
+        """How many bytes of the current payload are still to be received."""
         return len(self._rest)
 
     def establish(self, destination: Destination) -> None:
-        """The handshake is done: from the next frame on, allow everything but handshakes."""
+        """End the handshake: from the next frame on, allow only frames that are no handshake."""
         kept = bytes(self._ahead[self._start : self._end])
         self._destination = destination
         self._handshaking = False
@@ -167,13 +167,13 @@ class FrameReader:
         self._start, self._end = 0, len(kept)
 
     def buffers(self) -> list[memoryview]:
-        """Return the buffers that the next bytes belong in, in order; none of them is empty."""
+        """Return the buffers to receive the next bytes into, in order; none of them is empty."""
         if self._current is not None:
             return [self._rest, self._ahead_header if len(self._rest) > BULK_BYTES else self._ahead]
         return [self._ahead[self._end :] if self._end else self._ahead]
 
     def received(self, n: int) -> None:
-        """Take note that `n` bytes were received into `buffers()`."""
+        """Account for `n` bytes that were received into `buffers()`."""
         missing = len(self._rest)
         if n < missing:
             self._rest = self._rest[n:]
@@ -187,7 +187,7 @@ class FrameReader:
         """Return the next complete frame, or None where more bytes must be received first.
 
         Raises:
-            ProtocolError: the bytes are not what the protocol allows; the text says what was expected.
+            ProtocolError: the bytes violate the protocol; the text says what was expected.
         """
         if self._current is not None:
             return None if len(self._rest) else self._finish()
@@ -199,7 +199,7 @@ class FrameReader:
         into = self._destination(tag, offset, length, total) if kind == _DATA else None
         begin = self._start + HEADER_BYTES
         if available < length:
-            self._begin(Frame(kind, tag, offset, length, total, None), into, begin)
+            self._receive_directly(Frame(kind, tag, offset, length, total, None), into, begin)
             return None
         end = begin + length
         self._start = end
@@ -209,22 +209,22 @@ class FrameReader:
         return Frame(kind, tag, offset, length, total, bytes(self._ahead[begin:end]))
 
     def divert(self, first: int, last: int) -> None:
-        """Write no more into the destination of the message under way if first <= tag < last.
+        """Stop writing into the destination of the message being received if first <= tag < last.
 
-        Its frame still comes out of `next_frame`, with a payload of no meaning.
+        `next_frame` still returns its frame, with a meaningless payload.
         """
         current = self._current
         if current is not None and current.payload is None and first <= current.tag < last:
-            waste = bytearray(current.length)
-            self._current = current._replace(payload=waste)
-            self._rest = memoryview(waste)[current.length - len(self._rest) :]
+            discarded = bytearray(current.length)
+            self._current = current._replace(payload=discarded)
+            self._rest = memoryview(discarded)[current.length - len(self._rest) :]
 
     def _resize(self, size: int) -> None:
         self._ahead = memoryview(bytearray(size))
         self._ahead_header = self._ahead[:HEADER_BYTES]
 
     def _header(self) -> tuple[int, int, int, int, int]:
-        """Parse and check the header at the start of what was read ahead."""
+        """Parse and check the header at the start of the read-ahead bytes."""
         magic, version, kind, length, tag, offset, total = HEADER.unpack_from(self._ahead, self._start)
         if magic != MAGIC:
             raise ProtocolError(f"expected a frame that starts with {MAGIC!r}, got {magic!r}")
@@ -254,8 +254,8 @@ class FrameReader:
             )
         return kind, length, tag, offset, total
 
-    def _begin(self, frame: Frame, into: memoryview | None, begin: int) -> None:
-        """Let the rest of a payload be received straight to its place, starting with what was read ahead."""
+    def _receive_directly(self, frame: Frame, into: memoryview | None, begin: int) -> None:
+        """Receive the rest of a payload directly into its destination, starting with the bytes read ahead."""
         if into is None:
             payload = bytearray(frame.length)
             frame = frame._replace(payload=payload)
@@ -276,7 +276,7 @@ class FrameReader:
         return frame
 
     def _compact(self) -> None:
-        """Move the beginning of a header to the front, so that there is room for its rest."""
+        """Move an incomplete header to the front of the buffer, to make room for its rest."""
         if self._start:
             kept = self._end - self._start
             if kept:
@@ -290,5 +290,5 @@ def _fields(kind: int) -> str:
     return " and ".join([*("a " + name for name, is_used in fields.items() if is_used), f"no {without}"])
 
 
-def _nowhere(tag: int, offset: int, length: int, total: int) -> memoryview | None:
+def _no_destination(tag: int, offset: int, length: int, total: int) -> memoryview | None:
     return None

@@ -1,4 +1,4 @@
-"""Who may speak: the first frames of a connection, as two pure state machines.
+"""Handshake: the first frames of a connection, as two pure state machines.
 
     dialler                                   acceptor
     HELLO job, me, you, nonce,
@@ -7,13 +7,13 @@
     PROOF hmac("dialler", transcript)  ──►
                                        ◄──    WELCOME position, hmac("acceptor", transcript)
 
-At any time the acceptor may answer REFUSE and one line instead. Both sides prove that they know the job's
-token by an HMAC-SHA256 over their role and all that either has said; the dialler proves it first. The
-token itself never travels. What follows is not encrypted: that is TLS's work.
+At any time the acceptor may answer REFUSE with one line of text instead. Each side proves that it knows the
+job's token by an HMAC-SHA256 over its role and the fields that both have sent; the dialler proves it first.
+The token itself is never sent. Later frames are not encrypted: that is TLS's work.
 
-Both sides say where they are in the session that this connection is to begin or to resume (`Position`).
+Both sides send their position in the session that this connection begins or resumes (`Position`).
 
-This module never touches a socket or a clock, and never lets a connection through before both proofs hold.
+This module never touches a socket or a clock, and never accepts a connection before both proofs hold.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MAX_LINE_CHARACTERS = 500
 
 
 class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one node is in its session with another.
+    """The position of one node in its session with another.
 
     Attributes:
         session: its own id of the session.
-        peer_session: the other node's id of it, as far as it is known; "" before the first WELCOME.
+        peer_session: the other node's id of it, if known; "" before the first WELCOME.
         received: how many frames of the other node it has received in this session.
     """
 
@@ -81,10 +81,10 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class RefusedError(ProtocolError):
-    """The other side has answered REFUSE; the text is its line.
+    """The acceptor answered REFUSE; the text is its line.
 
     Attributes:
-        has_no_files: it would let this side in, and can open no more files.
+        has_no_files: it refuses only because it can open no more files.
     """
 
     def __init__(self, line: str, *, has_no_files: bool = False) -> None:
@@ -93,7 +93,7 @@ class RefusedError(ProtocolError):
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it can be the name of a node.
+    """Return `name` if it is a valid name of a node.
 
     Raises:
         ValueError: it is empty, too long or not printable.
@@ -106,7 +106,7 @@ def check_name(name: str) -> str:
 
 
 def new_session() -> str:
-    """Return an id for a session that no other one has."""
+    """Return a random id for a new session."""
     return secrets.token_hex(8)
 
 
@@ -119,11 +119,11 @@ class Dialler:
     """The side that opened the connection.
 
     Args:
-        addresses: where this node listens, for the other side to dial if the connection breaks.
-        position: where this node is in the session.
+        addresses: where this node listens, for the acceptor to dial if the connection breaks.
+        position: of this node in the session.
 
     Attributes:
-        welcome: the other side's position, once it has proved itself and lets this one in; None before.
+        welcome: the acceptor's position, once it has proved that it knows the token; None before.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class Dialler:
         return _frame(Kind.HELLO, self._hello)
 
     def receive(self, frame: Frame) -> bytes:
-        """Take a frame and return what to send in answer, which may be nothing.
+        """Process a frame and return the bytes to answer with, which may be empty.
 
         Raises:
-            RefusedError: the other side refuses, with its line.
-            ProtocolError: the other side breaks the protocol or does not know the token.
+            RefusedError: the acceptor refuses the connection, with its line.
+            ProtocolError: the acceptor violates the protocol or does not know the token.
         """
         if frame.kind == Kind.REFUSE:
             refused = _decode(frame, _Refuse)
@@ -172,8 +172,8 @@ class Acceptor:
     """The side that was dialled.
 
     Attributes:
-        peer: the name of the other side once it has proved itself, None before.
-        is_of_this_job: the other side has said HELLO, for this job and this node.
+        peer: the name of the dialler once it has proved that it knows the token, None before.
+        is_of_this_job: the dialler has sent HELLO, for this job and this node.
     """
 
     def __init__(self, *, job: str, token: str, me: str) -> None:
@@ -184,17 +184,17 @@ class Acceptor:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     def receive(self, frame: Frame) -> bytes:
-        """Take a frame and return what to send in answer, which may be nothing.
+        """Process a frame and return the bytes to answer with, which may be empty.
 
         Raises:
-            ProtocolError: the connection is to be refused; the text is the line that says why.
+            ProtocolError: the connection is to be refused; the text is the line for REFUSE.
         """
         if self._hello is None:
             self._hello = self._checked(_expect(frame, Kind.HELLO, _Hello))
             self.is_of_this_job = True
             return _frame(Kind.CHALLENGE, _Challenge(self._nonce))
         if self.peer is not None:
-            raise ProtocolError(f"expected nothing before WELCOME, got {Kind(frame.kind).name}")
+            raise ProtocolError(f"expected no frame before WELCOME, got {Kind(frame.kind).name}")
         answer = _expect(frame, Kind.PROOF, _Proof)
         if not hmac.compare_digest(answer.proof, _proof(self._token, "dialler", self._hello, self._nonce)):
             raise ProtocolError(f"{self._hello.me} does not prove that it knows the token of job {self._job}")
@@ -203,18 +203,18 @@ class Acceptor:
 
     @property
     def position(self) -> Position:
-        """Where the other side is in the session, as its HELLO says."""
+        """The dialler's position in the session, from its HELLO."""
         assert self._hello is not None
         return self._hello.position
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the other side listens, as its HELLO says."""
+        """Where the dialler listens, from its HELLO."""
         assert self._hello is not None
         return self._hello.addresses
 
     def welcome(self, position: Position) -> bytes:
-        """Return the frame that lets the other side in; only after it has proved itself."""
+        """Return the frame that accepts the dialler; only after it has proved that it knows the token."""
         if self.peer is None or self._hello is None:
             raise ProtocolError("expected a proof before WELCOME")
         proof = _proof(self._token, "acceptor", self._hello, self._nonce, position)
@@ -264,5 +264,5 @@ def _proof(token: str, role: str, hello: _Hello, nonce: bytes, position: Positio
 
 
 def _one_line(text: str) -> str:
-    """Make text from the network fit to be shown."""
+    """Shorten text from the network and replace its control characters, for messages."""
     return "".join(c if c.isprintable() else " " for c in text[:MAX_LINE_CHARACTERS])

@@ -1,9 +1,9 @@
-"""Where what comes from one peer belongs: posted receives, and data that came before anybody asked for it.
+"""Tensor messages received from one peer: posted receives, and data that arrives before its receive.
 
-Bytes of a posted message go straight into the buffer posted for it; each byte may come once. What comes early
-is kept as it came, until it is expected or forgotten.
+Bytes of a posted message go directly into the buffer posted for it; each byte may arrive once. Early data is
+kept as it arrived until its receive is posted or the message is forgotten.
 
-This module never touches a socket and never allocates a message because a header claims its size.
+This module never touches a socket and never allocates memory for a message because of a size in a header.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offbeat.errors import ProtocolError
 from offbeat.runtime.transport.framing import Frame
 
 MAX_EARLY_BYTES = 256 * 1024 * 1024
-EARLY_FRAME_COST_BYTES = 512  # what keeping an early frame costs besides its payload, roughly
+EARLY_FRAME_COST_BYTES = 512  # memory for an early frame in addition to its payload, roughly
 MAX_FORGOTTEN_RANGES = 65536
 
 OnData = Callable[[int, int], None]
@@ -23,7 +23,7 @@ OnShared = Callable[[int, memoryview], None]
 
 
 class Ranges:
-    """A set of whole numbers, kept as ranges [first, last) that neither touch nor overlap."""
+    """A set of integers, stored as ranges [first, last) that neither touch nor overlap."""
 
     __slots__ = ("_firsts", "_lasts")
 
@@ -35,7 +35,7 @@ class Ranges:
         return len(self._firsts)
 
     def overlaps(self, first: int, last: int) -> bool:
-        """Whether any number of [first, last) is here."""
+        """Whether the set contains any number of [first, last)."""
         i = bisect_right(self._lasts, first)
         return i < len(self._firsts) and self._firsts[i] < last
 
@@ -65,26 +65,26 @@ class Ranges:
 
 
 class _Posting:
-    __slots__ = ("came", "into", "missing", "on_data", "on_shared")
+    __slots__ = ("into", "missing", "on_data", "on_shared", "received")
 
     def __init__(self, into: memoryview, on_data: OnData, on_shared: OnShared | None) -> None:
         self.into = into
         self.on_data = on_data
         self.on_shared = on_shared
         self.missing = len(into)
-        self.came = Ranges()
+        self.received = Ranges()
 
     def place(self, tag: int, offset: int, length: int, total: int) -> memoryview:
-        """Return where the bytes go, and take note that they come now."""
+        """Return where the bytes go, and mark them as received."""
         if total != len(self.into):
             raise ProtocolError(
                 f"expected message {tag:#x} to have {len(self.into)} bytes, got {total}: call backward and "
                 "step equally often on every worker"
             )
         end = offset + length
-        if self.came.overlaps(offset, end):
-            raise ProtocolError(f"bytes {offset} to {end} of message {tag:#x} overlap what has already come")
-        self.came.add(offset, end)
+        if self.received.overlaps(offset, end):
+            raise ProtocolError(f"bytes {offset} to {end} of message {tag:#x} overlap bytes already received")
+        self.received.add(offset, end)
         return self.into[offset:end]
 
 
@@ -100,10 +100,10 @@ class Inbox:
     """The tensor messages from one peer.
 
     Args:
-        forgotten: tags whose data is dropped without a word; shared by all peers of a node.
+        forgotten: tags whose data is dropped silently; shared by all peers of a node.
 
     Attributes:
-        early_bytes: what data that nobody has asked for yet costs.
+        early_bytes: memory for data whose receive is not posted yet.
     """
 
     def __init__(self, forgotten: Ranges) -> None:
@@ -113,11 +113,11 @@ class Inbox:
         self._early: dict[int, _Early] = {}
 
     def post(self, tag: int, into: memoryview, on_data: OnData, on_shared: OnShared | None = None) -> None:
-        """Let the bytes of message `tag` go into `into`; what came early is delivered at once.
+        """Receive the bytes of message `tag` into `into`; data that arrived early is delivered at once.
 
         Raises:
             ValueError: the tag is posted already.
-            ProtocolError: what came early does not fit.
+            ProtocolError: early data does not fit.
         """
         if self._forgotten.overlaps(tag, tag + 1):
             return
@@ -127,12 +127,12 @@ class Inbox:
             )
         posting = _Posting(into, on_data, on_shared)
         self._posted[tag] = posting
-        early = self._pop_early(tag)
+        early = self._remove_early(tag)
         if early is None:
             return
         for offset, payload in early.frames:
             if self._posted.get(tag) is not posting:
-                return  # forgotten meanwhile
+                return  # a callback has forgotten it
             posting.place(tag, offset, len(payload), early.total)[:] = payload
             self._deliver(tag, posting, offset, len(payload))
 
@@ -142,26 +142,26 @@ class Inbox:
         return None if posting is None else posting.place(tag, offset, length, total)
 
     def take_back(self, frame: Frame) -> None:
-        """The rest of a frame that has a destination will not come: the whole frame will come again."""
+        """Undo `destination` for a frame received in part, which the peer will send again as a whole."""
         posting = self._posted.get(frame.tag)
         if posting is not None:
-            posting.came.remove(frame.offset, frame.offset + frame.length)
+            posting.received.remove(frame.offset, frame.offset + frame.length)
 
     def arrived(self, frame: Frame) -> None:
-        """Take a complete DATA frame: tell who expects it, keep it if nobody does yet."""
+        """Process a complete DATA frame: deliver it to its posted receive, or keep it until there is one."""
         tag, payload = frame.tag, frame.payload
         posting = self._posted.get(tag)
         if payload is None:
-            if posting is not None:  # else it was forgotten while it came
+            if posting is not None:  # else it was forgotten while the frame was received
                 self._deliver(tag, posting, frame.offset, frame.length)
-        elif posting is not None:  # it was posted while the frame came
+        elif posting is not None:  # it was posted while the frame was received
             posting.place(tag, frame.offset, frame.length, frame.total)[:] = payload
             self._deliver(tag, posting, frame.offset, frame.length)
         elif not self._forgotten.overlaps(tag, tag + 1):
             self._keep(tag, frame.offset, payload, frame.total)
 
     def shared(self, tag: int, offset: int, total: int, source: memoryview) -> None:
-        """Take bytes that lie in the sender's memory, where they must not be looked for later."""
+        """Process bytes that lie in the sender's memory, which must not be read after the return."""
         posting = self._posted.get(tag)
         if posting is None:
             if not self._forgotten.overlaps(tag, tag + 1):
@@ -172,7 +172,7 @@ class Inbox:
             into[:] = source
             self._deliver(tag, posting, offset, len(source))
         else:
-            self._count(tag, posting, len(source))
+            self._count_down(tag, posting, len(source))
             posting.on_shared(offset, source)
 
     def drop(self, first: int, last: int) -> None:
@@ -180,7 +180,7 @@ class Inbox:
         for tag in [tag for tag in self._posted if first <= tag < last]:
             del self._posted[tag]
         for tag in [tag for tag in self._early if first <= tag < last]:
-            self._pop_early(tag)
+            self._remove_early(tag)
 
     def clear(self) -> None:
         """Drop everything."""
@@ -198,15 +198,15 @@ class Inbox:
         self.early_bytes += len(payload) + EARLY_FRAME_COST_BYTES
 
     def _deliver(self, tag: int, posting: _Posting, offset: int, length: int) -> None:
-        self._count(tag, posting, length)
+        self._count_down(tag, posting, length)
         posting.on_data(offset, length)
 
-    def _count(self, tag: int, posting: _Posting, length: int) -> None:
+    def _count_down(self, tag: int, posting: _Posting, length: int) -> None:
         posting.missing -= length
         if not posting.missing:
             del self._posted[tag]
 
-    def _pop_early(self, tag: int) -> _Early | None:
+    def _remove_early(self, tag: int) -> _Early | None:
         early = self._early.pop(tag, None)
         if early is not None:
             self.early_bytes -= sum(len(payload) + EARLY_FRAME_COST_BYTES for _, payload in early.frames)
