@@ -228,5 +228,5 @@ def test_training_goes_on_without_a_trace_that_cannot_be_written(tmp_path, capsy
     tracer.close()
     path = tmp_path / "file" / "trace" / "worker-3.json"
     assert capsys.readouterr().err == (
-        f"offbeat: the trace {path} cannot be written (Not a directory); training goes on without it\n"
+        f"offbeat: the trace {path} cannot be written (Not a directory); training continues without it\n"
     )

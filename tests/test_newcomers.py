@@ -552,7 +552,7 @@ def test_a_start_may_take_30_s_unless_another_time_is_given():
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({**WHERE, "OFFBEAT_NEWCOMER": "yes"}, "OFFBEAT_NEWCOMER must be 1, or not be set, got 'yes'"),
+        ({**WHERE, "OFFBEAT_NEWCOMER": "yes"}, "OFFBEAT_NEWCOMER must be 1 or unset, got 'yes'"),
         ({"OFFBEAT_NEWCOMER": "1"}, "MASTER_ADDR is not set although OFFBEAT_NEWCOMER is set"),
         ({"OFFBEAT_START_S": "0"}, "OFFBEAT_START_S must be a number of seconds above 0, got '0'"),
         ({"OFFBEAT_START_S": "soon"}, "OFFBEAT_START_S must be a number of seconds above 0, got 'soon'"),

@@ -296,7 +296,7 @@ def test_a_call_in_the_midst_of_a_step_is_refused_in_words(strategy, where, what
     _, second = run(call_in_the_midst, 2, strategy, where, what)
     assert second.error_type == "WorkerError", second.trace
     assert second.error == (
-        f"session.{what}() was called on worker 1 in the midst of step 4, which is {doing} now: "
+        f"session.{what}() was called on worker 1 in the middle of step 4, which is {doing} now: "
         "call it between steps; to save when a signal comes, use session.preempted"
     )
 

@@ -157,8 +157,8 @@ def without_files(rank, say, odd_rank, where, name):
             1,
             rendezvous.__name__,
             "own_address",
-            "leads nowhere: too many open files: raise",
-            "worker 1: '127.0.0.1'",
+            "(MASTER_ADDR, or the manager): too many open files: raise",
+            "worker 1: cannot find a route to '127.0.0.1'",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def serve():
     code, errors, notes = supervised(tmp_path, serve, progress="lambda: None")
     assert code == 1
     assert len(notes) == DEATHS_MAX
-    assert f"{DEATHS_MAX} times without getting any further, it is not started again" in errors
+    assert f"{DEATHS_MAX} times without progress, it is not started again" in errors
 
 
 def test_one_that_fails_by_itself_has_ended(tmp_path):

@@ -1,4 +1,4 @@
-"""What the launcher put into the environment, read here and nowhere else; how many cores there are."""
+"""Settings that the launcher put into the environment, read here and nowhere else; the number of cores."""
 
 from __future__ import annotations
 
@@ -18,33 +18,31 @@ START_S = "OFFBEAT_START_S"
 SERVERS = "OFFBEAT_SERVERS"
 TRACE = "OFFBEAT_TRACE"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
-_NO_RUN_ID = "none"  # what torchrun calls every job to which nobody gave a --rdzv-id
+_NO_RUN_ID = "none"  # torchrun's id of every job without a --rdzv-id
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A worker's place in the job and what its launcher asked for.
+    """A worker's place in the job and the launcher's settings.
 
     Attributes:
         rank: 0 <= rank < world; of a newcomer, its id, or -1 where that is still to be drawn.
-        world: workers in all; a newcomer learns from the job how many those are.
-        is_newcomer: this process joins a job that runs.
+        world: workers in all; a newcomer gets the number from the job.
+        is_newcomer: this process joins a running job.
         master_addr: the host of the job's TCPStore.
         master_port: its port, 0 in a world of one.
         agent_hosts_store: the launcher hosts the TCPStore, not rank 0.
-        threads: the workers of this process, by id; more than one where it has several worker threads.
+        threads: the ids of the workers of this process; several where it has several worker threads.
         servers: how many the parameter server begins with, where the strategy has one; the first processes
             start one each, or several where there are more servers than processes.
         attempt: how often the launcher has restarted the workers.
-        job_name: by which the workers of a job are told from those of another at the same address; None where
-            nobody has given one.
-        slow: slowness to inject, as `--slow` spells it.
+        job_name: distinguishes the job from others at the same address; None where it has no name.
+        slow: slowdowns to inject, in the syntax of `--slow`.
         run_log: where the run log goes, None for no log.
-        run_log_bytes_max: what it may take, all its parts together; None for one file without a bound.
+        run_log_bytes_max: limit on all its parts together; None for one file without a limit.
         seed: the seed of the data order.
-        trace: into which folder to write what this worker does when, and in which step that begins; None for
-            nothing.
-        start_s: how long the job's start may take, in seconds: the last worker may come so long after the
+        trace: the folder to write this worker's trace to, and the first step to trace; None for no trace.
+        start_s: how long the job's start may take, in seconds: the last worker may arrive so long after the
             first.
     """
 
@@ -67,17 +65,17 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Reads what torchrun, Ray Train, Slurm's torch launchers or Kubeflow set.
+    """Reads the variables set by torchrun, Ray Train, Slurm's torch launchers or Kubeflow.
 
-    With none of RANK and WORLD_SIZE set it is a world of one. With OFFBEAT_NEWCOMER=1 it is a worker that
+    With neither RANK nor WORLD_SIZE set it is a world of one. With OFFBEAT_NEWCOMER=1 it is a worker that
     joins the job whose store is at MASTER_ADDR and MASTER_PORT, whatever RANK may be; only a RANK that is
-    not below WORLD_SIZE is a newcomer's own, which its launcher has drawn. The job's name is OFFBEAT_JOB, or
+    not below WORLD_SIZE is a newcomer's own, drawn by its launcher. The job's name is OFFBEAT_JOB, or
     else the id that torchrun gives every run (`--rdzv-id`).
 
     Raises:
-        OffbeatError: a variable is missing or is not what it should be.
+        OffbeatError: a variable is missing or malformed.
     """
-    rank, world = _whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)
+    rank, world = _int(environ, "RANK", 0), _int(environ, "WORLD_SIZE", 1)
     if ("RANK" in environ) != ("WORLD_SIZE" in environ):
         there, missing = ("RANK", "WORLD_SIZE") if "RANK" in environ else ("WORLD_SIZE", "RANK")
         raise OffbeatError(
@@ -92,12 +90,12 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
             if name not in environ:
                 why, what = f"WORLD_SIZE is {world}", "rank 0's address"
                 if is_newcomer:
-                    why, what = f"{NEWCOMER} is set", "what it is in the job"
+                    why, what = f"{NEWCOMER} is set", "its value in the job"
                 raise OffbeatError(
                     f"{name} is not set although {why}: "
                     f"start the script with torchrun or 'offbeat run', or set it to {what}"
                 )
-    port = _whole(environ, "MASTER_PORT", 0) if world > 1 or is_newcomer else 0
+    port = _int(environ, "MASTER_PORT", 0) if world > 1 or is_newcomer else 0
     if not 0 <= port < 65536:
         raise OffbeatError(f"MASTER_PORT must be a port from 1 to 65535, got {port}")
     rank = -1 if is_newcomer and not ("RANK" in environ and rank >= world) else rank
@@ -110,19 +108,19 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         servers=_servers(environ),
-        attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=_int(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         job_name=_job_name(environ),
         slow=tuple(text for text in environ.get(SLOW, "").split(";") if text),
         run_log=environ.get(RUN_LOG) or None,
-        run_log_bytes_max=_whole(environ, RUN_LOG_BYTES_MAX, 0) if environ.get(RUN_LOG_BYTES_MAX) else None,
-        seed=_whole(environ, SEED, 0),
+        run_log_bytes_max=_int(environ, RUN_LOG_BYTES_MAX, 0) if environ.get(RUN_LOG_BYTES_MAX) else None,
+        seed=_int(environ, SEED, 0),
         trace=_trace(environ),
         start_s=_seconds(environ, START_S, Environment.start_s),
     )
 
 
 def of_thread(environment: Environment, thread: int, threads: int) -> Environment:
-    """Return the place of one of a process's worker threads.
+    """Return the environment of one of a process's worker threads.
 
     Args:
         environment: the process's.
@@ -130,7 +128,7 @@ def of_thread(environment: Environment, thread: int, threads: int) -> Environmen
         threads: how many worker threads every process has, at least 1.
 
     Raises:
-        OffbeatError: a thread that there is not, or a newcomer with several.
+        OffbeatError: `thread` is out of range, or a newcomer has several.
     """
     if not 0 <= thread < threads:
         raise OffbeatError(f"expected a thread from 0 to {threads - 1}, got {thread} of {threads}")
@@ -150,7 +148,7 @@ def of_thread(environment: Environment, thread: int, threads: int) -> Environmen
 def _is_newcomer(environ: Mapping[str, str]) -> bool:
     text = environ.get(NEWCOMER, "0")
     if text not in ("", "0", "1"):
-        raise OffbeatError(f"{NEWCOMER} must be 1, or not be set, got {text!r}")
+        raise OffbeatError(f"{NEWCOMER} must be 1 or unset, got {text!r}")
     return text == "1"
 
 
@@ -165,12 +163,12 @@ def _trace(environ: Mapping[str, str]) -> tuple[str, int] | None:
         return None
     folder, colon, step = text.rpartition(":")
     if not (folder and colon and step.isdecimal()):
-        raise OffbeatError(f"{TRACE} must be FOLDER:STEP, the first of the steps to trace, got {text!r}")
+        raise OffbeatError(f"{TRACE} must be FOLDER:STEP, with the first step to trace, got {text!r}")
     return folder, int(step)
 
 
 def _servers(environ: Mapping[str, str]) -> int:
-    servers = _whole(environ, SERVERS, 1)
+    servers = _int(environ, SERVERS, 1)
     if servers < 1:
         raise OffbeatError(f"expected {SERVERS} of at least 1, got {servers}")
     return servers
@@ -189,7 +187,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     return seconds
 
 
-def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+def _int(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name)
     if text is None:
         return default

@@ -1,15 +1,16 @@
-"""What a coordinator has heard and answered, in memory that outlives its process.
+"""Journal of a coordinator's events and answers, in memory that outlives its process.
 
-Two files without a name, of which one is in force:
+Two anonymous files, of which one is valid:
 
     serial (8 bytes), length of the snapshot (8 bytes), snapshot, then records: length (4 bytes), record
 
-A record is whole or not there. A new snapshot is written to the other file, whose serial is written last and
-puts it in force: so a process may be killed between any two bytes, and the journal stays small however long a
-job runs. The files belong to the kernel, not to the process that writes: nothing is synced, for it is the end
-of a process that has to be survived, not of its host.
+A record is complete or ignored. A new snapshot is written to the other file; its serial, the higher one, is
+written last and makes it valid. So a process may be killed between any two bytes, and the journal stays small
+however long a job runs. The files belong to the kernel, not to the process that writes: nothing is synced,
+because the journal has to survive the end of a process, not of its host. `offbeat.runtime.supervisor` has the
+whole procedure.
 
-This module never knows what a snapshot or a record says.
+This module never interprets a snapshot or a record.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self._files = (_nameless(), _nameless())
+        self._files = (_anonymous_file(), _anonymous_file())
         self._buffer = bytearray()
         self._active = 0
         os.pwrite(self._files[0], _HEAD.pack(1, 0), 0)
@@ -46,16 +47,16 @@ class Journal:
 
     @property
     def size_bytes(self) -> tuple[int, ...]:
-        """How long the files are; something else whenever something was written, by whichever process."""
+        """The lengths of the files; they change whenever any process writes to the journal."""
         return tuple(os.fstat(file).st_size for file in self._files)
 
     def read(self) -> tuple[bytes, list[bytes]]:
-        """Return the last snapshot, b"" before the first, and the records since; goes on behind them."""
+        """Return the last snapshot, b"" before the first, and the records since; `add` continues after."""
         heads = [_HEAD.unpack(os.pread(file, _HEAD.size, 0) or bytes(_HEAD.size)) for file in self._files]
         self._active = max((0, 1), key=lambda which: heads[which])
         self._serial, length = heads[self._active]
         file = self._files[self._active]
-        data = memoryview(_whole(file))
+        data = memoryview(_read_all(file))
         snapshot = bytes(data[_HEAD.size : _HEAD.size + length])
         records: list[bytes] = []
         place = _HEAD.size + length
@@ -80,14 +81,14 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Hand every record to the operating system."""
+        """Write every record to the file."""
         while self._buffer:
             written = os.pwrite(self._files[self._active], self._buffer, self._end)
             self._end += written
             del self._buffer[:written]
 
     def renew(self, snapshot: bytes) -> None:
-        """Put a snapshot in place of everything so far."""
+        """Replace the whole journal by a snapshot."""
         old, new = self._files[self._active], self._files[1 - self._active]
         os.ftruncate(new, 0)
         place = _HEAD.size
@@ -103,15 +104,15 @@ class Journal:
         os.ftruncate(old, 0)
 
 
-def _nameless() -> int:
-    """A file that no folder shows, and that is gone with the last process that has it open."""
+def _anonymous_file() -> int:
+    """Return a file without a name, which is gone when the last process closes it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("offbeat-journal")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def _whole(file: int) -> bytes:
+def _read_all(file: int) -> bytes:
     data = bytearray()
     while piece := os.pread(file, 1 << 20, len(data)):
         data += piece

@@ -1,4 +1,4 @@
-"""What a worker writes into its output while it cannot reach others, so that standing still is explained."""
+"""Log lines about peers that a worker cannot reach, which explain why training stands still."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 _log = logging.getLogger("offbeat")
-_GATHER_S: Final = 0.25  # those that one outage keeps apart fall silent within this time
+_GATHER_S: Final = 0.25  # peers cut off by one outage fall silent within this time
 _NAMED_MAX: Final = 8
 
 
@@ -15,28 +15,28 @@ class OutageNotes:
     """Writes one line for all peers that become unreachable together, and one when they can be reached again.
 
     Args:
-        speaker: who writes, such as "worker 2".
+        speaker: the node that writes, such as "worker 2".
         later: calls a function after so many seconds, in the thread in which the other methods are called.
     """
 
     def __init__(self, speaker: str, later: Callable[[float, Callable[[], None]], None]) -> None:
         self._speaker, self._later = speaker, later
-        self._unreachable: dict[str, str] = {}  # the cause, by peer
-        self._written: set[str] = set()  # the peers that the output names as unreachable
+        self._unreachable: dict[str, str] = {}  # cause by peer
+        self._written: set[str] = set()  # peers reported as unreachable
         self._is_due = False
 
     def begin(self, peer: str, cause: str) -> None:
-        """Note that a peer, such as "the coordinator", cannot be reached."""
+        """Record that a peer, such as "the coordinator", cannot be reached."""
         self._unreachable.setdefault(peer, cause)
         self._schedule()
 
     def end(self, peer: str) -> None:
-        """Note that a peer can be reached again."""
+        """Record that a peer can be reached again."""
         if self._unreachable.pop(peer, None) is not None:
             self._schedule()
 
     def forget(self, peer: str) -> None:
-        """Write nothing more about a peer, which is gone."""
+        """Write nothing more about a peer that is gone."""
         self._unreachable.pop(peer, None)
         self._written.discard(peer)
 

@@ -1,7 +1,7 @@
-"""Processes that read what they are to be from standard input and answer in one line: how they are started.
+"""Starts coordinators and servers: each reads its configuration from standard input and answers in one line.
 
-The coordinator is started by whoever begins a job or a parameter server, a server on whatever machine it is
-to be.
+A coordinator is started by the process that begins a job or a parameter server, a server by a process on the
+machine where it is to run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from offbeat.runtime.ps.server import ServerConfiguration
 
 _COORDINATOR_S = 20.0
-_SERVER_S = 60.0  # it has to be taken in by the manager first
-_ENDS_S = 5.0  # for a process that has closed its output already
+_SERVER_S = 60.0  # the manager has to accept it first
+_EXIT_S = 5.0  # for a process that has closed its output already
 _Given = TypeVar("_Given", bound=msgspec.Struct)
-_detached: list[subprocess.Popen[bytes]] = []  # started here; who ended is reaped at the next start
+_detached: list[subprocess.Popen[bytes]] = []  # started here; those that ended are reaped at the next start
 
 
 def new_secrets() -> tuple[str, str]:
-    """Return a job's id and a token that nobody guesses."""
+    """Return a random job id and a secret token."""
     return secrets.token_hex(8), secrets.token_hex(32)
 
 
 def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
-    """Start the coordinator as a process of its own, which outlives its starter, and return its addresses.
+    """Start a coordinator as a process that outlives this one, and return its addresses.
 
     Raises:
         OffbeatError: it did not start.
@@ -49,14 +49,14 @@ def start_coordinator(configuration: Configuration) -> tuple[str, ...]:
     def kill() -> None:
         os.killpg(process.pid, signal.SIGKILL)  # its child too
 
-    return tuple(_answer(process, configuration, name, _COORDINATOR_S, kill)["addresses"])
+    return tuple(_wait_for_answer(process, configuration, name, _COORDINATOR_S, kill)["addresses"])
 
 
 def start_server(configuration: ServerConfiguration, *, outlives: bool = False) -> subprocess.Popen[bytes]:
     """Start a server as a process of its own.
 
     Args:
-        configuration: what it is to be.
+        configuration: of the server.
         outlives: it ends with its job; otherwise, with the thread that starts it.
 
     Raises:
@@ -65,7 +65,7 @@ def start_server(configuration: ServerConfiguration, *, outlives: bool = False) 
     module = "offbeat.runtime.ps.server"
     name = "a server" if configuration.server is None else f"server {configuration.server}"
     process = _detach(module, name) if outlives else child.start(child.tied(child.program(module)), name)
-    _answer(process, configuration, name, _SERVER_S, process.kill)
+    _wait_for_answer(process, configuration, name, _SERVER_S, process.kill)
     return process
 
 
@@ -78,26 +78,26 @@ def _detach(module: str, name: str) -> subprocess.Popen[bytes]:
 
 
 def given(source: TextIO, kind: type[_Given]) -> _Given:
-    """Return what this process is told to be; see `_answer`.
+    """Return this process's configuration, read from standard input; see `_wait_for_answer`.
 
     Raises:
-        ValueError: it is told nothing, or something else.
+        ValueError: no configuration is there, or a malformed one.
     """
     return msgspec.convert(json.loads(source.readline()), kind)
 
 
 def say(answer: TextIO, said: dict[str, Any]) -> None:
-    """Answer whoever has started this process."""
+    """Answer the process that started this one."""
     answer.write(json.dumps(said) + "\n")
     answer.flush()
 
 
 def failure(error: Exception) -> dict[str, str]:
-    """Return the answer of a process that cannot be what it was told to be."""
+    """Return the answer of a process that cannot start."""
     return {"error": explain(error) if isinstance(error, OSError) else str(error)}
 
 
-def _answer(
+def _wait_for_answer(
     process: subprocess.Popen[bytes],
     configuration: msgspec.Struct,
     name: str,
@@ -108,11 +108,11 @@ def _answer(
     assert process.stdout is not None
     with process.stdout as stdout:
         with suppress(BrokenPipeError):  # it has ended, which its output shows
-            # In ASCII: the halves of surrogate pairs with which Python writes a file's name that is no UTF-8
-            # arrive as they are.
+            # In ASCII: the halves of surrogate pairs with which Python writes a file's name that is not UTF-8
+            # arrive unchanged.
             process.stdin.write(json.dumps(msgspec.to_builtins(configuration)).encode() + b"\n")
             process.stdin.close()
-        answer: dict[str, Any] = {"error": f"it has not answered for {limit_s:g} s"}
+        answer: dict[str, Any] = {"error": f"timed out after {limit_s:g} s waiting for its answer"}
         if select.select([stdout], [], [], limit_s)[0]:
             line = stdout.readline()
             answer = json.loads(line) if line else {"error": _how_it_ended(process)}
@@ -126,8 +126,8 @@ def _answer(
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
-        code = process.wait(_ENDS_S)
+        code = process.wait(_EXIT_S)
     except subprocess.TimeoutExpired:
-        return "it closed its output without a word"
+        return "it closed its output without an answer"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"it {how} before it answered: see what it wrote to standard error"

@@ -1,22 +1,22 @@
-"""Child processes: the one place that says how they are started and what they inherit.
+"""Starts child processes; the one place that decides how they are started and what they inherit.
 
 Theory of operation. A program of offbeat's own (the coordinator, a server, a process that evaluates, a worker
 of `offbeat train`) is started by this Python interpreter and imports what this process would import:
 
 - The interpreter gets the options of this one (`-E`, `-s`, `-S`, `-X utf8`, …) and `-P`, so that the working
-  directory is not searched because a process is started in it.
-- It gets this process's `sys.path`, so that a package is found that only `sys.path.insert` has put within
-  reach. The standard library comes first: this process had imported it, perhaps, before its path began with a
+  directory is not searched merely because the process is started in it.
+- It gets this process's `sys.path`, so that it finds a package that only `sys.path.insert` has made
+  importable. The standard library comes first: this process may have imported it before its path began with a
   folder that has a `queue.py`.
 - Its environment is this process's without PYTHONWARNINGS and PYTHONINSPECT, which are meant for the user's
-  program: a warning must not end a coordinator, and nobody talks to it. A process that evaluates runs the
-  user's program, and has both.
-- Of descriptors it gets standard input, output and error, and those that it is given by number. Where this
-  process has no standard error, the child's is the null device: else it would be the first file it opens.
+  program: a warning must not end a coordinator, which has no interactive user. A process that evaluates runs
+  the user's program, and gets both.
+- Of descriptors it gets standard input, output and error, and those passed by number. Where this process has
+  no standard error, the child's is the null device: otherwise it would be the first file it opens.
 
 A user's own command is started as it is (`tied`): `offbeat run` runs a script as `python script.py` does.
 
-This module never waits for a child and never reads what it says.
+This module never waits for a child and never reads its output.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from offbeat.errors import OffbeatError, explain
 
 _NOT_INHERITED: Final = ("PYTHONWARNINGS", "PYTHONINSPECT")
 _PR_SET_PDEATHSIG: Final = 1
-_TIE: Final = f"""\
+_TIED_CODE: Final = f"""\
 import ctypes, os, signal, sys
 if ctypes.CDLL(None, use_errno=True).prctl({_PR_SET_PDEATHSIG}, int(signal.SIGKILL)) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG) failed: " + os.strerror(ctypes.get_errno()))
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would hand on
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would pass that on
     signal.signal(number, signal.SIG_DFL)
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
@@ -52,46 +52,46 @@ def program(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of offbeat, as `python -m` would, with this process's path.
 
     Raises:
-        OffbeatError: nobody knows where the interpreter is.
+        OffbeatError: the interpreter's path is not known.
     """
-    code = f"module = {module!r}; import runpy\n{_with_path()}"
+    code = f"module = {module!r}; import runpy\n{_path_code()}"
     code += "runpy.run_module(module, run_name='__main__', alter_sys=True)"
     return [*_interpreter(), "-c", code, *arguments]
 
 
 def evaluation(code: str, *arguments: str) -> list[str]:
-    """Return the command of Python code that runs the user's own: warnings are to it what they are here.
+    """Return the command for Python code that runs the user's; it gets this process's options for warnings.
 
     Raises:
-        OffbeatError: nobody knows where the interpreter is.
+        OffbeatError: the interpreter's path is not known.
     """
-    return [*_interpreter(warns=True), "-c", _with_path() + code, *arguments]
+    return [*_interpreter(warns=True), "-c", _path_code() + code, *arguments]
 
 
 def tied(command: Sequence[str]) -> list[str]:
     """Return `command` changed so that the kernel kills it as soon as the thread that started it is gone.
 
     For a process that must not outlive its parent. Start it from a thread that lives as long as the process
-    shall. What it starts in turn is not covered.
+    should. Processes that it starts in turn are not covered.
 
     Raises:
-        OffbeatError: nobody knows where the interpreter is.
+        OffbeatError: the interpreter's path is not known.
     """
-    return [*_interpreter(), "-S", "-c", _TIE, str(os.getpid()), *command]
+    return [*_interpreter(), "-S", "-c", _TIED_CODE, str(os.getpid()), *command]
 
 
 def start(command: Sequence[str], name: str, *, is_detached: bool = False) -> subprocess.Popen[bytes]:
-    """Start a command that `program` has made, with pipes to its standard input and from its output.
+    """Start a command made by `program`, with pipes to its standard input and from its output.
 
     Args:
-        command: what to run; perhaps `tied`.
+        command: to run; perhaps `tied`.
         name: of the child, for errors.
-        is_detached: it leads a session of its own, and no signal of this one's terminal reaches it.
+        is_detached: it leads a session of its own, and gets no signals of this process's terminal.
 
     Raises:
-        OffbeatError: it cannot be started; says why and what to do.
+        OffbeatError: it cannot be started; the text gives the cause and what to do.
     """
-    return _opened(
+    return _popen(
         command,
         name,
         {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
@@ -105,17 +105,17 @@ def start(command: Sequence[str], name: str, *, is_detached: bool = False) -> su
 def start_evaluation(
     command: Sequence[str], name: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a command that `evaluation` has made; what it says goes where this process's output goes.
+    """Start a command made by `evaluation`; its output goes where this process's output goes.
 
     Args:
-        command: what to run.
+        command: to run.
         name: of the child, for errors.
         descriptors: that it inherits under the same numbers.
 
     Raises:
-        OffbeatError: it cannot be started; says why and what to do.
+        OffbeatError: it cannot be started; the text gives the cause and what to do.
     """
-    return _opened(
+    return _popen(
         command,
         name,
         os.environ,
@@ -130,14 +130,14 @@ def start_tied(command: Sequence[str], name: str, env: Mapping[str, str]) -> sub
     """Start a user's command `tied` to this thread, in a session of its own, with pipes from its output.
 
     Args:
-        command: what to run.
+        command: to run.
         name: of the child, for errors.
         env: its whole environment.
 
     Raises:
-        OffbeatError: it cannot be started; says why and what to do.
+        OffbeatError: it cannot be started; the text gives the cause and what to do.
     """
-    return _opened(
+    return _popen(
         tied(command),
         name,
         env,
@@ -149,7 +149,7 @@ def start_tied(command: Sequence[str], name: str, env: Mapping[str, str]) -> sub
     )
 
 
-def _opened(
+def _popen(
     command: Sequence[str], name: str, env: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
     try:
@@ -159,21 +159,21 @@ def _opened(
 
 
 def _interpreter(*, warns: bool = False) -> list[str]:
-    """Return the command of this interpreter, with its options here and without the working directory.
+    """Return the command of this interpreter, with its own options and without the working directory.
 
     Args:
-        warns: with what to do about warnings, too.
+        warns: include the options for warnings.
     """
     if not sys.executable:
         raise OffbeatError(
-            "expected sys.executable to be the path of the Python interpreter, got none: set it before"
+            "expected sys.executable to be the path of the Python interpreter, got none: set it first"
         )
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, "-P", *(one for one in options if warns or not one.startswith("-W"))]
 
 
-def _with_path() -> str:
-    """Return code, in ASCII, that begins a child's path with this process's, the standard library first."""
+def _path_code() -> str:
+    """Return code, in ASCII, that puts this process's path before the child's, the standard library first."""
     standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     standard |= {os.path.join(folder, "lib-dynload") for folder in standard}
     entries = [entry for entry in sys.path if isinstance(entry, str)]
@@ -182,9 +182,9 @@ def _with_path() -> str:
 
 
 def _inherited(descriptor: int, stream: object) -> int | None:
-    """Return what makes a child inherit a standard stream, or the null device where this process has none.
+    """Return the `Popen` argument that lets a child inherit a standard stream, or gives it the null device.
 
-    Where it has none, its number may be that of anything that was opened since.
+    Where this process has no such stream, its descriptor's number may belong to any file opened since.
     """
     try:
         is_there = stream is not None and os.get_inheritable(descriptor)

@@ -1,6 +1,6 @@
-"""Signals that come while the main thread does what must not be broken off half-way.
+"""Defers signal handlers while the main thread runs code that must not be interrupted half-way.
 
-Python runs a program's signal handlers in its main thread, between any two steps of it, and they may raise:
+Python runs a program's signal handlers in its main thread, between any two of its steps, and they may raise:
 KeyboardInterrupt, for one.
 """
 
@@ -18,8 +18,8 @@ from offbeat.errors import WorkerError
 _NUMBERS: Final = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)))
 # The functions without the wrappers that look handlers up among constants, which take ten times as long.
 _signals: Final[Any] = sys.modules.get("_signal", signal)
-# What a thread is at that has code of these modules on its stack, of the innermost that is named here.
-_MIDST: Final = {
+# What a thread is doing whose stack has code of these modules; the innermost frame named here decides.
+_ACTIVITIES: Final = {
     "torch.nn.modules.module": "in a forward pass",
     "torch.autograd": "in a backward pass",
     "torch._tensor": "in a backward pass",
@@ -29,26 +29,26 @@ _MIDST: Final = {
 
 
 class Held:
-    """A block in which handlers of signals that usually end something are not run, but right after it.
+    """Context manager that defers the handlers of signals that usually end a program to the end of its block.
 
-    In other threads than the main one, where no handler runs, nothing is held.
+    In threads other than the main one, where no handler runs, nothing is deferred.
 
     Args:
-        on_signal: called when one has come; must not raise.
+        on_signal: called when a signal arrives; must not raise.
 
     Attributes:
-        has_come: whether one has.
+        has_come: whether a signal has arrived.
     """
 
     def __init__(self, on_signal: Callable[[], None]) -> None:
         self._on_signal = on_signal
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
+        self._deferred: list[tuple[int, FrameType | None]] = []
 
     @property
     def has_come(self) -> bool:
-        """Whether a signal has come."""
-        return bool(self._came)
+        """Whether a signal has arrived."""
+        return bool(self._deferred)
 
     def __enter__(self) -> Held:
         if threading.current_thread() is threading.main_thread():
@@ -57,8 +57,8 @@ class Held:
                     handler = _signals.getsignal(number)
                     if callable(handler):
                         self._handlers[number] = handler
-                        _signals.signal(number, self._take)
-            except BaseException:  # raised by a handler that was still to be replaced
+                        _signals.signal(number, self._defer)
+            except BaseException:  # raised by a handler that was not replaced yet
                 self._restore()
                 raise
         return self
@@ -70,9 +70,9 @@ class Held:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Run the handlers of what has come, in order, also behind one that raises."""
-        if self._came:
-            number, frame = self._came.pop(0)
+        """Run the handlers of all deferred signals, in order, even if one of them raises."""
+        if self._deferred:
+            number, frame = self._deferred.pop(0)
             try:
                 self._handlers[number](number, frame)
             finally:
@@ -86,36 +86,36 @@ class Held:
                 while left:
                     _signals.signal(*left[-1])
                     left.pop()
-            except BaseException as error:  # of a handler that is back already
+            except BaseException as error:  # raised by a handler that is restored already
                 raised = error
         if raised is not None:
             raise raised
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._came.append((number, frame))
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._deferred.append((number, frame))
         self._on_signal()
 
 
 def check_between_steps(what: str, worker: int, step: int) -> None:
-    """Refuses a call of the session that comes in the midst of a step, as a signal handler's or a hook's may.
+    """Refuses a call of the session in the middle of a step, as from a signal handler or a hook.
 
-    What has been interrupted is on the stack below the caller's frame: a forward or backward pass, an
-    optimizer's step, or this library, which may hold a lock, wait for others, or have done half of something.
+    The stack below the caller's frame shows what was interrupted: a forward or backward pass, an optimizer's
+    step, or this library, which may hold a lock, wait for peers, or have left state half-changed.
 
     Args:
-        what: is called.
+        what: the call.
         worker, step: where.
 
     Raises:
-        WorkerError: names what has been interrupted. Of a handler that does not catch it, the worker ends.
+        WorkerError: names what was interrupted. If a handler does not catch it, the worker ends.
     """
-    frame = sys._getframe(1).f_back  # whoever calls the session
+    frame = sys._getframe(1).f_back  # the caller of the session
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        doing = next((one for name, one in _MIDST.items() if module.startswith(name)), None)
+        doing = next((one for name, one in _ACTIVITIES.items() if module.startswith(name)), None)
         if doing is not None:
             raise WorkerError(
-                f"{what} was called on worker {worker} in the midst of step {step + 1}, which is {doing} "
+                f"{what} was called on worker {worker} in the middle of step {step + 1}, which is {doing} "
                 "now: call it between steps; to save when a signal comes, use session.preempted",
                 worker=worker,
                 step=step,

@@ -1,7 +1,7 @@
-"""Starts every thread of the library: what one of them raises always has a receiver.
+"""Starts every thread of the library, so that an exception in a thread always reaches a callback.
 
-A thread that dies of an exception dies alone: Python prints a traceback, and what others wait for never
-comes. So no thread is started without the one who is to be told.
+An uncaught exception ends only its thread: Python prints a traceback, and a thread that waits for a result of
+it waits on. So no thread is started without an `on_failure`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ def start_thread(
     """Starts a daemon thread and returns it.
 
     Args:
-        name: of the thread, as debuggers and error messages show it.
-        run: what it does.
-        on_failure: called in the thread with what `run` has raised; makes whoever waits for the thread fail.
+        name: of the thread, for debuggers and error messages.
+        run: the work.
+        on_failure: called in the thread with the exception of `run`; must make every waiter for the thread
+            fail.
     """
 
     def run_or_report() -> None:

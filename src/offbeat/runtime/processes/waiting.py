@@ -1,9 +1,9 @@
-"""Conditions and flags whose lock no signal handler can leave held.
+"""Conditions and flags whose lock cannot be left held by an exception from a signal handler.
 
-Python runs signal handlers in the main thread, between any two calls, and they may raise: KeyboardInterrupt,
-for one. `threading.Condition` takes its lock in a method written in Python; where an exception is raised in
-there, behind the call that takes the lock, it stays taken for good, and every thread that wants it stands
-still. Here the `with` statement itself takes the lock, and no handler runs between that and its block.
+Python runs signal handlers in the main thread, between any two calls, and they may raise, for instance
+KeyboardInterrupt. `threading.Condition` acquires its lock in a method written in Python; if a handler raises
+in there, after the call that acquires the lock, the lock stays held for good, and every thread that needs it
+blocks. Here the `with` statement itself acquires the lock, and no handler runs between that and its block.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _RLock: Final[Any] = type(threading.RLock())
 
 
 class Condition(_RLock):  # type: ignore[misc]
-    """A lock that a thread may take several times, and a condition: as `threading.Condition`."""
+    """A reentrant lock and a condition, as `threading.Condition`."""
 
     def __init__(self) -> None:
         self._sleepers: deque[threading.Lock] = deque()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let go of the lock until notified, and take it again; return whether that was in time."""
+        """Release the lock until notified, and acquire it again; return whether it was notified in time."""
         sleeper = threading.Lock()
         sleeper.acquire()
         self._sleepers.append(sleeper)
@@ -34,7 +34,7 @@ class Condition(_RLock):  # type: ignore[misc]
         try:
             saved = self._release_save()
             is_woken = sleeper.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
-        finally:  # also where a handler has raised
+        finally:  # also if a handler has raised
             if saved is not None:
                 self._acquire_restore(saved)
             elif not self._is_owned():
@@ -45,7 +45,7 @@ class Condition(_RLock):  # type: ignore[misc]
         return is_woken
 
     def wait_for(self, condition: Callable[[], _T], timeout_s: float | None = None) -> _T:
-        """Wait until the condition returns something that is true; return what it returned last."""
+        """Wait until the condition returns a true value; return its last value."""
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not (found := condition()):
             left_s = None if limit_s is None else limit_s - time.monotonic()
@@ -55,30 +55,30 @@ class Condition(_RLock):  # type: ignore[misc]
         return found
 
     def notify_all(self) -> None:
-        """Wake all who wait; to be called with the lock."""
+        """Wake all waiting threads; to be called with the lock held."""
         while self._sleepers:
             self._sleepers.popleft().release()
 
 
 class Flag:
-    """Something that happens once: as `threading.Event`."""
+    """An event that is set once, as `threading.Event`."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """It has happened."""
+        """Set the flag and wake all waiting threads."""
         with self._changed:
             self._is_set = True
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has happened; return whether it has."""
+        """Wait until the flag is set; return whether it is."""
         if self._is_set:
             return True
         with self._changed:

@@ -1,7 +1,7 @@
-"""What a worker does when, in two of its steps: for `offbeat trace`, to be looked at in Perfetto.
+"""Traces two steps of a worker, for `offbeat trace`; the result can be viewed in Perfetto.
 
-Written when the two steps are over, and never read here. Training goes on without a trace that cannot be
-written.
+The trace is written when the two steps are over, and never read here. If it cannot be written, training
+continues without it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ STEPS = 2
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something that lasted, or happened if it began when it ended.
+    """An activity, or an instant if it begins when it ends.
 
     Attributes:
-        track: what it is shown beside: `loop`, or what travels.
+        track: the row in which it is shown: `loop`, or what is transferred.
         begin_s, end_s: in seconds since 1970.
     """
 
@@ -33,11 +33,11 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """What one worker did.
+    """The trace of one worker.
 
     Attributes:
-        first_step: of `STEPS` that were looked at.
-        bytes_sent: times, in seconds since 1970, and how much the worker had sent by then.
+        first_step: of the `STEPS` traced steps.
+        bytes_sent: times, in seconds since 1970, and how many bytes the worker had sent by then.
     """
 
     worker: int
@@ -52,7 +52,7 @@ class Tracer:
     Args:
         folder: where the worker's file goes.
         worker: its id.
-        first_step: of those that are looked at.
+        first_step: the first step to trace.
     """
 
     def __init__(self, folder: str, worker: int, first_step: int) -> None:
@@ -64,26 +64,26 @@ class Tracer:
         self.is_on = False
 
     def step(self, step: int) -> None:
-        """Hears that a step begins."""
+        """Starts or ends the trace at the begin of a step."""
         if step >= self._first_step + STEPS:
             self.close()
         elif step == self._first_step:
             self.is_on = True
 
     def close(self) -> None:
-        """Writes what there is of steps that the loop has not ended."""
+        """Writes the trace of steps that the loop has not ended."""
         if self.is_on:
             self.is_on = False
             self._write()
 
     def add(self, track: str, name: str, begin_s: float, end_s: float) -> None:
-        """Takes note of something that lasted from one moment to another, by the performance counter."""
+        """Records an activity; its begin and end are times of the performance counter."""
         if self.is_on:
             with self._lock:
                 self._spans.append(Span(track, name, begin_s + self._offset_s, end_s + self._offset_s))
 
     def count(self, bytes_sent: int) -> None:
-        """Takes note of how much has been sent so far."""
+        """Records how many bytes have been sent so far."""
         if self.is_on:
             with self._lock:
                 self._bytes_sent.append((time.perf_counter() + self._offset_s, bytes_sent))
@@ -93,18 +93,18 @@ class Tracer:
             traced = Traced(self._worker, self._first_step, self._spans, self._bytes_sent)
             self._spans, self._bytes_sent = [], []
         path = self._folder / f"worker-{self._worker}.json"
-        beside = path.with_suffix(".tmp")
+        temporary = path.with_suffix(".tmp")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(msgspec.json.encode(traced))
-            os.replace(beside, path)
+            temporary.write_bytes(msgspec.json.encode(traced))
+            os.replace(temporary, path)
         except OSError as error:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             with suppress(OSError):  # standard error may go to the same disk
                 print(
                     f"offbeat: the trace {path} cannot be written ({error.strerror or error}); "
-                    "training goes on without it",
+                    "training continues without it",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -1,10 +1,10 @@
-"""Where a node listens and how another one dials it: `unix:///name?host=…` and `tcp://host:port`.
+"""Addresses at which nodes listen: `unix:///name?host=…` and `tcp://host:port`.
 
 A Unix socket here has a name in the kernel's abstract namespace (Linux) and no file: it is gone with its
-process, however that ends, reaches exactly as far as the network namespace, and needs no folder. A file's
+process, however that ends, can be reached from its network namespace only, and needs no folder. A file's
 permissions would keep other users from connecting; but the handshake does that, as it does for TCP.
 
-This module never sends or receives a byte and never blocks, but for looking up the name of a host in
+This module never sends or receives a byte and never blocks, except to look up the name of a host in
 `resolve`, `listen`, `listen_tcp` and `own_address`.
 """
 
@@ -27,7 +27,7 @@ from offbeat.runtime.transport.descriptors import is_none_left
 BACKLOG = 512
 HAS_UNIX = sys.platform == "linux"  # elsewhere sockets have no abstract names
 
-_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): nobody is there, and nothing is sent
+_PROBE_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): not in use, and nothing is sent to it
 
 SocketAddress = str | tuple[str, int]
 
@@ -54,11 +54,11 @@ class Address:
         return False
 
     def why_unusable(self) -> str | None:
-        """Say why dialling this from here makes no sense; None if it does."""
+        """Return why this address cannot be dialled from this host; None if it can."""
         return "a Unix socket of another host" if self.name and self.place != this_host() else None
 
     def resolve(self) -> tuple[socket.AddressFamily, SocketAddress]:
-        """Return what to connect to.
+        """Return the address family and the socket address to connect to.
 
         Raises:
             OSError: the host's name is unknown.
@@ -71,7 +71,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Return the address that a text names.
+    """Parse an address.
 
     Raises:
         ValueError: it is neither `unix:///name?host=…` nor `tcp://host:port`.
@@ -90,7 +90,7 @@ def parse(text: str) -> Address:
 
 @cache
 def this_host() -> str:
-    """Return what tells this host, boot and network namespace from every other one.
+    """Return an id of this host, boot and network namespace.
 
     Raises:
         OSError: this process can open no more files.
@@ -101,20 +101,20 @@ def this_host() -> str:
         return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}"
     except OSError as error:
         if is_none_left(error):
-            raise  # another name would be another host's
+            raise  # the fallback would be the id of another host
         return f"{socket.gethostname()}.{uuid.getnode():x}"
 
 
 def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[socket.socket, str]]:
-    """Listen wherever a node does; return the sockets and their addresses, best first.
+    """Listen with TCP and on a Unix socket; return the sockets and their addresses, best first.
 
     Args:
-        host: the address to listen on with TCP, and to tell others; None for no TCP.
+        host: the address to listen on with TCP, and to advertise; None for no TCP.
         port: to listen on; 0 for any free one.
-        unix: also listen on a Unix socket, where there are nameless ones (Linux).
+        unix: also listen on a Unix socket, where abstract names exist (Linux).
 
     Raises:
-        ValueError: `host` stands for every address, which nobody can dial.
+        ValueError: `host` is a wildcard address, which no peer can dial.
         OSError: an address cannot be bound.
     """
     found: list[tuple[socket.socket, str]] = []
@@ -131,10 +131,10 @@ def listen(host: str | None, port: int = 0, *, unix: bool = True) -> list[tuple[
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
-    """Listen on `host`, which others will be told to dial; port 0 takes any free one.
+    """Listen on `host`, the address that peers dial; port 0 means any free one.
 
     Raises:
-        ValueError: `host` stands for every address, which nobody can dial.
+        ValueError: `host` is a wildcard address, which no peer can dial.
         OSError: the address cannot be bound.
     """
     if host in ("", "0.0.0.0", "::"):
@@ -162,26 +162,26 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def own_address(master_addr: str) -> str:
-    """Return the address at which the other hosts reach this one.
+    """Return the address at which other hosts reach this one.
 
-    It is that of the interface that leads to the master (MASTER_ADDR, or the manager). On the master itself,
-    many systems' /etc/hosts say that its own name is 127.0.1.1, where nobody else finds it: then, that of the
-    default route.
+    It is the address of the interface with the route to the master (MASTER_ADDR, or the manager). On the
+    master itself, many systems' /etc/hosts map its own name to 127.0.1.1, which other hosts cannot reach:
+    then, that of the default route.
     """
     try:
-        address = _source(master_addr)
+        address = _source_address(master_addr)
     except OSError as error:
         raise OffbeatError(
-            f"{master_addr!r} (MASTER_ADDR, or the manager) leads nowhere: {explain(error)}"
+            f"cannot find a route to {master_addr!r} (MASTER_ADDR, or the manager): {explain(error)}"
         ) from error
     if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
         with suppress(OSError):
-            return _source(_SOMEWHERE)
+            return _source_address(_PROBE_ADDRESS)
     return address
 
 
-def _source(target: str) -> str:
-    """The address from which this host would speak to another; connecting a UDP socket sends nothing."""
+def _source_address(target: str) -> str:
+    """Return the source address of packets to `target`; connecting a UDP socket sends nothing."""
     family, _, _, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)

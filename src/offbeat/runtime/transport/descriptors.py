@@ -1,9 +1,9 @@
-"""File descriptors: whether this process may open as many as a start needs, in words where it may not.
+"""File descriptors: checks that this process may open as many as a start needs.
 
-A process that runs out of them in the midst of something fails wherever it happens to be, and its peers see
-silence. So a start asks before it opens anything, and says so to those that it can reach.
+A process that runs out of them later fails at an arbitrary place, and its peers only see silence. So a start
+checks first, while it can still report the shortage to its peers.
 
-This module never opens anything that it does not close at once.
+This module opens nothing that it does not close at once.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Final
 
 from offbeat.errors import OffbeatError, explain
 
-# What is open at once, by kind. A node: the loop's epoll and pair of sockets, two listeners, the spare of
-# `Opening`, a line to the coordinator or manager. A start: what looks a host's name up, an import, a dial
-# that crosses another one. A child: pipes to both its ends, and the one that says why exec failed.
+# Descriptors open at once, by kind. A node: the loop's epoll and pair of sockets, two listeners, the spare of
+# `Opening`, a connection to the coordinator or manager. A start: the lookup of a host's name, an import, a
+# dial that crosses another one. A child: pipes to both its ends, and the one that reports a failed exec.
 NODE: Final = 7
 START: Final = 4
 CHILD: Final = 6
 STORE: Final = 2  # a client of torch's TCPStore
 HOSTED_STORE: Final = 8  # its server; besides one for each worker
 COORDINATOR: Final = 4  # the run log and the standard streams; besides a node and one for each worker
-# To how many other workers one is connected at a time, at least: recursive doubling, among 2**16 of them.
+# Connections to other workers at a time, at least: recursive doubling, among 2**16 of them.
 PEERS: Final = 16
 _NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
 
 
 def check(needed: int) -> None:
-    """See that this process may open so many files more.
+    """Check that this process may open `needed` more files.
 
     Args:
         needed: how many.
 
     Raises:
-        OffbeatError: it may not; says what the limit is and what to do.
+        OffbeatError: it may not; the text gives the limit and what to do.
     """
     opened: list[int] = []
     try:
@@ -56,9 +56,9 @@ def check(needed: int) -> None:
 
 
 def is_none_left(error: BaseException) -> bool:
-    """Return whether an error says that this process, or this machine, can open nothing more.
+    """Return whether an error means that this process, or this machine, can open no more files.
 
-    Torch's own errors only quote the operating system's.
+    Torch's own errors only quote the operating system's text.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _NONE_LEFT
@@ -67,14 +67,14 @@ def is_none_left(error: BaseException) -> bool:
 
 
 def limit() -> int:
-    """Return how many files this process may have open: its descriptors are smaller than that."""
+    """Return how many files this process may have open; its descriptors are below that number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 31 if soft == resource.RLIM_INFINITY else soft
 
 
 @contextmanager
 def as_many_as_allowed() -> Iterator[None]:
-    """In here, this process may open as many files as whoever started it could let it, to say a last word."""
+    """Raise the soft limit on open files to the hard limit meanwhile, to report an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

@@ -1,9 +1,9 @@
-"""Shared memory through which large arrays go to nodes on this host, a slab at a time.
+"""Copies large arrays to nodes on this host through shared memory, a slab at a time.
 
-What a program pushes lies in memory of its own, which no other process can read. Copying it into memory that
-they can costs less than handing it to the kernel and back.
+An array that a program pushes lies in private memory, which no other process can read. Copying it into shared
+memory costs less than passing it through the kernel.
 
-Everything here runs in the links' thread.
+Everything here runs in the endpoint's I/O thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLABS_MAX: Final = 8
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An array on its way: `sent` bytes of it are in slabs, or were, of which `read` are free again."""
+    """An array in transfer: `sent` bytes of it were copied to slabs, of which `read` bytes have been read."""
 
     peer: str
     tag: int
@@ -39,31 +39,31 @@ class Staging:
     """The slabs of one node.
 
     Args:
-        endpoint: the node's links.
+        endpoint: sends the slabs, and allocates their memory.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._free: list[memoryview] = []
-        self._lent: dict[int, tuple[_Job, memoryview]] = {}  # what for, by number
+        self._lent: dict[int, tuple[_Job, memoryview]] = {}  # slabs being read, and for which job, by number
         self._numbers = count()
         self._jobs: deque[_Job] = deque()
 
     def put(self, peer: str, tag: int, data: memoryview, done: Callable[[], None]) -> None:
         """Send an array's bytes to a node that shares memory with this one; see `Endpoint.put`."""
         self._jobs.append(_Job(peer, tag, data, done))
-        self._go_on()
+        self._fill_slabs()
 
     def lost(self, peer: str) -> None:
-        """A connection broke. Its node may still read what it was told of, so these slabs are let go."""
+        """Forget a peer whose connection broke. It may still read its slabs, so they are not used again."""
         self._jobs = deque(job for job in self._jobs if job.peer != peer)
         for number in [number for number, (job, _) in self._lent.items() if job.peer == peer]:
             del self._lent[number]
-        self._go_on()
+        self._fill_slabs()
 
-    def _go_on(self) -> None:
+    def _fill_slabs(self) -> None:
         while self._jobs:
-            slab = self._slab()
+            slab = self._free_slab()
             if slab is None:
                 return
             job = self._jobs[0]
@@ -78,21 +78,21 @@ class Staging:
                 piece,
                 offset=job.sent,
                 total=len(job.data),
-                done=partial(self._back, number, size),
+                done=partial(self._on_read, number, size),
                 whole=True,
             )
             job.sent += size
             if job.sent == len(job.data):
                 self._jobs.popleft()
 
-    def _slab(self) -> memoryview | None:
+    def _free_slab(self) -> memoryview | None:
         if self._free:
             return self._free.pop()
         if len(self._lent) == _SLABS_MAX:
             return None
         return self._endpoint.allocate(_SLAB_BYTES)
 
-    def _back(self, number: int, size: int) -> None:
+    def _on_read(self, number: int, size: int) -> None:
         lent = self._lent.pop(number, None)
         if lent is None:  # its connection broke
             return
@@ -101,4 +101,4 @@ class Staging:
         job.read += size
         if job.read == len(job.data):
             job.done()
-        self._go_on()
+        self._fill_slabs()
