@@ -553,7 +553,7 @@ HOSTILE: dict[str, tuple[Callable[[], list[tuple[bytes, list[int]]]], str]] = {
     ),
     "too much in a frame": (
         lambda: [(frame(Kind.REGION, tag=1, total=8 * MIB), [memfd(8 * MIB)]), (told(1, 4 * MIB + 1), [])],
-        "about at most 4194304 bytes",
+        "of at most 4194304 bytes",
     ),
     "too much at a time": (
         lambda: [

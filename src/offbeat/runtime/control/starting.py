@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _COORDINATOR_S = 20.0
 _SERVER_S = 60.0  # the manager has to accept it first
 _EXIT_S = 5.0  # for a process that has closed its output already
-_Given = TypeVar("_Given", bound=msgspec.Struct)
+_Configuration = TypeVar("_Configuration", bound=msgspec.Struct)
 _detached: list[subprocess.Popen[bytes]] = []  # started here; those that ended are reaped at the next start
 
 
@@ -77,7 +77,7 @@ def _detach(module: str, name: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def given(source: TextIO, kind: type[_Given]) -> _Given:
+def given(source: TextIO, kind: type[_Configuration]) -> _Configuration:
     """Return this process's configuration, read from standard input; see `_wait_for_answer`.
 
     Raises:

@@ -105,7 +105,7 @@ def place_of(frame: Frame) -> tuple[int, int, int]:
     assert frame.payload is not None
     region, place, length = PLACE.unpack(frame.payload)
     if length > MAX_SHARED_BYTES:
-        raise ProtocolError(f"expected a SHARED frame about at most {MAX_SHARED_BYTES} bytes, got {length}")
+        raise ProtocolError(f"expected a SHARED frame of at most {MAX_SHARED_BYTES} bytes, got {length}")
     if not length or frame.offset + length > frame.total:
         raise ProtocolError(
             f"expected bytes within a message of {frame.total}, got {length} bytes from offset {frame.offset}"

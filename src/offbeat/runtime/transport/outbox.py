@@ -20,12 +20,12 @@ connection. After `rewind` (the connection broke) and `resume` (the next one say
 the remaining frames go out again, in the same order, before anything else. So such a message is done when its
 last frame is acknowledged; without `keeps`, when the kernel has accepted it.
 
-Shared memory: of a message whose bytes lie in exported memory, only their place is sent. What a peer has been
-told cannot be overtaken, so the bytes announced and not yet read (`_unread`) are limited; the message is done
-when the peer has read its last piece.
+Shared memory: of a message whose bytes lie in exported memory, only their place is sent. Announced bytes
+cannot be overtaken, so those not yet read (`_unread`) are limited; the message is done when the peer has read
+its last piece.
 
 `drop` forgets tensor messages: a begun frame goes on from a copy, a kept one becomes a SKIP, so that the
-numbering holds. What a peer was told to read cannot be withdrawn.
+numbering holds. Announced pieces cannot be withdrawn.
 
 This module never touches a socket and never copies tensor bytes, except the rest of a begun frame that is
 forgotten.
@@ -56,8 +56,8 @@ from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
-# A frame may be a larger part of a message that is long: it delays an urgent one by at most this part of the
-# time that the message itself needs.
+# A long message may have longer frames, of at most 1 / FRAMES_MIN of its length: such a frame delays an urgent
+# message by at most that part of the time that the long one needs.
 FRAMES_MIN = 4
 LONG_FRAME_BYTES = 512 * 1024
 SHARED_BYTES = HEADER_BYTES + PLACE_BYTES
@@ -230,7 +230,7 @@ class Outbox:
         return views, size
 
     def taken(self, n: int) -> list[Outgoing]:
-        """Account for `n` bytes of the gathered bytes that the kernel accepted; return finished messages."""
+        """Account for `n` gathered bytes that the kernel accepted; return the messages that are done."""
         finished: list[Outgoing] = []
         begun_of = self._begun_of
         if begun_of is not None:
@@ -298,7 +298,7 @@ class Outbox:
 
     def resume(self, received: int) -> list[Outgoing]:
         """Continue on a new connection after the `received` frames the peer has; returns as `acknowledge`."""
-        self._out = len(self._kept)  # all of them may have come
+        self._out = len(self._kept)  # the peer may have received all of them
         finished = self.acknowledge(received)
         self._out = 0
         return finished

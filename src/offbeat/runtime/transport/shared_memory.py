@@ -186,7 +186,7 @@ class Borrowed:
 
         Raises:
             ProtocolError: they are more than one frame can need.
-            OSError: this process can open no more files, not even the one that came.
+            OSError: this process can open no more files, not even the one that arrived.
         """
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -203,7 +203,7 @@ class Borrowed:
         If a frame is still `partial`, the descriptor may be that one's.
 
         Raises:
-            ProtocolError: one came with another kind of frame.
+            ProtocolError: one arrived with another kind of frame.
         """
         if self._descriptors and not partial:
             raise ProtocolError("expected descriptors only with REGION frames, got one without")
@@ -223,7 +223,7 @@ class Borrowed:
                 raise ProtocolError(f"expected the number of a new region, got {number} again")
             if len(self._regions) >= MAX_REGIONS:
                 raise ProtocolError(f"expected at most {MAX_REGIONS} regions, got one more")
-            self._regions[number] = mapped(_checked(descriptor, size), size, PROT_READ, MAP_SHARED)
+            self._regions[number] = mapped(_checked_descriptor(descriptor, size), size, PROT_READ, MAP_SHARED)
         except OSError as error:
             raise ProtocolError(f"cannot map region {number} of {size} bytes: {error.strerror}") from error
         finally:
@@ -291,7 +291,7 @@ def _release(region: Region, regions: weakref.ref[Regions]) -> None:
         known._released(region)
 
 
-def _checked(descriptor: int, size: int) -> int:
+def _checked_descriptor(descriptor: int, size: int) -> int:
     """Return a descriptor if its memory can never be less than `size`: reading beyond is a deadly signal."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

@@ -63,7 +63,7 @@ class Staging:
 
     def _fill_slabs(self) -> None:
         while self._jobs:
-            slab = self._free_slab()
+            slab = self._acquire_slab()
             if slab is None:
                 return
             job = self._jobs[0]
@@ -85,7 +85,7 @@ class Staging:
             if job.sent == len(job.data):
                 self._jobs.popleft()
 
-    def _free_slab(self) -> memoryview | None:
+    def _acquire_slab(self) -> memoryview | None:
         if self._free:
             return self._free.pop()
         if len(self._lent) == _SLABS_MAX:
