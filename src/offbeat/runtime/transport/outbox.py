@@ -56,7 +56,7 @@ from offbeat.runtime.transport.shared_memory import UNREAD_BYTES, Region
 
 FRAME_STEP_BYTES = 64 * 1024
 MAX_FRAMES_AT_ONCE = 64
-# A long message may have longer frames, of at most 1 / FRAMES_MIN of its length: such a frame delays an urgent
+# A long message may have longer frames, of at most 1 / FRAMES_MIN of its length: a frame delays an urgent
 # message by at most that part of the time that the long one needs.
 FRAMES_MIN = 4
 LONG_FRAME_BYTES = 512 * 1024
