@@ -242,7 +242,7 @@ def test_who_hangs_in_an_exchange_for_which_all_were_ready_is_asked_for_and_left
     assert job.tick(2.0) == []
     halt = only(job.tick(2.1), Halt)
     assert not halt.abandon
-    assert "nothing was heard for 2.1 s" in halt.reason
+    assert "nothing was received for 2.1 s" in halt.reason
     job.answer(0, 1, step=0, begun=True)
     job.answer(1, 1, step=0, begun=True)
     assert only(job.tick(3.2), Halt).abandon  # worker 2 has not answered
@@ -386,7 +386,7 @@ def test_without_anybody_who_has_the_state_the_job_stops():
     job.join(1)
     *_, stop = job.lose(0)
     assert isinstance(stop, Stop)
-    assert "nobody has the state" in stop.reason
+    assert "no worker holds the training state" in stop.reason
     assert job.policy.handle(Tick(now_s=0.1)) == []
 
 
@@ -575,7 +575,7 @@ def test_it_comes_back_when_nobody_reports_it_any_more():
     job = left_out(3)
     assert reachable(job, 1, 2) == []
     halt = only(reachable(job, 2, 1), Halt)
-    assert (halt.abandon, halt.reason) == (False, "worker 2 can reach the others again")
+    assert (halt.abandon, halt.reason) == (False, "worker 2 can reach all members again")
     group = settle(job, 2, (0, 1), step=5)
     assert (group.members, group.joining) == ((0, 1, 2), (2,))
 
@@ -598,7 +598,7 @@ def test_it_comes_back_when_the_one_that_it_cannot_reach_is_left_out():
         assert job.answer(worker, 2, step=4, begun=True) == []
     group, halt = job.answer(1, 2, step=4, begun=True)
     assert group.members == (0, 1)
-    assert halt.reason == "worker 3 can reach the others again"
+    assert halt.reason == "worker 3 can reach all members again"
     assert settle(job, 3, (0, 1), step=5).members == (0, 1, 3)
     assert reachable(job, 0, 2) == reachable(job, 2, 0) == []  # it still cannot reach 3
 

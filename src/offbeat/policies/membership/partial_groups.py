@@ -1,7 +1,46 @@
-"""Partial all-reduce: averages over those who keep up, and changes the group when that changes.
+"""Partial all-reduce: averages over the workers that keep up, and changes the group when that set changes.
 
-Nothing here moves a tensor or knows how one worker does what it is told (see `offbeat.policies.follower`),
-nor how a straggler is found (see `offbeat.policies.stragglers`).
+This module moves no tensor. The worker's side of the protocol is `offbeat.policies.follower`; stragglers are
+classified in `offbeat.policies.stragglers`.
+
+Theory of operation
+===================
+
+A *group* is the set of workers that average gradients with each other. It changes in two phases:
+
+1. `Halt`: every member answers `Halted` with its position (steps and rounds finished, whether it has begun
+   its step's exchange, the first unused exchange id, whether it holds the state). After its answer it begins
+   no other step's exchange. Members of the group before answer too, until all have switched to this one.
+2. `Group`: sent once every answer that is still awaited has come.
+
+There are two kinds of change, told apart by `Halt.abandon`:
+
+- *Planned* (`abandon=False`; a straggler was classed, a worker recovered, joined or finished). Exchanges
+  under way finish in the old group. The Group names the first step that no member has begun, and each member
+  switches when it reaches that step. A joining member first receives the state from a member.
+- *Repeat* (`abandon=True`; a member is lost, hung, late or unreachable, or a step has begun that needs a
+  worker that has ended). Exchanges under way end without a result. Of the members that hold the state, those
+  with the most finished rounds form the group, which is in force at once and repeats their step. A member
+  that was behind leaves the group and returns with the next planned change, with the state of a member.
+
+A planned change under way turns into a repeat as soon as a member fails. The next planned change waits until
+every joining member has been Ready and, unless a member has ended, every other one has switched; a repeat
+waits for nothing.
+
+Invariants:
+
+- Generations rise. A Halt supersedes every Halt and every Group before it.
+- Exchange ids of a Group begin 2**16 above the highest id that a member reported, so none is used twice.
+- A member that is not joining holds the state. If no answer comes from a holder, the job stops.
+- Members that are Ready for the same round are in the same step; otherwise the job stops.
+- While more than half of the members are silent, the coordinator assumes that it is isolated itself, and
+  decides nothing.
+
+Timeouts: no `Halted` within `answer_s` makes a member hung; no Ready within the patience, while another
+member waits, makes it late; a joining member has `join_s`. If every member is Ready and an exchange hangs,
+nothing is received at all: then a planned Halt without a change serves as a probe. Reports that two workers
+cannot reach each other are gathered for 0.25 s before a member is excluded. An excluded worker returns by a
+planned change once it is Ready, or answers, and reaches all members.
 """
 
 from __future__ import annotations
@@ -49,27 +88,27 @@ Monitor: TypeAlias = Literal["continuous", "epoch_window"]
 
 # Exchanges that members may still begin in the step under way when they answer a Halt, repetitions included.
 _EXCHANGES_IN_A_STEP_MAX = 2**16
-# After how many times the patience it is asked whether silent members live, first and at most.
+# Silence after which members are probed, in multiples of the patience: the first and the largest value.
 _PROBE_FIRST, _PROBE_MAX = 2, 32
 _UNKNOWN = -1  # step
-_GATHER_S = 0.25  # reports of one outage come within this time
-_MOST_SILENT_S = 2.0  # before then, that most members are silent may be an outage that is not reported yet
+_GATHER_S = 0.25  # reports of one outage arrive within this time
+_MOST_SILENT_S = 2.0  # silence of most members may be an outage that is not reported yet, up to this time
 
 
 @dataclass(kw_only=True, slots=True)
-class _Worker:
-    """What is known of a worker that is not gone.
+class _WorkerStatus:
+    """State of a worker that has joined and is not gone.
 
     Attributes:
-        can_join: it stands outside the group, works, and would take a state.
-        is_hung: it does not answer.
-        is_late: it has kept the others waiting for too long, and has not been Ready since.
-        has_finished: its loop is over.
-        is_new: it came while the job ran and has had no state yet; nobody waits for its loop to end.
-        is_missed: it was left out because it could not reach the members, and has said nothing since.
+        can_join: it is outside the group, works, and can receive a state.
+        is_hung: it has not answered a Halt in time.
+        is_late: the group has waited for it for too long, and it has not been Ready since.
+        has_finished: its training loop has ended.
+        is_new: it joined while the job ran and has had no state yet; the end of the job does not wait for it.
+        is_missed: it was excluded as unreachable, and nothing has been received from it since.
         round: of its last Ready as a member.
         epoch: of its last Ready.
-        iteration: Readys in that epoch, while it was outside.
+        iteration: Readys in that epoch while it was outside the group.
     """
 
     can_join: bool = False
@@ -84,50 +123,51 @@ class _Worker:
 
 
 @dataclass(kw_only=True)
-class _Fence:
-    """A change under way: everybody was told to halt."""
+class _PendingChange:
+    """A change under way: its Halt was sent."""
 
     generation: int
     abandon: bool
     since_s: float
     answers: dict[int, Halted] = field(default_factory=dict)
-    pending: list[int] | None = None  # who may still have to answer; None: all that were asked
+    awaited: list[int] | None = None  # workers whose answers may still be awaited; None: all recipients
 
 
 class PartialGroups:
-    """Groups of those who are not classed as stragglers, who live, and who answer.
+    """Groups of the workers that are not stragglers, are alive, and respond.
 
-    A change takes two messages a member: a Halt, upon which nobody begins a further step's exchange, and the
-    Group, once all have said where they are. If nobody has gone, exchanges under way are finished in the old
-    group, and the Group names the first step that no one has begun. If somebody has gone, they are given up
-    and repeated; who had finished one that others had not is ahead of them, so those leave the group and
-    come back with the next change, with the state of one who had.
+    A change takes two messages per member: a Halt, after which the member begins no further step's exchange,
+    and the Group, once all members have reported their positions. If no member has failed, exchanges under
+    way finish in the old group, and the Group names the first step that no member has begun. If a member has
+    failed, exchanges under way are abandoned and repeated. A member that had not finished an exchange that
+    others had finished is behind: it leaves the group, and returns with the next change, with the state of a
+    member.
 
     Members that cannot reach each other cannot exchange. When such an outage is reported, the member that
-    most others have lost is left out, the later one of two, until all the rest can reach each other; so are
-    members that the coordinator does not hear. One that is left out comes back when it can reach all members
-    again. While the coordinator does not hear more than half of the members, nothing is decided at all, for
-    then it is the coordinator that sits with the minority: until it hears at least half, or until they are
-    lost.
+    most members cannot reach is excluded (of two, the one with the higher id), until all remaining members
+    reach each other. Members that are silent towards the coordinator are excluded as well. An excluded member
+    returns when it reaches all members again. While more than half of the members are silent, the policy
+    decides nothing, because then the coordinator is on the side of the minority: until at least half are
+    received again, or the silent members are lost.
 
     Source: the first paper's dynamic worker classification, section 4, and DPAR (with `threshold_s` in
-    `detector`). Deviations: those of `StragglerClassifier`; a return takes the state along; death and hangs,
-    which the papers leave out.
+    `detector`). Deviations: those of `StragglerClassifier`; a worker that returns receives the state; crashes
+    and hangs, which the papers leave out.
 
     Args:
-        world: how many workers make up the job at the start; their ids are 0 to `world` - 1.
+        world: number of workers at the start of the job; their ids are 0 to `world` - 1.
         detector: arguments of `StragglerClassifier`.
-        monitor: "continuous" leaves stragglers out until they recover; "epoch_window" takes everybody back
-            for the profiling window of each epoch, as the paper's section 4.2 does.
-        answer_s: within how many seconds a member has to answer a Halt.
-        patience_s: how long, at least, the others wait for a member that is not heard of; once a threshold
-            is known, half as long as they wait for one that is slow until it is classed a straggler, if that
-            is longer. Half, because to leave out one that comes after all costs little: it takes the state in
-            the background and misses a few steps.
-        join_s: how long a member that is joining may take to come, in seconds.
-        deadline_s: how long the others wait where no threshold is known yet, in seconds.
-        staleness_steps_max: how old the parameters may be at most with which a worker outside computes a
-            gradient that counts, in steps, at least 1; None throws such gradients away.
+        monitor: "continuous" excludes stragglers until they recover; "epoch_window" includes all workers
+            again in the profiling window of each epoch, as the paper's section 4.2 does.
+        answer_s: time in which a member has to answer a Halt, in seconds.
+        patience_s: the least time for which the group waits for a silent member, in seconds. Once a threshold
+            is known, the group waits half as long as it waits for a slow member until that is classed a
+            straggler, if this is longer. Half, because excluding a member that arrives after all costs
+            little: it receives the state in the background and misses a few steps.
+        join_s: time that a joining member has to become Ready, in seconds.
+        deadline_s: time for which the group waits while no threshold is known, in seconds.
+        staleness_steps_max: highest age of the parameters with which a worker outside the group computes a
+            gradient that counts, in steps, at least 1; None discards such gradients.
 
     Raises:
         ValueError: an argument out of range.
@@ -148,7 +188,7 @@ class PartialGroups:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
         if monitor not in ("continuous", "epoch_window"):
-            raise ValueError(f"expected the monitor continuous or epoch_window, got {monitor!r}")
+            raise ValueError(f"expected monitor 'continuous' or 'epoch_window', got {monitor!r}")
         for name, value_s in {
             "answer_s": answer_s,
             "patience_s": patience_s,
@@ -158,84 +198,84 @@ class PartialGroups:
             if not value_s > 0:
                 raise ValueError(f"expected {name} of more than 0 s, got {value_s}")
         if staleness_steps_max is not None and staleness_steps_max < 1:
-            raise ValueError(f"expected parameters of at least 1 step of age, got {staleness_steps_max}")
+            raise ValueError(f"expected staleness_steps_max of at least 1 step, got {staleness_steps_max}")
         self._world = world
         self._classifier = StragglerClassifier(**(detector or {}))
         self._dealing = Dealing(staleness_steps_max)
         self._monitor = monitor
         self._answer_s, self._patience_s = answer_s, patience_s
         self._join_s, self._deadline_s = join_s, deadline_s
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerStatus] = {}
         self._gone: set[int] = set()
         self._members: tuple[int, ...] = ()
-        self._before: tuple[int, ...] = ()  # members of the group before, until all follow this one
-        self._unfollowed: set[int] = set()  # who may still be in the group before, and stays
-        self._arriving: set[int] = set()  # joining members that have not been Ready yet
+        self._previous_members: tuple[int, ...] = ()  # members of the group before, until all have switched
+        self._not_switched: set[int] = set()  # members of both groups that may still be in the one before
+        self._joining: set[int] = set()  # joining members that have not been Ready yet
         self._generation = 0  # of the last Group
         self._halted_generation = 0  # of the last Halt
-        self._left_after: dict[int, int] = {}  # members that left or finished, after how many steps
-        self._passed: set[int] = set()  # those of them whose end others have gone past
-        self._fence: _Fence | None = None
-        self._asked: frozenset[int] = frozenset()  # who has to answer a Halt: all that may be exchanging
+        self._ended_after: dict[int, int] = {}  # members that left or finished: steps that they finished
+        self._overtaken: set[int] = set()  # those of them whose last step another member has gone past
+        self._pending_change: _PendingChange | None = None
+        self._halt_recipients: frozenset[int] = frozenset()  # all that may be exchanging
         self._member_set: frozenset[int] = frozenset()
-        # Rounds for which not all members are Ready: since when one is, how many are, and in which step.
-        self._open: dict[int, tuple[float, int, int]] = {}
-        self._uneven: Ready | None = None  # in another step than others are in the same round
-        self._moved_s = 0.0  # when the last Group was named
-        self._heard_s = 0.0  # when a member was last Ready, or asked whether it lives
+        # Rounds for which not all members are Ready: time of the first Ready, count of Readys, step.
+        self._open_rounds: dict[int, tuple[float, int, int]] = {}
+        self._uneven_ready: Ready | None = None  # its step differs within its round
+        self._group_sent_s = 0.0  # when the last Group was sent
+        self._last_received_s = 0.0  # when a member was last Ready, or was probed
         self._ready_s = 0.0  # when a member was last Ready
-        self._round = -1  # the last for which a member was
-        self._silence_s = 0.0  # how long nobody is, from one round to the next
-        self._probe_after = _PROBE_FIRST  # times the patience, doubled each time that all have answered
+        self._round = -1  # the last round for which a member was Ready
+        self._silence_s = 0.0  # longest recent time without a Ready between two rounds
+        self._probe_after = _PROBE_FIRST  # multiple of the patience, doubled by each probe
         self._exchange_id = self._step = 0  # the first ones of the last Group
-        self._begun_step = -1  # the furthest that a member was Ready for
-        self._working = -1  # somebody who has not finished, as long as that is so; else looked for
+        self._begun_step = -1  # the highest for which a member was Ready
+        self._working_worker = -1  # cached id of a worker that has not finished; -1: none
         self._reachability = Reachability()
-        self._apart: set[int] = set()  # who is left out because it cannot reach the members
-        self._reported_s: float | None = None  # the first report since it was last seen who is left out
-        self._stands = False  # most members are not heard: nothing is decided
-        self._is_settled = False  # nothing that `_review` looks at has changed since it last did
+        self._unreachable: set[int] = set()  # workers excluded because they cannot reach the members
+        self._reported_s: float | None = None  # the first report since exclusions were last decided
+        self._is_isolated = False  # most members are silent: nothing is decided
+        self._is_settled = False  # nothing that `_review` reads has changed since its last call
         self._epoch_began: dict[int, int] = {}  # epoch: its first round
         self._is_in_window = True
         self._epochs_ended = 0
         self._first_finished_s: float | None = None
-        self._is_over = False  # everybody has been dismissed, or the job stopped
-        self._why: dict[int, str] = {}  # worker: the last thing that changed its place
+        self._is_over = False  # all workers have been dismissed, or the job was stopped
+        self._reasons: dict[int, str] = {}  # worker: reason of its last change of membership
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer with a Halt, a Group, a Stop or nothing; with a Refuse to who comes when all is over.
+        """Return a Halt, a Group, a Stop or nothing; after the end of the job, a Refuse for each Joined.
 
         Raises:
-            ProtocolError: a message that no worker of a running job can send; nothing changes.
+            ProtocolError: an event that no worker of a running job can cause; nothing changes.
         """
         if self._is_over:
-            return _turn_away(event) if isinstance(event, Joined) else []
-        actions = self._answer(event)
+            return _refuse(event) if isinstance(event, Joined) else []
+        actions = self._dispatch(event)
         if self._dealing.is_used and not self._is_over:
             actions += self._dealing.deals()
         return actions
 
-    def _answer(self, event: Event) -> list[Action]:
+    def _dispatch(self, event: Event) -> list[Action]:
         match event:
             case Joined():
                 return self._handle_joined(event)
             case Ready():
                 return self._handle_ready(event)
             case Wants():
-                self._known(event)
+                self._state_of(event)
                 self._dealing.wants(event)
                 return []
             case Saving():
-                self._known(event)
+                self._state_of(event)
                 self._dealing.saving(event)
                 return []
             case Recalled():
-                if event.worker not in self._gone:  # its answer crossed its own leave
-                    self._known(event)
+                if event.worker not in self._gone:  # the answer crossed the worker's Left
+                    self._state_of(event)
                     self._dealing.recalled(event)
                 return []
             case Brought():
-                self._known(event)
+                self._state_of(event)
                 self._dealing.brought(event, self._begun_step)
                 return []
             case Halted():
@@ -257,31 +297,31 @@ class PartialGroups:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is not an argument of the constructor, as plain data."""
-        fence = self._fence
+        change = self._pending_change
         return {
             "classifier": self._classifier.state_dict(),
             "dealing": self._dealing.state_dict(),
             "workers": [[worker, asdict(state)] for worker, state in self._workers.items()],
             "gone": sorted(self._gone),
             "members": list(self._members),
-            "before": list(self._before),
-            "unfollowed": sorted(self._unfollowed),
-            "arriving": sorted(self._arriving),
-            "left_after": [list(one) for one in self._left_after.items()],
-            "passed": sorted(self._passed),
+            "before": list(self._previous_members),
+            "unfollowed": sorted(self._not_switched),
+            "arriving": sorted(self._joining),
+            "left_after": [list(one) for one in self._ended_after.items()],
+            "passed": sorted(self._overtaken),
             "generation": self._generation,
             "halted_generation": self._halted_generation,
             "fence": None
-            if fence is None
+            if change is None
             else {
-                "generation": fence.generation,
-                "abandon": fence.abandon,
-                "since_s": fence.since_s,
-                "answers": [asdict(answer) for answer in fence.answers.values()],
+                "generation": change.generation,
+                "abandon": change.abandon,
+                "since_s": change.since_s,
+                "answers": [asdict(answer) for answer in change.answers.values()],
             },
-            "open": [[round_, *one] for round_, one in self._open.items()],
-            "moved_s": self._moved_s,
-            "heard_s": self._heard_s,
+            "open": [[round_, *one] for round_, one in self._open_rounds.items()],
+            "moved_s": self._group_sent_s,
+            "heard_s": self._last_received_s,
             "probe_after": self._probe_after,
             "ready_s": self._ready_s,
             "round": self._round,
@@ -290,50 +330,50 @@ class PartialGroups:
             "step": self._step,
             "begun_step": self._begun_step,
             "reachability": self._reachability.state_dict(),
-            "apart": sorted(self._apart),
+            "apart": sorted(self._unreachable),
             "reported_s": self._reported_s,
-            "stands": self._stands,
+            "stands": self._is_isolated,
             "is_settled": self._is_settled,
             "epoch_began": [list(one) for one in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
-            "why": [list(one) for one in self._why.items()],
+            "why": [list(one) for one in self._reasons.items()],
             "epochs_ended": self._epochs_ended,
             "first_finished_s": self._first_finished_s,
             "is_over": self._is_over,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a policy with the same arguments."""
+        """Restore a `state_dict` of a policy with the same arguments."""
         self._classifier.load_state_dict(state["classifier"])
         self._dealing.load_state_dict(state["dealing"])
-        self._workers = {worker: _Worker(**known) for worker, known in state["workers"]}
+        self._workers = {worker: _WorkerStatus(**known) for worker, known in state["workers"]}
         self._gone = set(state["gone"])
-        self._members, self._before = tuple(state["members"]), tuple(state["before"])
-        self._unfollowed, self._arriving = set(state["unfollowed"]), set(state["arriving"])
-        self._left_after = dict(state["left_after"])
-        self._passed = set(state["passed"])
+        self._members, self._previous_members = tuple(state["members"]), tuple(state["before"])
+        self._not_switched, self._joining = set(state["unfollowed"]), set(state["arriving"])
+        self._ended_after = dict(state["left_after"])
+        self._overtaken = set(state["passed"])
         self._generation = state["generation"]
         self._halted_generation = state["halted_generation"]
-        fence = state["fence"]
-        self._fence = None
-        if fence is not None:
-            answers = {one["worker"]: Halted(**one) for one in fence["answers"]}
-            self._fence = _Fence(**{**fence, "answers": answers})
-        self._open = {round_: (since_s, count, step) for round_, since_s, count, step in state["open"]}
-        self._moved_s, self._exchange_id = state["moved_s"], state["exchange_id"]
-        self._heard_s, self._probe_after = state["heard_s"], state["probe_after"]
+        change = state["fence"]
+        self._pending_change = None
+        if change is not None:
+            answers = {one["worker"]: Halted(**one) for one in change["answers"]}
+            self._pending_change = _PendingChange(**{**change, "answers": answers})
+        self._open_rounds = {round_: (since_s, count, step) for round_, since_s, count, step in state["open"]}
+        self._group_sent_s, self._exchange_id = state["moved_s"], state["exchange_id"]
+        self._last_received_s, self._probe_after = state["heard_s"], state["probe_after"]
         self._ready_s, self._round = state["ready_s"], state["round"]
         self._silence_s = state["silence_s"]
         self._step = state["step"]
         self._begun_step = state["begun_step"]
-        self._set_groups(self._members, self._before)
+        self._set_groups(self._members, self._previous_members)
         self._reachability.load_state_dict(state["reachability"])
-        self._apart, self._stands = set(state["apart"]), state["stands"]
+        self._unreachable, self._is_isolated = set(state["apart"]), state["stands"]
         self._reported_s = state["reported_s"]
         self._is_settled = state["is_settled"]
         self._epoch_began = dict(state["epoch_began"])
         self._is_in_window = state["is_in_window"]
-        self._why = dict(state["why"])
+        self._reasons = dict(state["why"])
         self._epochs_ended = state["epochs_ended"]
         self._first_finished_s = state["first_finished_s"]
         self._is_over = state["is_over"]
@@ -342,11 +382,11 @@ class PartialGroups:
 
     def _handle_joined(self, event: Joined) -> list[Action]:
         if event.worker in self._workers or event.worker in self._gone:
-            return []  # the assembly answers
-        self._workers[event.worker] = _Worker(can_join=True, is_new=bool(self._members))
+            return []  # Assembly answers
+        self._workers[event.worker] = _WorkerStatus(can_join=True, is_new=bool(self._members))
         self._classifier.add(event.worker)
         if self._members:
-            self._why[event.worker] = f"worker {event.worker} is new"
+            self._reasons[event.worker] = f"worker {event.worker} is new"
             return self._review(event.now_s)
         if len(self._workers) < self._world:
             return []
@@ -354,72 +394,72 @@ class PartialGroups:
             state.can_join = False
         self._set_groups(tuple(sorted(self._workers)), ())
         self._dealing.change(self._members, (), 0)
-        self._moved_s = self._heard_s = self._ready_s = event.now_s
+        self._group_sent_s = self._last_received_s = self._ready_s = event.now_s
         reason = f"all {self._world} workers are here"
         return [self._group(step=0, joining=(), reason=reason)]
 
     def _handle_ready(self, event: Ready) -> list[Action]:
-        """Take note of a Ready; with many workers this is called far more often than all else together."""
+        """Process a Ready; with many workers, most calls of this policy end here."""
         worker = event.worker
-        state = self._known(event)
+        state = self._state_of(event)
         state.is_missed = False
         if state.is_hung or state.is_late:
             state.is_hung = state.is_late = False
-            self._it_lives()
-        is_asked = worker in self._asked
+            self._on_counted_again()
+        is_asked = worker in self._halt_recipients
         ended: list[Action] = []
         if event.epoch >= self._epochs_ended and is_asked:
             ended = self._end_epochs(event.epoch)
         if not is_asked:
             self._ready_outside(event, state)
         elif event.generation == self._generation and worker in self._member_set:
-            if self._before or self._arriving:
-                self._arriving.discard(worker)
-                self._unfollowed.discard(worker)
-                if not self._unfollowed:
+            if self._previous_members or self._joining:
+                self._joining.discard(worker)
+                self._not_switched.discard(worker)
+                if not self._not_switched:
                     self._set_groups(self._members, ())
                     self._dealing.followed(event.now_s)
             self._ready_inside(event, state)
-        elif worker not in self._arriving and event.generation != self._generation:
+        elif worker not in self._joining and event.generation != self._generation:
             self._ready_inside(event, state)  # still in a step of the group before
         else:
             self._ready_outside(event, state)
-        if self._uneven is not None:
-            return self._stop_uneven(self._uneven)
+        if self._uneven_ready is not None:
+            return self._stop_uneven(self._uneven_ready)
         if self._is_settled:
             return ended
-        # Who has to answer a Halt may have become fewer.
-        return ended + (self._review(event.now_s) or self._see_whether_all_answered(event.now_s))
+        # The workers that have to answer a Halt may have become fewer.
+        return ended + (self._review(event.now_s) or self._finish_if_answered(event.now_s))
 
     def _stop_uneven(self, event: Ready) -> list[Action]:
-        """Replicas differ once their steps hold different rounds."""
+        """Stop the job: replicas differ once their steps consist of different rounds."""
         self._is_over = True
         return [
             Stop(
                 worker=None,
                 step=None,
                 reason=f"worker {event.worker} is in step {event.step} and others are not, all in round "
-                f"{event.round}: they take a step after different numbers of backward passes. Where samples "
-                "are dealt as they are needed, workers may get one batch more or less than others: "
+                f"{event.round}: workers call step() after different numbers of backward passes. Where "
+                "batches are assigned on demand, a worker may get one batch more or less than another: "
                 'accumulate inside session.no_sync(), or use shards="equal"',
             )
         ]
 
-    def _ready_inside(self, event: Ready, state: _Worker) -> None:
+    def _ready_inside(self, event: Ready, state: _WorkerStatus) -> None:
         before, round_ = state.round, event.round
-        if round_ <= before:  # said again, to a coordinator that was started again
+        if round_ <= before:  # sent again, to a restarted coordinator
             return
         state.round, state.is_new = round_, False
         if round_ > self._round:
             if self._round >= 0:  # before the first round, a model may be compiled
                 self._silence_s = max(event.now_s - self._ready_s, self._silence_s / 2)
             self._round = round_
-        self._ready_s = self._heard_s = event.now_s
+        self._ready_s = self._last_received_s = event.now_s
         self._probe_after = _PROBE_FIRST
         self._dealing.ready(event)
         self._begun_step = max(self._begun_step, event.step)
-        if self._left_after:
-            self._passed |= {worker for worker, steps in self._left_after.items() if steps <= event.step}
+        if self._ended_after:
+            self._overtaken |= {worker for worker, steps in self._ended_after.items() if steps <= event.step}
             self._is_settled = False
         began = self._epoch_began.get(event.epoch)
         if began is None:
@@ -435,21 +475,21 @@ class PartialGroups:
             self._count_ready(before, event)
 
     def _count_ready(self, before: int, event: Ready) -> None:
-        """A member Ready for round `before` is so for the event's; a round of which all are is closed."""
+        """Count a member as Ready for all rounds after `before`; close a round with all members Ready."""
         round_ = event.round
         is_open = False
-        for other in tuple(self._open):
+        for other in tuple(self._open_rounds):
             if before < other <= round_:
-                since_s, count, step = self._open[other]
+                since_s, count, step = self._open_rounds[other]
                 if other == round_:
                     is_open = True
                     if step not in (_UNKNOWN, event.step):
-                        self._uneven = event
+                        self._uneven_ready = event
                     step = event.step
                 if count + 1 == len(self._members):
-                    del self._open[other]
+                    del self._open_rounds[other]
                 else:
-                    self._open[other] = (since_s if count else event.now_s, count + 1, step)
+                    self._open_rounds[other] = (since_s if count else event.now_s, count + 1, step)
         if not is_open:
             self._open_round(round_, event.now_s, event.step)
 
@@ -458,9 +498,9 @@ class PartialGroups:
             self._workers[member].round >= round_ for member in self._members if member in self._workers
         )
         if count < len(self._members):
-            self._open[round_] = (now_s, count, step)
+            self._open_rounds[round_] = (now_s, count, step)
 
-    def _ready_outside(self, event: Ready, state: _Worker) -> None:
+    def _ready_outside(self, event: Ready, state: _WorkerStatus) -> None:
         if not state.can_join:
             state.can_join = event.worker not in self._member_set
             self._is_settled = False
@@ -477,83 +517,87 @@ class PartialGroups:
             event.worker, epoch=event.epoch, iteration=iteration, compute_s=event.compute_s
         )
         for verdict in verdicts:
-            self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
+            self._reasons[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
             self._is_settled = False
 
     def _handle_finished(self, event: Finished) -> list[Action]:
-        state = self._known(event)
+        state = self._state_of(event)
         if state.is_hung or state.is_late:
-            self._it_lives()
+            self._on_counted_again()
         state.has_finished, state.is_hung, state.is_late, state.is_missed = True, False, False, False
         self._dealing.finished(event.worker)
-        state.can_join = event.worker not in self._asked
+        state.can_join = event.worker not in self._halt_recipients
         self._is_settled = False
         if not state.can_join:
-            self._left_after[event.worker] = event.step
-            self._arrives_no_more(event)
+            self._ended_after[event.worker] = event.step
+            self._on_ended(event)
         if self._first_finished_s is None:
             self._first_finished_s = event.now_s
-        self._why[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
+        self._reasons[event.worker] = f"worker {event.worker} has finished after {event.step} steps"
         ended = self._end_epochs(event.epoch + 1)
-        is_urgent = self._passed or self._arriving or self._all_have_finished()
+        is_urgent = self._overtaken or self._joining or self._all_have_finished()
         return ended + self._review(event.now_s) if is_urgent else ended
 
-    def _arrives_no_more(self, event: Finished | Left) -> None:
-        if event.step <= self._begun_step:  # another has begun a step that this one will not do
-            self._passed.add(event.worker)
-        if event.worker in self._arriving:
-            self._arriving.discard(event.worker)
-            if event.step <= self._step:  # it has ended without the state that it was to take
-                self._passed.add(event.worker)
+    def _on_ended(self, event: Finished | Left) -> None:
+        if event.step <= self._begun_step:  # another member has begun a step that this one will not do
+            self._overtaken.add(event.worker)
+        if event.worker in self._joining:
+            self._joining.discard(event.worker)
+            if event.step <= self._step:  # it ended before it received the state
+                self._overtaken.add(event.worker)
 
     def _end_epochs(self, count: int) -> list[Action]:
-        """Say that the first `count` epochs are over, once a member is done with them."""
+        """Announce the end of the first `count` epochs, once a member has finished them."""
         if count <= self._epochs_ended:
             return []
         self._epochs_ended = count
         return [EpochEnded(epoch=count - 1, reason=f"a member is done with epoch {count - 1}")]
 
     def _handle_halted(self, event: Halted) -> list[Action]:
-        if event.worker in self._gone:  # its answer crossed its own leave
+        if event.worker in self._gone:  # the answer crossed the worker's Left
             return []
-        self._known(event)
+        self._state_of(event)
         state = self._workers[event.worker]
         state.is_new &= not event.has_state
-        # A newcomer that waits for a state has nothing to be Ready with.
+        # A new worker that waits for a state has no gradients with which it could be Ready.
         is_new = not event.has_state and state.round < 0 and state.epoch < 0
-        if state.is_hung or state.is_missed or (state.is_late and is_new):  # it lives
+        if state.is_hung or state.is_missed or (state.is_late and is_new):  # it is alive
             state.is_hung = state.is_missed = False
             state.is_late &= not is_new
-            self._it_lives()
-            state.can_join = event.worker not in self._asked and not state.has_finished
-        fence = self._fence
-        if fence is not None and event.generation == fence.generation and event.worker in self._asked:
-            fence.answers[event.worker] = event
-            return self._see_whether_all_answered(event.now_s)
+            self._on_counted_again()
+            state.can_join = event.worker not in self._halt_recipients and not state.has_finished
+        change = self._pending_change
+        if (
+            change is not None
+            and event.generation == change.generation
+            and event.worker in self._halt_recipients
+        ):
+            change.answers[event.worker] = event
+            return self._finish_if_answered(event.now_s)
         return [] if self._is_settled else self._review(event.now_s)
 
-    def _it_lives(self) -> None:
-        """Somebody counts again that was given up."""
+    def _on_counted_again(self) -> None:
+        """Count a worker again that was excluded as hung, late or unreachable."""
         self._is_settled = False
-        if self._fence is not None:
-            self._fence.pending = None
+        if self._pending_change is not None:
+            self._pending_change.awaited = None
 
     def _handle_gone(self, event: Left | Lost | Failed) -> list[Action]:
         if event.worker not in self._workers:
             if event.worker in self._gone or not self._members:
                 return []
-            raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
+            raise ProtocolError(f"expected a worker that has joined, got {_description(event)}")
         del self._workers[event.worker]
         self._gone.add(event.worker)
         self._reachability.forget(event.worker)
         self._dealing.gone(event.worker, is_heard_out=not isinstance(event, Lost))
         self._is_settled = False
         for verdict in self._classifier.remove(event.worker):
-            self._why[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
+            self._reasons[verdict.worker] = f"worker {verdict.worker}: {verdict.reason}"
         match event:
             case Left():
-                self._left_after[event.worker] = event.step
-                self._arrives_no_more(event)
+                self._ended_after[event.worker] = event.step
+                self._on_ended(event)
                 why = f"worker {event.worker} has left after {event.step} steps"
             case Lost():
                 why = f"worker {event.worker} was lost: {event.cause}"
@@ -561,102 +605,104 @@ class PartialGroups:
                 why = f"worker {event.worker} failed after {event.step} steps: {event.error}"
             case _:
                 assert_never(event)
-        self._why[event.worker] = why
+        self._reasons[event.worker] = why
         if not self._members:
             return []
         if not self._workers:
             self._is_over = True
             if isinstance(event, Left):
                 return []
-            return [Stop(worker=event.worker, step=None, reason=f"{why}; nobody is left")]
-        self._see_who_can_come_back(event.now_s)
-        return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
+            return [Stop(worker=event.worker, step=None, reason=f"{why}; no worker is left")]
+        self._update_unreachable(event.now_s)
+        return self._review(event.now_s) or self._finish_if_answered(event.now_s)
 
     def _handle_tick(self, now_s: float) -> list[Action]:
-        if self._stands:
+        if self._is_isolated:
             return []
         is_reported = self._reported_s is not None and now_s - self._reported_s >= _GATHER_S
         if is_reported and (self._generation or self._have_all_begun()):
-            actions = self._leave_out(now_s)
+            actions = self._exclude_unreachable(now_s)
             if actions:
                 return actions
         self._dealing.tick(now_s, self._answer_s)
-        return self._see_who_is_late(now_s)
+        return self._check_timeouts(now_s)
 
     def _have_all_begun(self) -> bool:
-        """Whether every member of the first group has been Ready: before, it may lack the first state."""
+        """Whether every member of the first group has been Ready; before that it may lack the state."""
         known = [self._workers[member] for member in self._members if member in self._workers]
         return all(state.round >= 0 or state.has_finished for state in known)
 
-    def _see_who_is_late(self, now_s: float) -> list[Action]:
-        fence = self._fence
-        if fence is not None:
-            if now_s - fence.since_s <= self._answer_s:
+    def _check_timeouts(self, now_s: float) -> list[Action]:
+        change = self._pending_change
+        if change is not None:
+            if now_s - change.since_s <= self._answer_s:
                 return []
             silent = [
                 worker
-                for worker in sorted(self._asked)
-                if self._answers(worker) and worker not in fence.answers and worker not in self._apart
+                for worker in sorted(self._halt_recipients)
+                if self._is_responding(worker)
+                and worker not in change.answers
+                and worker not in self._unreachable
             ]
-            if self._may_be_unheard(silent) and now_s - fence.since_s <= _MOST_SILENT_S:
+            if self._may_be_isolated(silent) and now_s - change.since_s <= _MOST_SILENT_S:
                 return []
             for worker in silent:
                 self._workers[worker].is_hung = True
-                self._why[worker] = f"worker {worker} did not answer within {self._answer_s:g} s"
+                self._reasons[worker] = f"worker {worker} did not answer within {self._answer_s:g} s"
         else:
-            silent = self._overdue(now_s) or self._unfinished(now_s)
+            silent = self._overdue(now_s) or self._never_finishing(now_s)
             if not silent and self._should_probe(now_s):
                 return self._probe(now_s)
             for worker in silent:
                 self._workers[worker].is_late = True
-                self._why[worker] = f"worker {worker} has kept the others waiting for too long"
+                self._reasons[worker] = f"worker {worker} was not ready in time while other workers waited"
         for worker in silent:
             self._workers[worker].can_join = self._is_settled = False
-        return (self._review(now_s) or self._see_whether_all_answered(now_s)) if silent else []
+        return (self._review(now_s) or self._finish_if_answered(now_s)) if silent else []
 
     def _should_probe(self, now_s: float) -> bool:
-        # Who is joining is waited for with its own deadline; a change would go over its head.
-        is_calm = bool(self._members) and not self._arriving and self._first_finished_s is None
+        # A joining member has its own deadline; a probe would interrupt its joining.
+        is_calm = bool(self._members) and not self._joining and self._first_finished_s is None
         usual_s = max(self._least_patience(), self._silence_s)
-        return is_calm and now_s - self._heard_s > self._probe_after * usual_s
+        return is_calm and now_s - self._last_received_s > self._probe_after * usual_s
 
     def _probe(self, now_s: float) -> list[Action]:
-        """Ask all members whether they live.
+        """Send all members a Halt that changes nothing, to find one that hangs in the exchange.
 
-        All may be Ready, and one hang in the exchange: then nobody says anything, and the links may be made
-        to bear silence for long. Who lives answers at once and loses nothing.
+        While all members are Ready and one of them hangs, no event comes, and the links may tolerate a long
+        silence. A member that is alive answers at once and loses nothing.
         """
-        silent_s = now_s - self._heard_s
-        self._heard_s, self._probe_after = now_s, min(2 * self._probe_after, _PROBE_MAX)
-        return self._halt(now_s, abandon=False, why=(), reason=f"nothing was heard for {silent_s:.1f} s")
+        silent_s = now_s - self._last_received_s
+        self._last_received_s, self._probe_after = now_s, min(2 * self._probe_after, _PROBE_MAX)
+        return self._halt(now_s, abandon=False, why=(), reason=f"nothing was received for {silent_s:.1f} s")
 
     def _overdue(self, now_s: float) -> list[int]:
-        """Return the members that are not heard of for too long while others wait."""
+        """Return the members that were not Ready in time while other members wait."""
         late = []
-        if now_s - self._moved_s > self._join_s:
-            late += [member for member in sorted(self._arriving) if member in self._workers]
-        if self._open:
-            round_ = min(self._open)
-            since_s, count, _ = self._open[round_]
+        if now_s - self._group_sent_s > self._join_s:
+            late += [member for member in sorted(self._joining) if member in self._workers]
+        if self._open_rounds:
+            round_ = min(self._open_rounds)
+            since_s, count, _ = self._open_rounds[round_]
             if count and now_s - since_s > self._patience():
                 behind = [
                     member
                     for member in self._members
                     if member in self._workers
-                    and member not in self._arriving
+                    and member not in self._joining
                     and not self._workers[member].has_finished
                     and self._workers[member].round < round_
                 ]
-                if not self._may_be_unheard(behind) or now_s - since_s > _MOST_SILENT_S:
+                if not self._may_be_isolated(behind) or now_s - since_s > _MOST_SILENT_S:
                     late += behind
         return late
 
-    def _may_be_unheard(self, silent: list[int]) -> bool:
-        """Whether these are most of the members: then it may be the coordinator that is cut off."""
+    def _may_be_isolated(self, silent: list[int]) -> bool:
+        """Whether these are most of the members: then the coordinator itself may be isolated."""
         return 2 * len(silent) > sum(member in self._workers for member in self._members)
 
-    def _unfinished(self, now_s: float) -> list[int]:
-        """Return the workers outside that do not come to an end although every member has."""
+    def _never_finishing(self, now_s: float) -> list[int]:
+        """Return the workers outside the group that have not finished in time after all members have."""
         if self._first_finished_s is None or now_s - self._first_finished_s <= self._join_s:
             return []
         working = [worker for worker, state in self._workers.items() if not state.has_finished]
@@ -670,65 +716,68 @@ class PartialGroups:
         return max(self._patience_s, (self._slow_s() or 0.0) / 2)
 
     def _slow_s(self) -> float | None:
-        """How long others wait for one until it is classed a straggler; None while no threshold is known."""
+        """How long the group waits for a slow member until it is classed; None without a threshold."""
         return self._classifier.wait_to_class_s(max(self._epoch_began, default=0))
 
-    # Who cannot reach whom -------------------------------------------------------------------------------
+    # Reachability ----------------------------------------------------------------------------------------
 
     def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
         if event.peer not in self._workers or (
             event.worker not in self._workers and event.worker is not None
         ):
-            return []  # the report crossed the news that one of the two is gone
+            return []  # the report crossed the Lost, Failed or Left of one of the two
         self._reachability.on_report(event)
         if isinstance(event, PeerUnreachable) and self._reported_s is None:
             self._reported_s = event.now_s
-        self._see_who_can_come_back(event.now_s)
-        if self._is_settled or self._fence is None:
+        self._update_unreachable(event.now_s)
+        if self._is_settled or self._pending_change is None:
             return [] if self._is_settled else self._review(event.now_s)
-        return self._review(event.now_s) or self._see_whether_all_answered(event.now_s)
+        return self._review(event.now_s) or self._finish_if_answered(event.now_s)
 
-    def _see_who_can_come_back(self, now_s: float) -> None:
-        """Take note at once of who can reach all members again, and of who outside cannot any more."""
-        before, self._stands = self._stands, self._are_most_unheard()
-        if self._stands:
+    def _update_unreachable(self, now_s: float) -> None:
+        """Update at once which excluded workers can return, and which workers outside cannot any more."""
+        before, self._is_isolated = self._is_isolated, self._are_most_silent()
+        if self._is_isolated:
             return
         if before:
-            self._wait_anew(now_s)
-        if not (self._reachability or self._apart):
+            self._restart_timeouts(now_s)
+        if not (self._reachability or self._unreachable):
             self._reported_s = None
             return
-        members = self._settled_members() - self._apart
+        members = self._settled_members() - self._unreachable
         out = self._reachability.kept_out(members, self._workers.keys() - members)
-        self._set_apart({worker for worker in out if worker in self._apart or worker not in self._asked}, out)
+        self._set_unreachable(
+            {worker for worker in out if worker in self._unreachable or worker not in self._halt_recipients},
+            out,
+        )
 
-    def _leave_out(self, now_s: float) -> list[Action]:
-        """Begin a change without those who cannot reach the others, if there are any more than before."""
+    def _exclude_unreachable(self, now_s: float) -> list[Action]:
+        """Decide which workers to exclude as unreachable, and begin a change if they have changed."""
         self._reported_s = None
         members = self._settled_members()
         out = self._reachability.left_out(members, self._workers.keys() - members)
-        for worker in out.keys() & self._asked:
+        for worker in out.keys() & self._halt_recipients:
             self._workers[worker].is_missed = True
-        self._set_apart(set(out), out)
-        return [] if self._is_settled else self._review(now_s) or self._see_whether_all_answered(now_s)
+        self._set_unreachable(set(out), out)
+        return [] if self._is_settled else self._review(now_s) or self._finish_if_answered(now_s)
 
     def _settled_members(self) -> set[int]:
-        """Return the workers whose place nobody takes that cannot reach them."""
+        """Return the working members; a worker outside joins only if it can reach all of them."""
         up = {worker for worker, state in self._workers.items() if not (state.is_hung or state.is_late)}
-        return (up & self._asked) - self._arriving
+        return (up & self._halt_recipients) - self._joining
 
-    def _set_apart(self, workers: set[int], reasons: dict[int, str]) -> None:
-        if workers == self._apart:
+    def _set_unreachable(self, workers: set[int], reasons: dict[int, str]) -> None:
+        if workers == self._unreachable:
             return
-        for worker in workers - self._apart:
-            self._why[worker] = reasons[worker]
-        for worker in self._apart - workers:
-            self._why[worker] = f"worker {worker} can reach the others again"
-        self._apart = workers
-        self._it_lives()
+        for worker in workers - self._unreachable:
+            self._reasons[worker] = reasons[worker]
+        for worker in self._unreachable - workers:
+            self._reasons[worker] = f"worker {worker} can reach all members again"
+        self._unreachable = workers
+        self._on_counted_again()
 
-    def _are_most_unheard(self) -> bool:
-        """Whether the coordinator does not hear most of those who were members when it last heard them."""
+    def _are_most_silent(self) -> bool:
+        """Whether most of the workers that were members when they were last received are silent."""
         unheard = self._reachability.unheard
         if not unheard:
             return False
@@ -736,68 +785,78 @@ class PartialGroups:
         present = {member for member in self._members if member in self._workers} | missed
         return 2 * len(present & unheard) > len(present)
 
-    def _wait_anew(self, now_s: float) -> None:
-        """Most members are heard again: while they were not, nobody was late."""
+    def _restart_timeouts(self, now_s: float) -> None:
+        """Restart all timeouts, because most members are received again after a silence."""
         self._is_settled = False
-        if self._fence is not None:
-            self._fence.since_s = now_s
-        self._moved_s = self._heard_s = now_s
-        self._open = {round_: (now_s, count, step) for round_, (_, count, step) in self._open.items()}
+        if self._pending_change is not None:
+            self._pending_change.since_s = now_s
+        self._group_sent_s = self._last_received_s = now_s
+        self._open_rounds = {
+            round_: (now_s, count, step) for round_, (_, count, step) in self._open_rounds.items()
+        }
         if self._first_finished_s is not None:
             self._first_finished_s = now_s
 
     # Changes ---------------------------------------------------------------------------------------------
 
     def _review(self, now_s: float) -> list[Action]:
-        """Begin a change if the group should be another one, or if one under way cannot be finished."""
-        if self._stands:
+        """Begin a change if the group should be different, or if the change under way cannot finish."""
+        if self._is_isolated:
             self._is_settled = False
             return []
         self._is_settled = True
         broken = [
             worker
-            for worker in sorted(self._asked)
-            if worker in self._passed or not (self._keeps_up(worker) or worker in self._left_after)
+            for worker in sorted(self._halt_recipients)
+            if worker in self._overtaken or not (self._keeps_up(worker) or worker in self._ended_after)
         ]
-        if self._arriving and not self._goes_on():  # they would take a step with those who take none
-            broken += sorted(self._arriving)
-        if self._fence is not None:
-            return self._halt(now_s, abandon=True, why=broken) if broken and not self._fence.abandon else []
+        if self._joining and not self._has_working_member():  # no other member begins their step
+            broken += sorted(self._joining)
+        if self._pending_change is not None:
+            return (
+                self._halt(now_s, abandon=True, why=broken)
+                if broken and not self._pending_change.abandon
+                else []
+            )
         if broken:
             return self._halt(now_s, abandon=True, why=broken)
-        wanted = self._wanted()
+        wanted = self._target_members()
         if wanted == self._members and self._all_have_finished():
             return self._dismiss()
-        has_ended = bool(self._left_after) or self._all_have_finished()
-        if wanted == self._members or (self._before and not has_ended):
+        has_ended = bool(self._ended_after) or self._all_have_finished()
+        if wanted == self._members or (self._previous_members and not has_ended):
             return []
-        if self._arriving:  # the others may have begun a step that needs them
+        if self._joining:  # other members may have begun a step that needs them
             return []
         return self._halt(now_s, abandon=False, why=set(wanted) ^ set(self._members))
 
     def _set_groups(self, members: tuple[int, ...], before: tuple[int, ...]) -> None:
-        """Take note of who is in the group, and who may still be in the one before."""
-        self._members, self._before = members, before
+        """Set the members of the group, and those that may still be in the one before."""
+        self._members, self._previous_members = members, before
         self._member_set = frozenset(members)
-        self._asked = self._member_set.union(before)
+        self._halt_recipients = self._member_set.union(before)
         self._is_settled = False
 
-    def _answers(self, worker: int) -> bool:
+    def _is_responding(self, worker: int) -> bool:
         return worker in self._workers and not self._workers[worker].is_hung
 
     def _keeps_up(self, worker: int) -> bool:
-        return self._answers(worker) and not self._workers[worker].is_late and worker not in self._apart
+        return (
+            self._is_responding(worker)
+            and not self._workers[worker].is_late
+            and worker not in self._unreachable
+        )
 
-    def _wanted(self) -> tuple[int, ...]:
-        """Return who should be in the group; never nobody, while anybody is there."""
+    def _target_members(self) -> tuple[int, ...]:
+        """Return the workers that should be in the group; not empty while any worker is able."""
         if self._all_have_finished():
             return tuple(sorted(worker for worker in self._workers if self._keeps_up(worker)))
-        goes_on, gives = self._goes_on(), self._gives()
+        goes_on, gives = self._has_working_member(), self._can_send_state()
         able = [
             worker
             for worker, state in self._workers.items()
             if self._keeps_up(worker)
-            and worker not in self._passed
+            and worker not in self._overtaken
             and (
                 worker in self._member_set
                 or (goes_on and state.can_join and not state.has_finished and (gives or not state.is_new))
@@ -808,25 +867,25 @@ class PartialGroups:
         wanted = [worker for worker in able if worker not in slow]
         return tuple(sorted(wanted or able))
 
-    def _goes_on(self) -> bool:
-        """Whether a member that has the state takes further steps."""
+    def _has_working_member(self) -> bool:
+        """Whether a member that holds the state does further steps."""
         return any(
             self._is_working(member) and self._keeps_up(member)
             for member in self._members
-            if member not in self._arriving
+            if member not in self._joining
         )
 
-    def _gives(self) -> bool:
-        """Whether every member is in its loop, where it can give its state to one that is new."""
+    def _can_send_state(self) -> bool:
+        """Whether every member is in its training loop, where it can send its state to a new worker."""
         return not any(
             self._workers[member].has_finished for member in self._members if member in self._workers
         )
 
     def _all_have_finished(self) -> bool:
-        if self._is_working(self._working):
+        if self._is_working(self._working_worker):
             return False
         working = [worker for worker in self._workers if self._is_working(worker)]
-        self._working = working[len(working) // 2] if working else -1  # the next to finish is hardly this one
+        self._working_worker = working[len(working) // 2] if working else -1  # hardly the next to finish
         return not working
 
     def _is_working(self, worker: int) -> bool:
@@ -841,127 +900,127 @@ class PartialGroups:
 
     def _halt(self, now_s: float, *, abandon: bool, why: Any, reason: str = "") -> list[Action]:
         self._halted_generation += 1
-        self._fence = _Fence(generation=self._halted_generation, abandon=abandon, since_s=now_s)
-        reasons = [self._why.get(worker, f"worker {worker}") for worker in sorted(why)[:8]]
+        self._pending_change = _PendingChange(
+            generation=self._halted_generation, abandon=abandon, since_s=now_s
+        )
+        reasons = [self._reasons.get(worker, f"worker {worker}") for worker in sorted(why)[:8]]
         reason = "; ".join(reasons) or reason
         return [
             Halt(generation=self._halted_generation, abandon=abandon, reason=reason),
-            *self._see_whether_all_answered(now_s),
+            *self._finish_if_answered(now_s),
         ]
 
-    def _see_whether_all_answered(self, now_s: float) -> list[Action]:
-        fence = self._fence
-        if fence is None:
+    def _finish_if_answered(self, now_s: float) -> list[Action]:
+        change = self._pending_change
+        if change is None:
             return []
-        if self._is_any_awaited(fence):
+        if self._is_answer_awaited(change):
             return []
-        asked = sorted(worker for worker in self._asked if worker in self._workers)
-        answers = [fence.answers[worker] for worker in asked if worker in fence.answers]
+        asked = sorted(worker for worker in self._halt_recipients if worker in self._workers)
+        answers = [change.answers[worker] for worker in asked if worker in change.answers]
         if len(answers) < len(asked) and not any(answer.has_state for answer in answers):
-            return []  # who hangs may have the state
-        self._fence = None
-        return self._repeat(answers, now_s) if fence.abandon else self._change(answers, now_s)
+            return []  # a hung worker may hold the state
+        self._pending_change = None
+        return self._repeat_step(answers, now_s) if change.abandon else self._plan_group(answers, now_s)
 
-    def _is_any_awaited(self, fence: _Fence) -> bool:
-        """Whether somebody has to answer yet; with many workers this is called for every answer.
+    def _is_answer_awaited(self, change: _PendingChange) -> bool:
+        """Whether an answer is still awaited; this is called for every answer.
 
-        Who is late is not waited for again, though it may have the only state.
+        A late worker is not awaited again, though it may hold the only state.
         """
-        if fence.pending is None:
-            fence.pending = sorted(self._asked, reverse=True)
-        while fence.pending:
-            worker = fence.pending[-1]
-            if worker in self._asked and worker not in fence.answers and self._keeps_up(worker):
+        if change.awaited is None:
+            change.awaited = sorted(self._halt_recipients, reverse=True)
+        while change.awaited:
+            worker = change.awaited[-1]
+            if worker in self._halt_recipients and worker not in change.answers and self._keeps_up(worker):
                 return True
-            fence.pending.pop()
+            change.awaited.pop()
         return False
 
-    def _change(self, answers: list[Halted], now_s: float) -> list[Action]:
-        """Name the first step that nobody has begun, and who is in the group from there on."""
+    def _plan_group(self, answers: list[Halted], now_s: float) -> list[Action]:
+        """Send the Group for the first step that no member has begun."""
         if not any(answer.has_state for answer in answers):
-            return self._end()
+            return self._stop_without_state()
         holders = {answer.worker for answer in answers if answer.has_state}
         members = [
             worker
-            for worker in self._wanted()
+            for worker in self._target_members()
             if worker in holders or self._workers[worker].can_join or self._all_have_finished()
         ]
         kept = [worker for worker in members if worker in holders]
-        if not kept:  # somebody must have the state
+        if not kept:  # at least one member must hold the state
             kept = sorted(holders)
             members = sorted({*members, *kept})
         step = max(answer.step + answer.has_begun for answer in answers)
-        ended = [worker for worker, steps in self._left_after.items() if steps < step]
-        if ended:  # a step has begun that needs somebody who has left
+        ended = [worker for worker, steps in self._ended_after.items() if steps < step]
+        if ended:  # a step has begun that needs a worker that has ended
             return self._halt(now_s, abandon=True, why=ended)
         joining = tuple(worker for worker in members if worker not in kept)
-        reason = self._reason(set(members) ^ set(self._members)) or "all have answered"
-        self._move(answers, tuple(members), joining, now_s)
+        reason = self._reason(set(members) ^ set(self._members)) or "all members have answered"
+        self._apply_group(answers, tuple(members), joining, now_s)
         group = self._group(step=step, joining=joining, reason=reason)
         ahead = min(answer.round - answer.step for answer in answers if answer.has_state)
         self._dealing.change(self._members, joining, step, ahead)
         return [group, *self._dismiss()] if self._all_have_finished() else [group]
 
-    def _repeat(self, answers: list[Halted], now_s: float) -> list[Action]:
-        """Go on with those who have finished most; the others come back with the next change."""
+    def _repeat_step(self, answers: list[Halted], now_s: float) -> list[Action]:
+        """Continue with the members that have finished most; the rest return with the next change."""
         if not any(answer.has_state for answer in answers):
-            return self._end()
+            return self._stop_without_state()
         begun = max(answer.step + answer.has_begun for answer in answers)
-        self._passed |= {worker for worker, steps in self._left_after.items() if steps < begun}
-        if any(answer.has_state and answer.worker not in self._apart for answer in answers):
-            reach = [answer for answer in answers if answer.worker not in self._apart]
-        else:  # nobody else has the state
+        self._overtaken |= {worker for worker, steps in self._ended_after.items() if steps < begun}
+        if any(answer.has_state and answer.worker not in self._unreachable for answer in answers):
+            reach = [answer for answer in answers if answer.worker not in self._unreachable]
+        else:  # only unreachable workers hold the state
             reach = answers
-            self._apart -= {answer.worker for answer in answers}
+            self._unreachable -= {answer.worker for answer in answers}
             self._reported_s = now_s
         furthest = max(answer.round for answer in reach if answer.has_state)
         ahead = [answer for answer in reach if answer.has_state and answer.round == furthest]
-        wanted = self._wanted()
+        wanted = self._target_members()
         members = [answer for answer in ahead if answer.worker in wanted] or ahead
         for answer in answers:
-            if answer not in members and self._may_come_back(answer.worker):
+            if answer not in members and self._can_return(answer.worker):
                 self._workers[answer.worker].can_join = True
-                if answer.worker not in self._apart:
-                    self._why[answer.worker] = f"worker {answer.worker} takes the state of the others"
-        reason = self._reason(set(self._asked) - {answer.worker for answer in members})
-        self._move(answers, tuple(sorted(answer.worker for answer in members)), (), now_s)
+                if answer.worker not in self._unreachable:
+                    self._reasons[answer.worker] = f"worker {answer.worker} receives the state of a member"
+        reason = self._reason(set(self._halt_recipients) - {answer.worker for answer in members})
+        self._apply_group(answers, tuple(sorted(answer.worker for answer in members)), (), now_s)
         step = min(answer.step for answer in members)
         group = self._group(step=step, joining=(), reason=reason)
         self._dealing.repeat(self._members, furthest, step)
-        self._set_groups(self._members, ())  # it holds at once
+        self._set_groups(self._members, ())  # it is in force at once
         return [group, *self._review(now_s)]
 
-    def _may_come_back(self, worker: int) -> bool:
-        return not (worker in self._passed | self._classifier.stragglers or self._workers[worker].is_late)
+    def _can_return(self, worker: int) -> bool:
+        return not (worker in self._overtaken | self._classifier.stragglers or self._workers[worker].is_late)
 
-    def _end(self) -> list[Action]:
-        """Stop: all that had a state are gone."""
+    def _stop_without_state(self) -> list[Action]:
+        """Stop the job: every worker that held the state is gone."""
         self._is_over = True
-        reason = self._reason(self._asked) or "every member is gone"
-        return [
-            Stop(worker=None, step=None, reason=f"{reason}; nobody has the state of the training any more")
-        ]
+        reason = self._reason(self._halt_recipients) or "every member is gone"
+        return [Stop(worker=None, step=None, reason=f"{reason}; no worker holds the training state any more")]
 
-    def _move(
+    def _apply_group(
         self, answers: list[Halted], members: tuple[int, ...], joining: tuple[int, ...], now_s: float
     ) -> None:
-        # Also who is still in a group before that, if all were only asked whether they live.
-        before = tuple(worker for worker in sorted(self._asked) if worker in self._workers)
+        # After a probe, this includes workers that are still in the group before the last one.
+        before = tuple(worker for worker in sorted(self._halt_recipients) if worker in self._workers)
         self._set_groups(members, before)
-        self._unfollowed = set(members).intersection(before).difference(joining)
-        self._arriving = set(joining)
-        self._moved_s = self._heard_s = now_s
+        self._not_switched = set(members).intersection(before).difference(joining)
+        self._joining = set(joining)
+        self._group_sent_s = self._last_received_s = now_s
         for worker in members:
             self._workers[worker].can_join = self._workers[worker].is_late = False
         for worker in joining:
             self._workers[worker].round = -1
-        self._left_after = {  # who has finished takes no part in what comes after, as a member too
-            worker: steps for worker, steps in self._left_after.items() if worker in members
+        self._ended_after = {  # a member that has finished takes no part in later steps
+            worker: steps for worker, steps in self._ended_after.items() if worker in members
         }
-        self._passed.clear()
+        self._overtaken.clear()
         used = max(answer.exchange_id for answer in answers)
         self._exchange_id = max(used, self._exchange_id) + _EXCHANGES_IN_A_STEP_MAX
-        self._open.clear()
+        self._open_rounds.clear()
         rounds = {self._workers[member].round for member in members}
         first = max(answer.round for answer in answers)
         for round_ in sorted({first, *(round_ for round_ in rounds if round_ > first)}):
@@ -981,19 +1040,21 @@ class PartialGroups:
         )
 
     def _reason(self, workers: Any) -> str:
-        return "; ".join(self._why[worker] for worker in sorted(workers)[:8] if worker in self._why)
+        return "; ".join(self._reasons[worker] for worker in sorted(workers)[:8] if worker in self._reasons)
 
-    def _known(self, event: Ready | Wants | Saving | Recalled | Brought | Halted | Finished) -> _Worker:
+    def _state_of(
+        self, event: Ready | Wants | Saving | Recalled | Brought | Halted | Finished
+    ) -> _WorkerStatus:
         state = self._workers.get(event.worker)
         if state is None or not self._members:
-            raise ProtocolError(f"expected a worker of a job that has started, got {_said(event)}")
+            raise ProtocolError(f"expected a worker of a job that has started, got {_description(event)}")
         return state
 
 
-def _turn_away(event: Joined) -> list[Action]:
-    who = f"worker {event.worker} ({event.place})"
-    return [Refuse(peer=event.peer, reason=f"{who} cannot take part: it came when all others were done")]
+def _refuse(event: Joined) -> list[Action]:
+    newcomer = f"worker {event.worker} ({event.place})"
+    return [Refuse(peer=event.peer, reason=f"{newcomer} cannot take part: it came when all others were done")]
 
 
-def _said(event: Event) -> str:
+def _description(event: Event) -> str:
     return f"{type(event).__name__} of worker {getattr(event, 'worker', None)}"
