@@ -167,4 +167,4 @@ def test_workers_that_load_different_states_are_told_so(tmp_path):
     values(run(saves, 2, CALM, tmp_path, 5))
     for one in run(loads_on_one, 2, tmp_path / "5.pt"):
         assert one.error_type == "WorkerError"
-        assert "go on from different states of epoch 0: load the same one on every worker" in one.error
+        assert "continue from different states of epoch 0: load the same state on every worker" in one.error

@@ -192,7 +192,7 @@ def test_an_epoch_that_goes_on_with_other_batches_drops_what_does_not_fill_one_o
 def test_who_drops_the_rest_where_others_do_not_is_refused_in_words():
     scheduler = WorkScheduler()
     scheduler.begin(0, 0, 10, 4)
-    words = "worker 0 began it with 10 samples in batches of 4, worker 1 .* 4, the rest dropped: .* drop_last"
+    words = "worker 0 began it with 10 samples in batches of 4, but worker 1 .* 4, the rest dropped: .* drop_last"
     with pytest.raises(ProtocolError, match=words):
         scheduler.begin(1, 0, 10, 4, drop_last=True)
 
@@ -685,14 +685,14 @@ def test_the_same_state_is_loaded_everywhere():
     scheduler.set_members([0, 1])
     scheduler.begin(0, 3, 40, 4, used=[(0, 4)])
     scheduler.begin(1, 3, 40, 4)  # a newcomer has loaded nothing
-    with pytest.raises(ProtocolError, match="worker 0 and worker 1 go on from different states of epoch 3"):
+    with pytest.raises(ProtocolError, match="worker 0 and worker 1 continue from different states of epoch 3"):
         scheduler.begin(1, 3, 40, 4, used=[(0, 8)])
 
 
 @pytest.mark.parametrize("used", [[(0, 41)], [(4, 8), (0, 2)], [(-1, 3)], [(3, 3)]])
 def test_positions_that_cannot_have_been_used_are_refused(used):
     scheduler = WorkScheduler()
-    with pytest.raises(ProtocolError, match="ranges of 40 positions, ascending, that are used"):
+    with pytest.raises(ProtocolError, match="ranges of used positions, of 40 positions in all"):
         scheduler.begin(0, 0, 40, 4, used=used)
     assert 0 not in scheduler
 
@@ -813,7 +813,7 @@ def a_little_of_everything() -> WorkScheduler:
         ("begin", (0, 1, 0, 4), "expected at least 1 sample"),
         ("begin", (0, 1, 100, 0), "batches of at least 1"),
         ("taken", (9, 0), "worker 9 has begun no epoch, or is gone"),
-        ("taken", (0, 99), "expected a block that has been dealt, from 0 to .*, got block 99 of worker 0"),
+        ("taken", (0, 99), "expected a block that has been assigned, from 0 to .*, got block 99 of worker 0"),
         ("contributed", (0, 0, [3]), "expected a round after 0, which is completed"),
         ("contributed", (0, 1, []), "worker 0 has contributed to round 1 already"),
         ("contributed", (1, 1, [4, 4]), r"expected each block once, got \[4, 4\] of worker 1"),
@@ -843,7 +843,7 @@ def test_an_epoch_before_the_one_where_it_is_is_refused():
     scheduler.deal()
     scheduler.begin(0, 1, 4, 4)
     with pytest.raises(
-        ProtocolError, match="expected an epoch after 1, where it is, worker 0 begins epoch 0"
+        ProtocolError, match="expected an epoch from 1, its current one, worker 0 begins epoch 0"
     ):
         scheduler.begin(0, 0, 4, 4)
 
