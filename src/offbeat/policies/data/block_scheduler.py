@@ -186,7 +186,7 @@ class WorkScheduler:
         self._all_changed = False  # all, because a pool was emptied or filled or an epoch finished
         self._changed: set[int] = set()
         # Of the workers that have a level, by level: their count, and those that have room for a block.
-        self._workers_at_level: dict[int, int] = {}
+        self._count: dict[int, int] = {}
         self._with_room: dict[int, set[int]] = {}
         self._starving: set[int] = set()  # workers without an untaken block
 
@@ -675,7 +675,7 @@ class WorkScheduler:
         self._last_completed, self._next_id = state["last_completed"], state["next_id"]
         self._last_served = state["last_served"]
         self._all_changed, self._changed = state["stale"], set(state["changed"])
-        self._workers, self._workers_at_level, self._with_room, self._starving = {}, {}, {}, set()
+        self._workers, self._count, self._with_room, self._starving = {}, {}, {}, set()
         for record in state["workers"]:
             worker = _WorkerBlocks(record["epoch"], record["hold"], record["over"], record["ahead"])
             worker.untaken, worker.taken = blocks_of(record["untaken"]), blocks_of(record["taken"])
@@ -733,7 +733,7 @@ class WorkScheduler:
 
     def _entry_level(self) -> int:
         """Return the level at which a worker without blocks gets as many as the other workers have."""
-        if not self._workers_at_level:
+        if not self._count:
             return self._lowest
         reference = self._workers.get(self._last_served) if self._last_served is not None else None
         if reference is None or reference.level is None:
@@ -743,11 +743,11 @@ class WorkScheduler:
         return reference.level - len(reference.untaken) - len(reference.taken)
 
     def _enter(self, worker: int, record: _WorkerBlocks, level: int) -> None:
-        self._lowest = min(self._lowest, level) if self._workers_at_level else level
+        self._lowest = min(self._lowest, level) if self._count else level
         record.level = level
-        if level not in self._workers_at_level:
-            self._workers_at_level[level], self._with_room[level] = 0, set()
-        self._workers_at_level[level] += 1
+        if level not in self._count:
+            self._count[level], self._with_room[level] = 0, set()
+        self._count[level] += 1
         self._note_room(worker, record)
 
     def _leave(self, worker: int, record: _WorkerBlocks) -> None:
@@ -756,10 +756,10 @@ class WorkScheduler:
             return
         record.level = None
         self._starving.discard(worker)
-        if self._workers_at_level[level] == 1:
-            del self._workers_at_level[level], self._with_room[level]
+        if self._count[level] == 1:
+            del self._count[level], self._with_room[level]
         else:
-            self._workers_at_level[level] -= 1
+            self._count[level] -= 1
             self._with_room[level].discard(worker)
 
     def _note_room(self, worker: int, record: _WorkerBlocks) -> None:
@@ -780,17 +780,17 @@ class WorkScheduler:
         position: layers that normalise over a batch need more than one sample.
         """
         number = self._source()
-        if number is None or not self._workers_at_level:
+        if number is None or not self._count:
             return [], []
         epoch = self._epochs[number]
-        while self._lowest not in self._workers_at_level:
+        while self._lowest not in self._count:
             self._lowest += 1
         # Members that cannot be served now (they have not begun yet) will need as many as the others had.
-        absent = len(self._members) - sum(self._workers_at_level.values())
+        absent = len(self._members) - sum(self._count.values())
         hands_missed = self._lowest - min(self._lowest, self._entry_level()) if absent else 0
-        lowest = self._workers_at_level[self._lowest]
+        lowest = self._count[self._lowest]
         this_hand = lowest + absent * (hands_missed + 1)
-        next_hand = this_hand + lowest + self._workers_at_level.get(self._lowest + 1, 0) + absent
+        next_hand = this_hand + lowest + self._count.get(self._lowest + 1, 0) + absent
         turn, extra = self._with_room[self._lowest], 0
         if not turn or epoch.pooled <= absent * hands_missed * epoch.batch_size:
             turn, extra = self._starving, len(self._starving)
@@ -835,12 +835,12 @@ class WorkScheduler:
             record.level = level + 1
             if len(record.untaken) < max(self._ahead, record.ahead):
                 above.add(worker)
-        self._workers_at_level[level + 1] = self._workers_at_level.get(level + 1, 0) + len(served)
+        self._count[level + 1] = self._count.get(level + 1, 0) + len(served)
         self._starving.difference_update(served)
-        if self._workers_at_level[level] == len(served):
-            del self._workers_at_level[level], self._with_room[level]
+        if self._count[level] == len(served):
+            del self._count[level], self._with_room[level]
         else:
-            self._workers_at_level[level] -= len(served)
+            self._count[level] -= len(served)
             self._with_room[level].difference_update(served)
 
     def _cut(self, number: int, epoch: _Epoch, size: int) -> Block:
