@@ -1,7 +1,6 @@
-"""What dealing samples to groups and to single workers have in common.
+"""Base of the assignment of samples to groups and to single workers.
 
-Nothing here knows which blocks a step has used, nor how an epoch is cut into blocks (see
-`offbeat.policies.work`).
+The subclasses decide which blocks a step has used; `offbeat.policies.work` cuts an epoch into blocks.
 """
 
 from __future__ import annotations
@@ -15,28 +14,30 @@ from offbeat.policies.data.block_scheduler import WorkScheduler
 
 
 class Dealer:
-    """Tells a scheduler in which epoch each worker is, and each worker what it has and what is used."""
+    """Reports each worker's epoch to a block scheduler; builds the actions that assign and report samples."""
 
-    _why_awaited: ClassVar[str]  # why others wait for a worker that is told to do without
+    _why_awaited: ClassVar[str]  # why a worker has to continue without samples
 
     def __init__(self) -> None:
         self._scheduler = WorkScheduler()
-        self._in: dict[int, tuple[int, int]] = {}  # the epoch in which each worker is, and its samples
-        self._anew: set[int] = set()  # who is to be told that it has nothing
-        self._saving: dict[int, int] = {}  # whose state is taken down, and how many rounds or clocks it holds
+        self._in: dict[int, tuple[int, int]] = {}  # each worker's epoch, and the samples of that epoch
+        self._anew: set[int] = set()  # workers whose next Deal clears the blocks that they have
+        self._saving: dict[int, int] = {}  # workers that save a checkpoint: rounds or clocks that it holds
 
     def saving(self, event: Saving) -> None:
-        """A worker's state is taken down.
+        """Note that a worker saves a checkpoint and needs to know which samples it holds.
 
         Raises:
-            ProtocolError: the worker has never wanted samples.
+            ProtocolError: the worker has never requested samples.
         """
         if event.worker not in self._in:
-            raise ProtocolError(f"expected worker {event.worker} to have begun an epoch before it saves")
+            raise ProtocolError(
+                f"expected worker {event.worker} to have begun an epoch before it saves a checkpoint"
+            )
         self._saving[event.worker] = event.round
 
     def _begin(self, event: Wants) -> bool:
-        """A worker is in an epoch; return whether it has nothing to compute with, nor anything on its way."""
+        """Move a worker to an epoch; return whether it has no untaken blocks."""
         worker, scheduler = event.worker, self._scheduler
         if event.skips and worker in self._in:
             scheduler.forgone(worker)
@@ -62,7 +63,7 @@ class Dealer:
         epoch, samples = self._in[worker]
         is_open = epoch in self._scheduler.unfinished()
         reasons = [f"there is nothing for it, and {self._why_awaited}"] * is_awaited
-        reasons += ["what it had is not its own any more"] * (worker in self._anew)
+        reasons += ["its earlier blocks are not its own any more"] * (worker in self._anew)
         reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
         return Deal(
             worker=worker,
@@ -72,7 +73,7 @@ class Dealer:
             over=over,
             is_awaited=is_awaited,
             used=self._scheduler.used(epoch) if is_open else samples,
-            reason="; ".join(reasons) or "so far is the epoch",
+            reason="; ".join(reasons) or "progress of the epoch so far",
         )
 
     def _used(
@@ -83,12 +84,12 @@ class Dealer:
         *,
         is_current: bool = True,
     ) -> Used:
-        """Tell a worker that saves which ranges its state holds, of each epoch that is not used up."""
+        """Build the answer to a checkpoint query: the ranges used in each epoch that is not used up."""
         return Used(
             worker=worker,
             round=round_,
             epoch=min(used, default=self._scheduler.next_epoch),
             used=tuple(used.items()),
             is_current=is_current,
-            reason="asked" if is_current else "others have gone on without it",
+            reason="requested" if is_current else "other members have continued without it",
         )

@@ -1,7 +1,7 @@
-"""A worker's side of dealing: the blocks that it has, and those of which it owes the gradient.
+"""The worker's side of block assignment: the blocks that it has, and those whose gradient it owes.
 
-The runtime's session and the simulator's workers both ask this object. Nothing here knows what stands at a
-position, loads a sample, or waits.
+The runtime's session and the simulator's workers both use this object. It knows positions only: it loads
+no sample and never waits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from offbeat.events import Block, Deal
 
 
 class Hand:
-    """What one worker was dealt and has not contributed.
+    """Queue of the blocks that one worker was assigned and has not contributed.
 
     Attributes:
-        epoch: the worker's.
-        is_awaited: the others have begun a round that needs this worker, and it has nothing to give.
-        used: how many samples of the epoch finished rounds had used when that was last heard.
+        epoch: the worker's current epoch.
+        is_awaited: other members have begun a round that needs this worker, and it has nothing to contribute.
+        used: samples of the epoch that finished rounds had used, as of the last Deal.
     """
 
     def __init__(self) -> None:
@@ -26,34 +26,36 @@ class Hand:
         self.is_awaited = False
         self.used = 0
         self._queue: deque[Block] = deque()
-        self._loading = 0  # of the queue, from its head
+        self._loading = 0  # blocks being loaded, from the head of the queue
         self._taken: list[int] = []
-        self._late: list[int] = []  # of which another has computed the gradient for it
-        self._over = -1
-        self._is_deaf = False  # what is dealt was sent before the coordinator knew that the loop broke off
+        self._late: list[int] = []  # blocks whose gradient another worker has computed
+        self._last_ended_epoch = -1
+        self._ignores_deals = (
+            False  # Deals sent before the coordinator knew of an early exit
+        )
 
     def begin(self, epoch: int) -> None:
-        """Goes on to an epoch; what is left of the one before stays."""
+        """Begins an epoch; blocks of the epoch before stay in the queue."""
         self.epoch, self.used, self.is_awaited = epoch, 0, False
 
     def hear(self, deal: Deal) -> None:
-        """Takes a Deal up."""
+        """Applies a Deal."""
         if deal.anew:
             self._queue.clear()
             self._loading = 0
-            self._is_deaf = False
-        if self._is_deaf:
+            self._ignores_deals = False
+        if self._ignores_deals:
             return
         self._queue.extend(deal.blocks)
         self.is_awaited |= deal.is_awaited
         if deal.over:
-            self._over = max(self._over, deal.epoch)
+            self._last_ended_epoch = max(self._last_ended_epoch, deal.epoch)
         if deal.epoch == self.epoch:
             self.used = deal.used
 
     def throw_away(self) -> None:
-        """Forgets what it has, and what it is dealt until it asks anew: the loop left its epoch early."""
-        self._is_deaf = True
+        """Discards all blocks, and Deals until the next with `anew`: the loop left its epoch early."""
+        self._ignores_deals = True
         self._queue.clear()
         self._taken.clear()
         self._late.clear()
@@ -61,17 +63,17 @@ class Hand:
 
     @property
     def is_deaf(self) -> bool:
-        """Whether what it is dealt is not for it: its loop has left the epoch that it is dealt of."""
-        return self._is_deaf
+        """Whether Deals are ignored, because the loop has left the epoch that they are of."""
+        return self._ignores_deals
 
     def __len__(self) -> int:
-        """How many blocks have not been taken."""
+        """Count of blocks that have not been taken."""
         return len(self._queue)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left in the epoch, for this worker."""
-        return self._over >= self.epoch and not self._queue
+        """Whether nothing is left of the epoch for this worker."""
+        return self._last_ended_epoch >= self.epoch and not self._queue
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -79,13 +81,13 @@ class Hand:
         return tuple(self._taken)
 
     def load(self) -> Block | None:
-        """The next block that is not being loaded yet; it is from now on."""
+        """Returns the next block that is not being loaded yet, and marks it as being loaded."""
         block = next(islice(self._queue, self._loading, None), None)
         self._loading += block is not None
         return block
 
     def take(self, block_id: int) -> bool:
-        """Takes the block that was loaded first; False where it is not this worker's any more."""
+        """Takes the block that was loaded first; False if the worker does not have it any more."""
         if not self._queue or self._queue[0].id != block_id:
             return False
         self._queue.popleft()
@@ -95,11 +97,11 @@ class Hand:
         return True
 
     def take_over(self, block_id: int) -> None:
-        """Takes a block of which it has the gradient that another computed."""
+        """Adds a block whose gradient another worker computed and this one has received."""
         self._late.append(block_id)
 
     def contribute(self, counts: bool) -> tuple[int, ...]:
-        """Ids of what was taken since the last call, if it counts; it is not owed any more."""
+        """Returns and clears the ids of the blocks taken since the last call; none if `counts` is False."""
         taken = (*self._taken, *self._late) if counts else ()
         self._taken.clear()
         self._late.clear()

@@ -1,7 +1,7 @@
-"""Deals samples to workers that are in no group: what each has computed is used at once.
+"""Assigns samples to workers without groups: the blocks of a finished step are used at once.
 
-A part that a policy owns. Nothing here knows when a worker may compute, nor how an epoch is cut into blocks
-(see `offbeat.policies.work`).
+A component of a policy, which decides when a worker may compute; `offbeat.policies.work` cuts an epoch into
+blocks.
 """
 
 from __future__ import annotations
@@ -13,67 +13,71 @@ from offbeat.events import Action, Block, Wants
 from offbeat.policies.data.assigner import Dealer
 from offbeat.policies.data.block_scheduler import blocks_of, plain_of
 
-_LATELY: Final = 32  # clocks
+_RECENT: Final = 32  # clocks
 
 
 class SoloDealing(Dealer):
-    """Says who gets which samples, so that each is used once, while workers come and go.
+    """Assigns samples so that each is used once, while workers join and leave.
 
-    No step is repeated once a worker has said that it is done, so its blocks count as used then. What a
-    worker has that is lost goes to others. With no group, nobody waits for a worker that has no samples; but
-    one that waits for more in the midst of a step is told to do without (`Deal.is_awaited`), for others may
-    wait for the blocks that it has taken. Who saves says up to which clock its state holds everybody's steps
-    (`Saving.round`), and is told what was used at those.
+    A step is not repeated once its worker has reported it as finished, so its blocks count as used then. The
+    blocks of a lost worker go to other workers. Without a group, no worker waits for another that has no
+    samples; but a worker that waits for more within a step has to continue without (`Deal.is_awaited`),
+    because other workers may wait for the blocks that it has taken. A worker that saves a checkpoint names
+    the clock up to which its state holds all workers' steps (`Saving.round`), and receives the samples used
+    at these clocks.
     """
 
-    _why_awaited: ClassVar[str] = "others wait for what it has begun"
+    _why_awaited: ClassVar[str] = "other workers wait for what it has begun"
 
     def __init__(self) -> None:
         super().__init__()
         self._members: set[int] = set()
-        self._waiting: set[int] = set()  # who has nothing to compute with, and its epoch is not over
-        self._steps = 0  # with samples; each is a round of its own for the scheduler
-        self._recent: list[tuple[int, Block, int]] = []  # clock, what was used at it, positions of its epoch
+        self._waiting: set[int] = set()  # workers with nothing to compute whose epoch is not over
+        self._steps = 0  # with samples; for the scheduler, each is a round of its own
+        self._recent: list[tuple[int, Block, int]] = []  # clock, block used at it, positions of its epoch
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Who waits for samples."""
+        """The workers that wait for samples."""
         return frozenset(self._waiting)
 
     def may_compute(self, worker: int) -> bool:
-        """Whether the worker has samples, or none are dealt to it because it has never wanted any."""
+        """Whether the worker has samples, or has never requested any."""
         return worker not in self._in or bool(self._scheduler.held(worker))
 
     def holders(self) -> set[int]:
-        """Who has blocks for which others wait, since their epochs end only when these are used."""
+        """Return the workers with blocks of an epoch whose end a waiting worker needs."""
         latest = max((self._in[worker][0] for worker in self._waiting), default=-1)
         epochs = [epoch for epoch in self._scheduler.unfinished() if epoch <= latest]
         return {worker for epoch in epochs for worker in self._scheduler.holders(epoch)}
 
     def joined(self, worker: int) -> None:
-        """A worker is here."""
+        """Add a worker."""
         self._members.add(worker)
         self._scheduler.set_members(self._members)
 
     def wants(self, event: Wants) -> None:
-        """A worker is in an epoch, and has nothing to compute with.
+        """Process a worker's request for samples of an epoch.
 
         Raises:
-            ProtocolError: an epoch, sizes or blocks that cannot be.
+            ProtocolError: an impossible epoch, size or block.
         """
         if self._begin(event):
             self._waiting.add(event.worker)
 
     def stepped(self, worker: int, clock: int, blocks: tuple[int, ...]) -> None:
-        """A worker has finished a step at a clock with these blocks.
+        """Count the blocks of a step as used, which a worker has finished at a clock.
 
         Raises:
-            ProtocolError: they are not its own.
+            ProtocolError: blocks that the worker does not have.
         """
         if not blocks:
             return
         if not self._scheduler.contributed(worker, self._steps, blocks):
-            raise ProtocolError(f"blocks {list(blocks)} are not worker {worker}'s any more")
+            raise ProtocolError(
+                f"expected blocks that the worker has, got {list(blocks)}, "
+                f"which are not worker {worker}'s any more"
+            )
         _, samples = self._in[worker]
         contributed = self._scheduler.contribution(worker, self._steps)
         self._recent += [(clock, block, samples) for block in contributed]
@@ -81,22 +85,23 @@ class SoloDealing(Dealer):
         self._steps += 1
 
     def passed(self, version: int) -> None:
-        """All is in the parameters that was done at clocks before this one.
+        """Note that the parameters hold all steps at clocks before `version`.
 
-        Who rests may have fetched them a little earlier, and ask now what they hold.
+        An idle worker may have fetched them up to 32 clocks earlier, and may query now which samples they
+        hold.
         """
-        if any(clock < version - _LATELY for clock, *_ in self._recent[:1]):
-            self._recent = [one for one in self._recent if one[0] >= version - _LATELY]
+        if any(clock < version - _RECENT for clock, *_ in self._recent[:1]):
+            self._recent = [entry for entry in self._recent if entry[0] >= version - _RECENT]
 
     def finished(self, worker: int) -> None:
-        """The worker's loop is over; what it had is nobody's."""
+        """Retire a worker whose training loop has ended; its blocks count as used."""
         if worker in self._in:
             self._scheduler.retired(worker)
         self._forget(worker)
         self._scheduler.set_members(self._members)
 
     def gone(self, worker: int) -> None:
-        """The worker is no more; what it had is for others."""
+        """Remove a worker that is gone; its blocks go to other workers."""
         self._forget(worker)
         if worker in self._scheduler:
             self._scheduler.lost(worker)
@@ -109,40 +114,40 @@ class SoloDealing(Dealer):
         self._saving.pop(worker, None)
 
     def deals(self) -> list[Action]:
-        """What there is to tell now, ascending by worker."""
+        """Return the actions to send now, ascending by worker."""
         dealt = {worker: (blocks, over) for worker, blocks, over in self._scheduler.deal()}
         self._waiting -= {worker for worker, (blocks, over) in dealt.items() if blocks or over}
         awaited = {worker for worker in self._waiting if self._scheduler.taken_count(worker)}
         self._waiting -= awaited
-        said: list[Action] = [
+        actions: list[Action] = [
             self._deal(worker, *dealt.get(worker, ((), False)), is_awaited=worker in awaited)
             for worker in sorted({*dealt, *awaited, *self._anew})
         ]
         self._anew.clear()
-        return said + self._saved()
+        return actions + self._checkpoint_answers()
 
-    def _saved(self) -> list[Action]:
-        """Tell who saves what has been used at the clocks that its state holds."""
-        said: list[Action] = []
+    def _checkpoint_answers(self) -> list[Action]:
+        """Answer checkpoint queries with the samples used at the clocks that each checkpoint holds."""
+        answers: list[Action] = []
         for worker, clock in sorted(self._saving.items()):
-            later = [(block, samples) for at, block, samples in self._recent if at >= clock]
-            said.append(self._used(worker, clock, self._scheduler.used_before(self._steps, later)))
+            later = [(block, samples) for block_clock, block, samples in self._recent if block_clock >= clock]
+            answers.append(self._used(worker, clock, self._scheduler.used_before(self._steps, later)))
         self._saving.clear()
-        return said
+        return answers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as plain data."""
+        """Return the whole state as plain data."""
         return {
             "scheduler": self._scheduler.state_dict(),
             "members": sorted(self._members),
-            "in": [[worker, *one] for worker, one in self._in.items()],
+            "in": [[worker, *entry] for worker, entry in self._in.items()],
             "waiting": sorted(self._waiting),
             "steps": self._steps,
             "recent": [[clock, plain_of([block]), samples] for clock, block, samples in self._recent],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, which was taken when everything had been told."""
+        """Restore a `state_dict`, which was taken with no action left to send."""
         self._scheduler.load_state_dict(state["scheduler"])
         self._members = set(state["members"])
         self._in = {worker: (epoch, samples) for worker, epoch, samples in state["in"]}
