@@ -204,7 +204,7 @@ def test_who_leaves_the_epoch_early_has_no_loan_any_more():
 def test_when_the_others_wait_for_it_the_block_is_called_in():
     job = Job()
     said = job.use_up()
-    assert only(Settle, said).reason == "the others wait for the block"
+    assert only(Settle, said).reason == "other members wait for the block"
     assert not job.brought(0, 0)
     assert used_up(job, said)
 

@@ -1,6 +1,6 @@
-"""Lends blocks to workers outside the group, each on behalf of a member; a part that group policies own.
+"""Lends blocks to workers outside the group, each on behalf of a member; a component of group policies.
 
-Nothing here moves a gradient, nor knows how blocks are cut (see `offbeat.policies.work`).
+No gradient is moved here; `offbeat.policies.work` cuts the blocks.
 """
 
 from __future__ import annotations
@@ -21,98 +21,100 @@ class _Loan(NamedTuple):
 
 
 class Lending:
-    """Says who outside the group computes what, and whether a gradient that has come late counts.
+    """Assigns blocks to workers outside the group, and decides whether a late gradient counts.
 
-    A worker that no group counts on computes one block at a time for a member, its *patron*. The block stays
-    the worker's until the patron has the whole gradient and says so: then, in this one moment, it becomes the
-    patron's, who contributes it with its next round as it does its own; so whatever happens to a round or to
-    the patron from then on, happens to the block as to any other. Before that moment a loan may be called in
-    at any time, and what comes of it later does not count. Nobody ever waits for a loan.
+    A worker outside the group computes one block at a time for a member, its *patron*. The block stays with
+    the worker until the patron reports that it has the whole gradient: at that moment it becomes the
+    patron's, which contributes it with its next round like its own; what happens to a round or to the patron
+    from then on happens to the block as to any other. Before that moment a loan may be revoked at any time,
+    and its gradient does not count if it comes later. No worker ever waits for a loan.
 
     Args:
-        scheduler: to deal of.
+        scheduler: the source of the blocks.
         staleness_steps_max: how many steps may have begun since a late gradient's parameters were current,
-            the one that takes it in counted.
+            including the step that applies it.
     """
 
     def __init__(self, scheduler: WorkScheduler, staleness_steps_max: int) -> None:
         self._scheduler = scheduler
         self._staleness_steps_max = staleness_steps_max
-        self._loans: dict[int, _Loan] = {}  # by who computes
-        self._numbers: Counter[int] = Counter()  # the next loan's
-        self._patrons: frozenset[int] = frozenset()  # members that hold the state and go on
-        self._wishing: set[int] = set()  # who is outside and has nothing to compute
-        self._freed: set[int] = set()  # whose loans have ended since `lend` was asked
-        self._said: list[Action] = []
+        self._loans: dict[int, _Loan] = {}  # by the worker that computes
+        self._numbers: Counter[int] = Counter()  # of each worker's next loan
+        self._patrons: frozenset[int] = frozenset()  # members that hold the state and have not ended
+        self._idle: set[int] = set()  # workers outside with nothing to compute
+        self._freed: set[int] = set()  # workers whose loans have ended since the last `lend`
+        self._actions: list[Action] = []  # actions to send
 
     def __contains__(self, worker: int) -> bool:
-        """Whether a worker outside has a loan."""
+        """Whether a worker outside the group has a loan."""
         return worker in self._loans
 
     def wishes(self, worker: int) -> None:
-        """A worker knows that no group counts on it, and goes on computing."""
+        """Note that a worker knows that it is outside the group, and continues to compute."""
         if worker not in self._loans:
-            self._wishing.add(worker)
+            self._idle.add(worker)
 
     def move(self, members: Iterable[int], joining: Iterable[int]) -> None:
-        """There is another group: loans of who is in it end, and those for who is not."""
+        """Change the group: loans to its members end, and so do loans for workers that are no members."""
         members = frozenset(members)
         self._patrons = members.difference(joining)
         for worker, loan in list(self._loans.items()):
             if worker in members:
                 self.void(worker, f"worker {worker} joins the group")
             elif loan.patron not in self._patrons:
-                self.void(worker, f"worker {loan.patron} is no member any more")
-        self._wishing -= members
+                self.void(worker, f"worker {loan.patron} is not a member any more")
+        self._idle -= members
 
     def ends(self, worker: int) -> None:
-        """A worker is gone, or its loop is over."""
+        """Remove a worker that is gone or whose training loop has ended."""
         self._patrons -= {worker}
         for late, loan in list(self._loans.items()):
             if worker in (late, loan.patron):
                 self.void(late, f"worker {worker} takes no part any more")
-        self._wishing.discard(worker)
+        self._idle.discard(worker)
         self._freed.discard(worker)
 
     def void(self, worker: int, reason: str) -> None:
-        """What a worker was lent, if anything, is for others."""
+        """End a worker's loan, if it has one; the block goes back to the pool."""
         loan = self._loans.pop(worker, None)
         if loan is None:
             return
         self._scheduler.revoke(worker)
-        self._wishing.add(worker)
+        self._idle.add(worker)
         self._freed.add(worker)
         self._settle(worker, loan, counts=False, reason=reason)
 
     def call_in(self, epoch: int | None) -> bool:
-        """Call in what was lent of epochs before this one, of all with None; whether there was anything.
+        """Revoke loans of epochs before this one, all loans with None; return whether there were any.
 
-        An epoch must not be held up at the end of the next one, when who accumulates gradients over batches
-        may have nothing left to contribute a block with.
+        An epoch must not be unfinished at the end of the next one: then a worker that accumulates gradients
+        over batches may have no contribution left that could carry the block.
         """
         due = [worker for worker, loan in self._loans.items() if epoch is None or loan.epoch < epoch]
         for worker in due:
-            self.void(worker, "the others wait for the block" if epoch is None else "its epoch is long over")
-            self._wishing.discard(worker)  # it may hang; if not, it is heard of soon
+            self.void(
+                worker, "other members wait for the block" if epoch is None else "its epoch is long over"
+            )
+            self._idle.discard(worker)  # it may hang; otherwise it asks again soon
         return bool(due)
 
     def brought(self, event: Brought, step: int) -> None:
-        """A patron has a late gradient.
+        """Process a late gradient that a patron has received: count it, or end the loan.
 
         Args:
-            event: says so.
+            event: names the patron, the worker, the loan and the step of the gradient's parameters.
             step: the last that a member has begun.
         """
         loan = self._loans.get(event.late)
         if loan is None or (loan.number, loan.patron) != (event.number, event.worker):
-            return  # it was settled before this was heard
+            return  # the loan ended before the event came
         age = step + 1 - event.step
         if age > self._staleness_steps_max:
             self.void(event.late, f"its parameters are {age} steps old")
             return
         if self._scheduler.adopt(event.worker, loan.block, event.late):
             del self._loans[event.late]
-            self._wishing.add(event.late)
+            self._idle.add(event.late)
             self._freed.add(event.late)
             reason = f"its parameters are {age} of at most {self._staleness_steps_max} steps old"
             self._settle(event.late, loan, counts=True, reason=reason)
@@ -120,43 +122,45 @@ class Lending:
             self.void(event.late, "the block is not its own any more")
 
     def lend(self) -> tuple[list[Action], set[int]]:
-        """Lend what can be lent; returns what there is to say, and whose loans ended without another."""
-        load = Counter(loan.patron for loan in self._loans.values())
-        for worker in sorted(self._wishing):
+        """Lend what can be lent; return the actions to send, and the workers whose loans were not renewed."""
+        loans_of_patron = Counter(loan.patron for loan in self._loans.values())
+        for worker in sorted(self._idle):
             if not self._patrons or worker not in self._scheduler:
                 continue
             block = self._scheduler.lend(worker)
             if block is None:
                 continue
-            patron = min(self._patrons, key=lambda member: (load[member], member))
-            load[patron] += 1
+            patron = min(self._patrons, key=lambda member: (loans_of_patron[member], member))
+            loans_of_patron[patron] += 1
             number = self._numbers[worker]
             self._numbers[worker] += 1
             self._loans[worker] = _Loan(number, patron, block.id, block.epoch)
             self._freed.discard(worker)
-            reason = f"worker {worker} is outside, worker {patron} has the fewest to look after"
-            self._said.append(Lend(worker=worker, number=number, patron=patron, block=block, reason=reason))
-        self._wishing.clear()  # until they have something to say
-        said, self._said = self._said, []
+            reason = f"worker {worker} is outside the group, member {patron} has the fewest loans"
+            self._actions.append(
+                Lend(worker=worker, number=number, patron=patron, block=block, reason=reason)
+            )
+        self._idle.clear()  # until their next event
+        actions, self._actions = self._actions, []
         freed, self._freed = self._freed, set()
-        return said, freed
+        return actions, freed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is left between two events, as plain data."""
+        """Return the state between two events as plain data."""
         return {
             "loans": [[worker, *loan] for worker, loan in self._loans.items()],
             "numbers": sorted(self._numbers.items()),
             "patrons": sorted(self._patrons),
-            "wishing": sorted(self._wishing),
+            "wishing": sorted(self._idle),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._loans = {worker: _Loan(*loan) for worker, *loan in state["loans"]}
         self._numbers = Counter(dict(state["numbers"]))
-        self._patrons, self._wishing = frozenset(state["patrons"]), set(state["wishing"])
+        self._patrons, self._idle = frozenset(state["patrons"]), set(state["wishing"])
 
     def _settle(self, late: int, loan: _Loan, *, counts: bool, reason: str) -> None:
-        self._said.append(
+        self._actions.append(
             Settle(worker=loan.patron, late=late, number=loan.number, counts=counts, reason=reason)
         )

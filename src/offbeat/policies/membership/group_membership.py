@@ -1,7 +1,8 @@
-"""A worker's side of changing groups: what it may begin, what it has finished, what it says to a Halt.
+"""The worker's side of the group protocol: what it may begin, what it has finished, how it answers a Halt.
 
-The runtime's session and the simulator's workers both ask this object, so that what is tested in simulation
-is what runs. Nothing here knows why groups change, sends anything, or looks at a clock.
+The runtime's session and the simulator's workers both use this object, so that what is tested in simulation
+is what runs. It sends nothing and reads no clock. The coordinator's side, with a description of the protocol,
+is `offbeat.policies.partial`.
 """
 
 from __future__ import annotations
@@ -13,30 +14,31 @@ from enum import Enum, auto
 
 from offbeat.events import Group, Halt, Halted, Recall, Recalled
 
-# Rounds; who is not heard is dealt nothing, and contributes the little that it has left to the next few.
-_REMEMBERED = 256
+# Rounds whose contributions are kept. A worker cut off from the coordinator is assigned no further blocks, so
+# the few that it has left go into the next few rounds.
+_ROUNDS_KEPT = 256
 
 
 class Turn(Enum):
-    """What a worker that has gradients is to do with them."""
+    """What a worker that has gradients does with them."""
 
     GO = auto()  # exchange them in `group`
-    WAIT = auto()  # a Group will be named
-    TAKE = auto()  # take the state from `donor` first, then exchange in `group`
-    OUT = auto()  # no group counts on it: keep them to itself
+    WAIT = auto()  # wait for the next Group
+    TAKE = auto()  # receive the state from `donor` first, then exchange in `group`
+    OUT = auto()  # keep them: the worker is outside the group
 
 
 class Follower:
-    """One worker in a job whose groups change.
+    """Membership of one worker in the groups of a job.
 
     Between a Halt and its Group the worker finishes the step whose exchange it has begun and begins no
-    other, so that the Group can name a step that nobody has begun. Where the Halt says that exchanges
-    cannot be finished, what is under way ends without a result, and `finish_round` says so.
+    other, so that the Group can name a step that no member has begun. If the Halt abandons exchanges, the
+    one under way ends without a result, and `finish_round` returns False.
 
     Attributes:
         step: optimizer steps finished.
         round: exchanges finished.
-        exchange_id: the first exchange id that is not used.
+        exchange_id: the first unused exchange id.
         group: the group in force, None before the first.
     """
 
@@ -44,73 +46,73 @@ class Follower:
         self.worker = worker
         self.step = self.round = self.exchange_id = 0
         self.group: Group | None = None
-        self._named: list[Group] = []  # groups whose step has not come, in order
+        self._queued_groups: list[Group] = []  # groups not yet in force, in order
         self._halt: Halt | None = None
         self._halted_step: int | None = None  # the step that may still be finished while halted
         self._has_begun = False
-        self._is_void = False  # the exchange under way has been abandoned
+        self._is_aborted = False  # the exchange under way has been abandoned
         self._needs_state = False
-        self._followed = 0
-        self._is_inside = False  # the group in force has this worker
-        # The last rounds finished, without a gap: who took part, and what each contributed.
+        self._followed_generation = 0
+        self._is_inside = False  # this worker is in the group in force
+        # The last rounds finished, without a gap: the members, and the contribution of each.
         self._contributions: deque[tuple[tuple[int, ...], Sequence[tuple[int, int]]]]
-        self._contributions = deque(maxlen=_REMEMBERED)
+        self._contributions = deque(maxlen=_ROUNDS_KEPT)
 
     @property
     def generation(self) -> int:
-        """Of the last group that it has followed, 0 before the first; a joiner follows with the state."""
-        return self._followed
+        """Generation of the last group switched to, 0 before the first; a joiner switches with the state."""
+        return self._followed_generation
 
     @property
     def is_member(self) -> bool:
-        """Whether the group in force counts on this worker and the worker holds its state."""
+        """Whether this worker is in the group in force and holds its state."""
         return self._is_inside and not self._needs_state
 
     @property
     def is_void(self) -> bool:
-        """Whether exchanges under way have been abandoned and no group has been named since."""
-        return self._is_void
+        """Whether exchanges under way have been abandoned and no group has come into force since."""
+        return self._is_aborted
 
     @property
     def will_change(self) -> bool:
-        """Whether another group has been announced or named."""
-        return self._halt is not None or bool(self._named)
+        """Whether a Halt or a Group for another group has been received."""
+        return self._halt is not None or bool(self._queued_groups)
 
     @property
     def reason(self) -> str:
-        """Why the group is to change, or has changed last; empty before the first."""
-        latest = self._halt or self._latest
+        """Why the group is about to change, or has changed last; empty before the first."""
+        latest = self._halt or self._latest_group
         return latest.reason if latest is not None else ""
 
     @property
-    def _latest(self) -> Group | None:
-        """The last group that was named, whether or not its step has come."""
-        return self._named[-1] if self._named else self.group
+    def _latest_group(self) -> Group | None:
+        """The last Group received, whether or not it is in force."""
+        return self._queued_groups[-1] if self._queued_groups else self.group
 
     @property
     def donor(self) -> int:
-        """The member from whom joining ones take the state."""
+        """The member that sends the state to joining members."""
         assert self.group is not None
         return next(member for member in self.group.members if member not in self.group.joining)
 
     @property
     def joiners(self) -> tuple[int, ...]:
-        """To whom this worker gives its state before its next exchange."""
+        """The workers to which this worker sends its state before its next exchange."""
         if self.group is None or not self.is_member or self.donor != self.worker:
             return ()
         return self.group.joining
 
     def hear_halt(self, halt: Halt, now_s: float = 0.0) -> Halted | None:
-        """Stands still as the Halt says; returns the answer, None to one that is out of date."""
-        known = self._latest
-        latest = known.generation if known else 0
+        """Applies a Halt; returns the answer, None for an outdated Halt."""
+        last_group = self._latest_group
+        latest = last_group.generation if last_group else 0
         if halt.generation <= (self._halt.generation if self._halt else latest):
             return None
         self._halt = halt
         self._halted_step = self.step if self._has_begun and not halt.abandon else None
         if halt.abandon:
-            self._is_void = True
-            self._named.clear()  # else they would hold at once, before their step
+            self._is_aborted = True
+            self._queued_groups.clear()  # otherwise they would be in force at once, before their step
         return Halted(
             now_s=now_s,
             worker=self.worker,
@@ -123,18 +125,22 @@ class Follower:
         )
 
     def hear_group(self, group: Group) -> None:
-        """Takes note of the next group; one that a later Halt has made void is forgotten."""
+        """Applies or queues the next Group; one that a later Halt supersedes is ignored."""
         if self._halt is not None and group.generation < self._halt.generation:
             return
-        known = self._latest
-        if known is not None and group.generation <= known.generation:
-            return  # said again
+        last_group = self._latest_group
+        if last_group is not None and group.generation <= last_group.generation:
+            return  # sent again
         self._halt = self._halted_step = None
-        self._named.append(group)
+        self._queued_groups.append(group)
         self._adopt()
 
     def turn(self) -> Turn:
-        """Says what to do with gradients; with GO the worker has begun its step's exchange."""
+        """Decides what to do with gradients; after GO the worker counts as having begun its step's exchange.
+
+        This is the commit point of the protocol: a Halt that comes before it stops the exchange, and one that
+        comes after it lets the exchange finish, unless it abandons exchanges.
+        """
         self._adopt()
         if self._halt is not None and self._halted_step != self.step:
             return Turn.WAIT
@@ -144,27 +150,27 @@ class Follower:
             return Turn.OUT
         if self._needs_state:
             return Turn.TAKE
-        if self._is_void:  # its Group has not come
+        if self._is_aborted:  # the next Group has not come
             return Turn.WAIT
         self._has_begun = True
         return Turn.GO
 
     def take(self, *, round: int) -> None:
-        """The state has come from the donor, as it is before step `group.step`."""
+        """Adopts the state received from the donor, which is that before step `group.step`."""
         assert self.group is not None
         self.step, self.round = self.group.step, round
         self._contributions.clear()
         self._needs_state = False
-        self._followed = self.group.generation
+        self._followed_generation = self.group.generation
 
     def finish_round(self, contributions: Sequence[tuple[int, int]] = ()) -> bool:
-        """Counts an exchange as finished; False if it was abandoned, and then it is not.
+        """Counts an exchange as finished; returns False, and counts nothing, if it was abandoned.
 
         Args:
-            contributions: of each member in order, how many blocks its gradients were of: its own, and those
-                whose gradients others had computed for it.
+            contributions: for each member in order, the number of blocks in its gradients: its own, and those
+                whose gradients other workers had computed for it.
         """
-        if self._is_void:
+        if self._is_aborted:
             return False
         assert self.group is not None
         self._contributions.append((self.group.members, contributions))
@@ -172,7 +178,7 @@ class Follower:
         return True
 
     def recall(self, recall: Recall, now_s: float = 0.0) -> Recalled:
-        """Says what another worker contributed to the rounds that this one has finished."""
+        """Reports what another worker contributed to the rounds that this one has finished."""
         since = self.round - len(self._contributions)
         rounds = []
         for round_, (members, contributions) in enumerate(self._contributions, since):
@@ -190,22 +196,22 @@ class Follower:
         )
 
     def finish_step(self) -> None:
-        """Counts an optimizer step, if this worker is one whose steps count."""
+        """Counts an optimizer step, if this worker is a member."""
         if self.is_member:
             self.step += 1
             self._has_begun = False
             self._adopt()
 
     def _adopt(self) -> None:
-        """Puts named groups in force once their step has come, or at once where steps do not count."""
-        while self._named:
-            if self.is_member and not self._is_void and self.step < self._named[0].step:
+        """Puts queued groups in force once their step has come, or at once for a worker that is no member."""
+        while self._queued_groups:
+            if self.is_member and not self._is_aborted and self.step < self._queued_groups[0].step:
                 return
-            self._follow(self._named.pop(0))
+            self._switch_to(self._queued_groups.pop(0))
 
-    def _follow(self, group: Group) -> None:
-        place = bisect_left(group.members, self.worker)
-        self._is_inside = place < len(group.members) and group.members[place] == self.worker
+    def _switch_to(self, group: Group) -> None:
+        index = bisect_left(group.members, self.worker)
+        self._is_inside = index < len(group.members) and group.members[index] == self.worker
         if self._is_inside and self.worker in group.joining:
             self._needs_state = True
             self._has_begun = False
@@ -213,6 +219,6 @@ class Follower:
             self._needs_state = False
         self.group = group
         if not self._needs_state:
-            self._followed = group.generation
-        self._is_void = False
+            self._followed_generation = group.generation
+        self._is_aborted = False
         self.exchange_id = group.exchange_id
