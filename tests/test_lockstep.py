@@ -64,7 +64,7 @@ def left_out(worker: int, round_: int, *, batch: int, count: int = 1, epoch: int
 
 
 def named(worker: int, round_: int, batch: int, first: int) -> RoundNamed:
-    reason = f"worker {first} takes part in it with that one"
+    reason = f"worker {first} takes part in the round with this batch"
     return RoundNamed(worker=worker, round=round_, batch=batch, reason=reason)
 
 
@@ -245,7 +245,7 @@ def test_a_worker_that_has_left_a_batch_out_is_named_in_the_round_in_which_it_di
     (stop,) = answers(policy, *(reversed(told) if first_is_ahead else told), ready(1, 1, batch=2))
     assert stop.reason.startswith(
         "worker 2 has gone on to batch 3 of epoch 0 while worker 0 is at batch 2 of epoch 0, both in round "
-        "1: worker 2 has left a batch out. Take batches from"
+        "1: worker 2 has skipped a batch. Iterate over session.batches"
     )
 
 
@@ -282,7 +282,7 @@ def test_all_who_ask_again_are_told_anew():
 @pytest.mark.parametrize("other", [{"epoch": 1, "batch": 2}, {"batch": 5}])
 def test_who_asks_for_a_round_of_a_batch_that_it_has_not_left_out_is_named(other):
     (stop,) = answers(running(), ready(0, 0, batch=2), left_out(1, 0, **other))
-    assert "while worker 0 is at batch 2 of epoch 0, both in round 0: worker 1 has left" in stop.reason
+    assert "while worker 0 is at batch 2 of epoch 0, both in round 0: worker 1 has skipped" in stop.reason
 
 
 def test_who_asks_waits_no_longer_than_the_deadline_and_not_for_who_has_finished():
@@ -437,7 +437,7 @@ def test_a_worker_that_the_coordinator_does_not_hear_is_not_late():
 
 @pytest.mark.parametrize("silent_s", [0.0, -1.0, math.inf, math.nan])
 def test_a_silence_out_of_range_is_refused(silent_s):
-    with pytest.raises(ValueError, match="expected a finite silence of more than 0 s"):
+    with pytest.raises(ValueError, match="expected a finite silent_s of more than 0 s"):
         Lockstep(2, silent_s=silent_s)
 
 

@@ -1,7 +1,7 @@
-"""Bulk-synchronous training: everybody averages with everybody in every round.
+"""Bulk-synchronous training: all workers average with each other in every round.
 
-Nothing here answers a Ready: the one group stands from round 0 on, so exchanges overlap the backward pass
-without asking. What remains is to see when the beat can no longer be kept, and to say why.
+No Ready is answered: the one group is in force from round 0 on, so exchanges overlap the backward pass
+without a request. The policy only detects when lockstep cannot continue, and stops the job with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from offbeat.policies.membership.reachability import Reachability
 
 @dataclass(frozen=True)
 class _OpenRound:
-    """A round for which some are Ready: what the first of them said, and how many they are."""
+    """A round for which some workers are Ready: the fields of the first Ready, and the count."""
 
     worker: int
     step: int
@@ -58,14 +58,16 @@ class _OpenRound:
 class Lockstep:
     """One group of all workers, each with weight 1/W, from the moment the last one joins.
 
-    A round is for one batch of all workers. Who has left batches out asks which one that is, and is told once
-    somebody is Ready for it, or all have asked: then it is the first that not all have left out.
+    A round is for the same batch on all workers. A worker that has skipped batches asks which batch a round
+    is for. The answer comes once a worker is Ready for the round, or all workers have asked: then it is the
+    first batch that not all have skipped.
 
-    Stops the job, at most once, when a worker is lost or fails, when two workers are in different steps, or
-    at different batches, in the same round, when a worker wants a round that can never complete because
-    another has finished, or when two workers that both reach the coordinator cannot reach each other for too
-    long. After a Stop it is silent. An outage that passes changes nothing: a worker that the coordinator does
-    not hear is not late. Who may join is not its affair (see `offbeat.policies.assembly`).
+    The policy stops the job, at most once, when a worker is lost or fails; when two workers are in different
+    steps, or at different batches, in the same round; when a worker begins a round that can never complete
+    because another worker has finished; or when two workers that both reach the coordinator cannot reach
+    each other for too long. After a Stop it returns nothing. An outage that passes changes nothing: a worker
+    that is silent towards the coordinator is not late. `offbeat.policies.assembly` decides which workers may
+    join.
 
     Source: L. G. Valiant, "A bridging model for parallel computation", Communications of the ACM 33(8),
     1990: supersteps that end when all have ended. Deviation: no message closes a superstep; a worker knows
@@ -73,11 +75,11 @@ class Lockstep:
 
     Args:
         world: W, at least 1; the workers are 0 to W-1.
-        rounds_ahead_max: how many rounds the Readys heard from one worker may be ahead of those heard from
-            another. No worker can be more than one round ahead of another, because the mean of a round needs
-            both; but Readys come over one connection a worker, and the order in which they are heard across
-            connections is free (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So
-            this only bounds what is remembered, and finds a worker that runs without exchanging at all.
+        rounds_ahead_max: how many rounds the Readys received from one worker may be ahead of those received
+            from another. No worker can be more than one round ahead of another, because the mean of a round
+            needs both; but each worker has its own connection, and the order of arrival across connections is
+            arbitrary (12 rounds were seen with 4 healthy workers and steps of 5 ms on 2 cores). So this only
+            bounds the memory, and detects a worker that runs without exchanging at all.
         deadline_s: how long a round may stay open after its first Ready, in seconds.
         silent_s: how long two workers may report that they cannot reach each other, in seconds.
 
@@ -99,28 +101,30 @@ class Lockstep:
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline of more than 0 s, got {deadline_s}")
         if not 0 < silent_s < math.inf:
-            raise ValueError(f"expected a finite silence of more than 0 s, got {silent_s}")
+            raise ValueError(f"expected a finite silent_s of more than 0 s, got {silent_s}")
         self._world = world
         self._silent_s = silent_s
         self._deadline_s = deadline_s
         self._rounds_ahead_max = rounds_ahead_max
         self._joined: set[int] = set()
-        self._rounds = [0] * world  # how many rounds each worker was Ready for
+        self._rounds = [0] * world  # rounds for which each worker was Ready
         self._steps: list[int | None] = [None] * world  # the step of each worker's last Ready
-        self._finished = [0] * world  # the steps that each worker says it has finished
-        self._left: dict[int, int] = {}  # who left, after how many steps
-        self._done: dict[int, int] = {}  # who has finished, and stays until all have, after how many steps
-        self._open: dict[int, _OpenRound] = {}
-        self._asking: dict[int, LeftOut] = {}  # who has left batches out and waits to be told of its round
+        self._steps_finished = [0] * world  # the steps that each worker reported as finished
+        self._left_after: dict[int, int] = {}  # workers that left: their steps
+        self._finished_after: dict[
+            int, int
+        ] = {}  # workers that have finished and stay until all have: their steps
+        self._open_rounds: dict[int, _OpenRound] = {}
+        self._asking: dict[int, LeftOut] = {}  # workers that ask for the batch of their round
         self._rounds_complete = 0
         self._reachability = Reachability()
         self._stopped = False
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer with the Group, a Stop or nothing.
+        """Return the Group, a Stop, a Dismiss, the answers to LeftOut, or nothing.
 
         Raises:
-            ProtocolError: a message that no worker of a running job can send; nothing changes.
+            ProtocolError: an event that no worker of a running job can cause; nothing changes.
         """
         if self._stopped:
             return []
@@ -141,7 +145,7 @@ class Lockstep:
                 return self._handle_report(event)
             case StepTimed():
                 if 0 <= event.worker < self._world:
-                    self._finished[event.worker] = event.step + 1
+                    self._steps_finished[event.worker] = event.step + 1
                 return []
             case Finished():
                 return self._handle_finished(event)
@@ -158,10 +162,10 @@ class Lockstep:
             "joined": sorted(self._joined),
             "rounds": list(self._rounds),
             "steps": list(self._steps),
-            "finished": list(self._finished),
-            "left": [list(one) for one in self._left.items()],
-            "done": [list(one) for one in self._done.items()],
-            "open": [[round_, *vars(first).values()] for round_, first in self._open.items()],
+            "finished": list(self._steps_finished),
+            "left": [list(entry) for entry in self._left_after.items()],
+            "done": [list(entry) for entry in self._finished_after.items()],
+            "open": [[round_, *vars(first).values()] for round_, first in self._open_rounds.items()],
             "asking": [vars(asked) for asked in self._asking.values()],
             "rounds_complete": self._rounds_complete,
             "reachability": self._reachability.state_dict(),
@@ -169,27 +173,27 @@ class Lockstep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a policy with the same arguments."""
+        """Restore a `state_dict` of a policy with the same arguments."""
         self._joined = set(state["joined"])
         self._rounds = list(state["rounds"])
         self._steps = list(state["steps"])
-        self._finished = list(state["finished"])
-        self._left = dict(state["left"])
-        self._done = dict(state["done"])
-        self._open = {round_: _OpenRound(*first) for round_, *first in state["open"]}
+        self._steps_finished = list(state["finished"])
+        self._left_after = dict(state["left"])
+        self._finished_after = dict(state["done"])
+        self._open_rounds = {round_: _OpenRound(*first) for round_, *first in state["open"]}
         self._asking = {asked["worker"]: LeftOut(**asked) for asked in state["asking"]}
         self._rounds_complete = state["rounds_complete"]
         self._reachability.load_state_dict(state["reachability"])
         self._stopped = state["stopped"]
 
-    def _runs(self) -> bool:
+    def _is_running(self) -> bool:
         return len(self._joined) == self._world
 
     def _handle_joined(self, event: Joined) -> list[Action]:
-        if self._runs() or not 0 <= event.worker < self._world:
+        if self._is_running() or not 0 <= event.worker < self._world:
             return []
         self._joined.add(event.worker)
-        if not self._runs():
+        if not self._is_running():
             return []
         members = tuple(range(self._world))
         weights = (1.0 / self._world,) * self._world
@@ -211,31 +215,31 @@ class Lockstep:
         if (stop := self._stop_uneven(event)) is not None:
             return stop
         first = _OpenRound(event.worker, event.step, event.epoch, event.batch, event.now_s, 0)
-        open_ = self._open.get(event.round, first)
+        open_ = self._open_rounds.get(event.round, first)
         if (open_.step, open_.epoch, open_.batch) != (event.step, event.epoch, event.batch):
             return self._out_of_step(open_, event)
         self._asking.pop(event.worker, None)
         self._rounds[event.worker] += 1
         self._steps[event.worker] = event.step
-        self._open[event.round] = replace(open_, count=open_.count + 1)
+        self._open_rounds[event.round] = replace(open_, count=open_.count + 1)
         if open_.count + 1 == self._world:
-            del self._open[event.round]
+            del self._open_rounds[event.round]
             self._rounds_complete += 1
-        return self._answer(event.round)
+        return self._answer_asking(event.round)
 
     def _handle_left_out(self, event: LeftOut) -> list[Action]:
         self._check_next(event)
         if (stop := self._stop_uneven(event)) is not None:
             return stop
         self._asking[event.worker] = event
-        return self._answer(event.round)
+        return self._answer_asking(event.round)
 
-    def _answer(self, round_: int) -> list[Action]:
-        """Tell those who ask for which batch a round is, where that is known."""
+    def _answer_asking(self, round_: int) -> list[Action]:
+        """Answer the workers that ask for the batch of a round, if it is known."""
         asking = [asked for asked in self._asking.values() if asked.round == round_]
-        first: _OpenRound | LeftOut | None = self._open.get(round_)
+        first: _OpenRound | LeftOut | None = self._open_rounds.get(round_)
         if first is None and len(asking) == self._world:
-            first = min(asking, key=_place_of)
+            first = min(asking, key=_position_of)
         if first is None:
             return []
         answers: list[Action] = []
@@ -243,26 +247,26 @@ class Lockstep:
             del self._asking[asked.worker]
             if first.epoch != asked.epoch or not asked.batch - asked.count <= first.batch <= asked.batch:
                 return self._out_of_step(first, asked)
-            reason = f"worker {first.worker} takes part in it with that one"
+            reason = f"worker {first.worker} takes part in the round with this batch"
             answers.append(RoundNamed(worker=asked.worker, round=round_, batch=first.batch, reason=reason))
         return answers
 
     def _stop_uneven(self, event: Ready | LeftOut) -> list[Action] | None:
-        """Stop where a worker goes on to a round in which one that has finished takes no part."""
-        for other, steps in (self._left | self._done).items():
+        """Stop if a worker begins a round in which another one, which has finished, takes no part."""
+        for other, steps in (self._left_after | self._finished_after).items():
             if self._rounds[other] <= event.round:
                 return self._uneven(other, steps, event.worker, event.step)
         return None
 
     def _out_of_step(self, first: _OpenRound | LeftOut, event: Ready | LeftOut) -> list[Action]:
-        """Stop where the gradients of a round are of different steps or batches."""
-        places = {
+        """Stop because the gradients of a round are of different steps or batches."""
+        positions = {
             first.worker: (first.epoch, first.batch, first.step),
             event.worker: (event.epoch, event.batch, event.step),
         }
-        behind, ahead = sorted(places, key=places.__getitem__)
-        if places[behind][:2] == places[ahead][:2]:
-            worker, other = places
+        behind, ahead = sorted(positions, key=positions.__getitem__)
+        if positions[behind][:2] == positions[ahead][:2]:
+            worker, other = positions
             return self._stop(
                 None,
                 None,
@@ -272,28 +276,30 @@ class Lockstep:
         return self._stop(
             None,
             None,
-            f"worker {ahead} has gone on to {_place(*places[ahead][:2])} while worker {behind} is at "
-            f"{_place(*places[behind][:2])}, both in round {event.round}: worker {ahead} has left a batch "
-            "out. Take batches from session.batches, of which single ones may be left out before backward(); "
+            f"worker {ahead} has gone on to {_position(*positions[ahead][:2])} while worker {behind} is at "
+            f"{_position(*positions[behind][:2])}, both in round {event.round}: worker {ahead} has skipped a "
+            "batch. Iterate over session.batches, where single batches may be skipped before backward(); "
             "or use every batch on every worker, with weight 0 in the loss where it is bad",
         )
 
     def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
-        if event.peer in self._left or event.worker in self._left:
-            return []  # the report crossed the news
+        if event.peer in self._left_after or event.worker in self._left_after:
+            return []  # the report crossed the Left of one of the two
         self._reachability.on_report(event)
         if event.worker is None and isinstance(event, PeerReachable):
-            # Nobody was late while it was not heard, and its line to others may be mended a little later.
+            # Restart the timeouts: its connections to other workers may recover a little later.
             self._reachability.restart(event.peer, event.now_s)
-            self._open = {round_: replace(one, since_s=event.now_s) for round_, one in self._open.items()}
-            self._asking = {one: replace(asked, now_s=event.now_s) for one, asked in self._asking.items()}
+            self._open_rounds = {
+                round_: replace(first, since_s=event.now_s) for round_, first in self._open_rounds.items()
+            }
+            self._asking = {first: replace(asked, now_s=event.now_s) for first, asked in self._asking.items()}
         return []
 
     def _handle_tick(self, now_s: float) -> list[Action]:
-        return self._stop_cut_off(now_s) or self._stop_late(now_s)
+        return self._stop_unreachable(now_s) or self._stop_late(now_s)
 
-    def _stop_cut_off(self, now_s: float) -> list[Action]:
-        """Stop where two workers live, and a line between them alone is what is wrong."""
+    def _stop_unreachable(self, now_s: float) -> list[Action]:
+        """Stop if two workers are alive, and only the connection between them has failed for too long."""
         oldest = self._reachability.oldest()
         if oldest is None or now_s - oldest[0] <= self._silent_s:
             return []
@@ -308,7 +314,7 @@ class Lockstep:
 
     def _stop_late(self, now_s: float) -> list[Action]:
         waiting: list[tuple[int, float, _OpenRound | LeftOut]] = []
-        waiting += [(round_, first.since_s, first) for round_, first in self._open.items()]
+        waiting += [(round_, first.since_s, first) for round_, first in self._open_rounds.items()]
         waiting += [(asked.round, asked.now_s, asked) for asked in self._asking.values()]
         if not waiting:
             return []
@@ -325,59 +331,60 @@ class Lockstep:
         return self._stop(
             late[0],
             first.step,
-            f"{_workers(late)} did not finish computing step {first.step + 1} within {self._deadline_s:g} s "
-            f"after worker {first.worker} had: look what it is doing, or give it a longer deadline",
+            f"{_worker_names(late)} did not finish computing step {first.step + 1} within "
+            f"{self._deadline_s:g} s after worker {first.worker} had: check what it is doing, or set a "
+            "longer deadline",
         )
 
     def _check_next(self, event: Ready | LeftOut) -> None:
         kind = type(event).__name__
-        said = f"got {kind} for round {event.round} of worker {event.worker}"
-        if not self._runs():
-            raise ProtocolError(f"expected {self._world} workers to join first, {said}")
+        received = f"got {kind} for round {event.round} of worker {event.worker}"
+        if not self._is_running():
+            raise ProtocolError(f"expected {self._world} workers to join first, {received}")
         if not 0 <= event.worker < self._world:
-            raise ProtocolError(f"expected a worker from 0 to {self._world - 1}, {said}")
-        if event.worker in self._left or event.worker in self._done:
+            raise ProtocolError(f"expected a worker from 0 to {self._world - 1}, {received}")
+        if event.worker in self._left_after or event.worker in self._finished_after:
             raise ProtocolError(
-                f"expected nothing more from worker {event.worker}, which has finished, {said}"
+                f"expected nothing more from worker {event.worker}, which has finished, {received}"
             )
         if event.round != self._rounds[event.worker]:
-            raise ProtocolError(f"expected {kind} for round {self._rounds[event.worker]}, {said}")
+            raise ProtocolError(f"expected {kind} for round {self._rounds[event.worker]}, {received}")
         if event.round - self._rounds_complete > self._rounds_ahead_max - 1:
             slowest = self._rounds.index(self._rounds_complete)
             raise ProtocolError(
                 f"expected no worker to be more than {self._rounds_ahead_max} rounds ahead of another, "
-                f"{said} while worker {slowest} was Ready for {self._rounds_complete} rounds: "
-                "is it training without exchanging?"
+                f"{received} while worker {slowest} was Ready for {self._rounds_complete} rounds: "
+                "check whether it trains without exchanging"
             )
 
     def _handle_finished(self, event: Finished) -> list[Action]:
-        if not self._runs() or event.worker in self._left or event.worker in self._done:
+        if not self._is_running() or event.worker in self._left_after or event.worker in self._finished_after:
             return []
         self._check_known(event)
-        self._done[event.worker] = event.step
-        return self._see_who_goes_on(event.worker, event.step) or self._dismiss()
+        self._finished_after[event.worker] = event.step
+        return self._stop_if_others_continue(event.worker, event.step) or self._dismiss()
 
     def _dismiss(self) -> list[Action]:
-        """Let those go who stay until everybody has finished, when everybody has."""
-        if not self._done or len(self._left | self._done) < self._world:
+        """Dismiss the workers that stay until all have finished, once all have."""
+        if not self._finished_after or len(self._left_after | self._finished_after) < self._world:
             return []
         return [Dismiss(reason="everybody has finished")]
 
     def _handle_left(self, event: Left) -> list[Action]:
-        if not self._runs() or event.worker in self._left:
+        if not self._is_running() or event.worker in self._left_after:
             return []
         self._check_known(event)
         was_done = self._leave(event.worker, event.step)
-        return [] if was_done else self._see_who_goes_on(event.worker, event.step) or self._dismiss()
+        return [] if was_done else self._stop_if_others_continue(event.worker, event.step) or self._dismiss()
 
     def _leave(self, worker: int, step: int) -> bool:
-        """Take note that a worker has left; return whether it had said before that it has finished."""
-        self._left[worker] = step
+        """Record that a worker has left; return whether it had reported before that it has finished."""
+        self._left_after[worker] = step
         self._reachability.forget(worker)
-        return self._done.pop(worker, None) is not None
+        return self._finished_after.pop(worker, None) is not None
 
-    def _see_who_goes_on(self, gone: int, gone_steps: int) -> list[Action]:
-        """Stop where somebody wants a round in which a worker that has finished takes no part."""
+    def _stop_if_others_continue(self, gone: int, gone_steps: int) -> list[Action]:
+        """Stop if another worker was Ready for a round in which the finished one takes no part."""
         for other, rounds in enumerate(self._rounds):
             if rounds > self._rounds[gone]:
                 steps = self._steps[other]
@@ -386,11 +393,13 @@ class Lockstep:
         return []
 
     def _handle_gone(self, event: Lost | Failed) -> list[Action]:
-        if not self._runs() or event.worker in self._left:
+        if not self._is_running() or event.worker in self._left_after:
             return []
         self._check_known(event)
-        if isinstance(event, Lost) and event.worker in self._done:  # it had nothing more to give
-            self._leave(event.worker, self._done[event.worker])
+        if (
+            isinstance(event, Lost) and event.worker in self._finished_after
+        ):  # it had nothing more to contribute
+            self._leave(event.worker, self._finished_after[event.worker])
             return []
         match event:
             case Lost():
@@ -411,19 +420,19 @@ class Lockstep:
             )
 
     def _step_of(self, worker: int) -> int | None:
-        """Return the step a worker is in, as far as is known.
+        """Return the step that a worker is known to be in.
 
-        That all were Ready for its last round does not end that round: the exchange may take long.
+        A round is not over when all workers were Ready for it: the exchange may take long.
         """
         step = self._steps[worker]
         if step is None:
             return None
-        further = [  # who is Ready for a later round holds the mean of this worker's last one
+        further = [  # a worker Ready for a later round holds the mean of this worker's last one
             later
             for rounds, later in zip(self._rounds, self._steps, strict=True)
             if later is not None and rounds > self._rounds[worker]
         ]
-        return max(step, self._finished[worker], *further)
+        return max(step, self._steps_finished[worker], *further)
 
     def _uneven(self, gone: int, gone_steps: int, other: int, other_steps: int) -> list[Action]:
         return self._stop(
@@ -438,7 +447,7 @@ class Lockstep:
         return [Stop(worker=worker, step=step, reason=reason)]
 
 
-def _workers(ids: list[int]) -> str:
+def _worker_names(ids: list[int]) -> str:
     if len(ids) == 1:
         return f"worker {ids[0]}"
     return f"workers {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
@@ -448,9 +457,9 @@ def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _place_of(asked: LeftOut) -> tuple[int, int]:
+def _position_of(asked: LeftOut) -> tuple[int, int]:
     return asked.epoch, asked.batch
 
 
-def _place(epoch: int, batch: int) -> str:
+def _position(epoch: int, batch: int) -> str:
     return f"batch {batch} of epoch {epoch}" if batch else f"epoch {epoch}"
