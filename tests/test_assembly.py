@@ -92,7 +92,7 @@ def test_bad_arguments_are_refused(world, deadline_s):
         (
             joined(0, place="host9 process 9"),
             [
-                "two workers call themselves worker 0",
+                "two workers have the id 0",
                 "host0 process 100",
                 "host9 process 9",
                 "RANK of its own",
@@ -118,14 +118,14 @@ def test_bad_arguments_are_refused(world, deadline_s):
             joined(1, model=MODEL[:1]),
             [
                 "model and optimizer have 2 lines on worker 0 (host0 process 100) but 1 on worker 1",
-                "'bias float32 (10,)' is the first that the latter lacks",
+                "'bias float32 (10,)' is the first line that the latter lacks",
             ],
         ),
         (
             joined(1, model=(*MODEL, "scale float32 ()")),
             [
                 "model and optimizer have 3 lines on worker 1 (host1 process 101) but 2 on worker 0",
-                "'scale float32 ()' is the first that the latter lacks",
+                "'scale float32 ()' is the first line that the latter lacks",
             ],
         ),
         (joined(1, model=()), ["but 0 on worker 1", "'weight float32 (10, 5)' is the first"]),
@@ -153,8 +153,8 @@ def test_the_deadline_names_the_missing_and_those_present_with_their_places():
     assert only_stop(policy.handle(Tick(now_s=105.1))) == Stop(
         worker=None,
         step=None,
-        reason="workers 0, 2 did not come within 5 s, 1 of 3 are here (worker 1 (host1 process 101)): "
-        "see why the missing ones did not start, or start the job with fewer",
+        reason="workers 0, 2 did not join within 5 s, 1 of 3 are here (worker 1 (host1 process 101)): "
+        "check why the missing workers did not start, or start the job with fewer workers",
     )
     assert policy.handle(Tick(now_s=200.0)) == []
 
@@ -163,20 +163,20 @@ def test_one_missing_worker_is_the_cause_of_the_stop():
     policy = Assembly(3, deadline_s=5.0)
     stop = only_stop(answers(policy, joined(2), joined(0, now_s=4.0), Tick(now_s=6.0)))
     assert stop.worker == 1
-    assert "worker 1 did not come within 5 s, 2 of 3 are here (worker 0 (host0" in stop.reason
+    assert "worker 1 did not join within 5 s, 2 of 3 are here (worker 0 (host0" in stop.reason
 
 
 def test_the_deadline_runs_from_the_first_event_whatever_it_is():
     policy = Assembly(3, deadline_s=5.0)
     assert answers(policy, Tick(now_s=50.0), Tick(now_s=55.0)) == []
-    assert "0 of 3 are here: see" in only_stop(policy.handle(Tick(now_s=55.5))).reason
+    assert "0 of 3 are here: check" in only_stop(policy.handle(Tick(now_s=55.5))).reason
 
 
 def test_a_large_world_is_not_listed_whole():
     policy = Assembly(5000, deadline_s=5.0)
     answers(policy, *(joined(worker, world=5000) for worker in range(100)))
     reason = only_stop(policy.handle(Tick(now_s=6.0))).reason
-    assert "and 4884 more did not come" in reason
+    assert "and 4884 more did not join" in reason
     assert "and 84 more)" in reason
     assert len(reason) < 1000
 
@@ -241,7 +241,7 @@ def test_a_second_worker_of_one_id_ends_a_job_that_has_just_started(is_open):
     assert stop == Stop(
         worker=1,
         step=None,
-        reason="two workers call themselves worker 1, at host1 process 101 and at host9 process 9: give "
+        reason="two workers have the id 1, at host1 process 101 and at host9 process 9: give "
         "every worker a RANK of its own, or, if these are two jobs, give each a MASTER_PORT of its own",
     )
     (refuse,) = policy.handle(joined(2, now_s=30.0, peer="third"))

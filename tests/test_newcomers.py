@@ -392,7 +392,7 @@ def test_a_newcomer_with_another_model_or_an_old_id_is_refused_and_the_job_goes_
     assert (
         "line 1 of model and optimizer is 'parameter uses_N float64 [101], in group 0' on worker" in odd.error
     )
-    assert "its id, 3, has been used: give every newcomer one of its own" in again.error
+    assert "its id, 3, has been used: give every new worker an unused id" in again.error
     assert odd.error_type == again.error_type == "WorkerError"
 
 

@@ -90,7 +90,7 @@ def start_up(workers, change, master=nullcontext, limit_s=LIMIT_S):
         ("shape", None, ["0.weight float32 [3, 4]", "0.weight float32 [5, 4]", "same model on every worker"]),
         ("learning rate", 2, ["lr=0.1", "lr=0.2", "on worker 2"]),
         ("strategy", None, ["bucket_bytes=1000", "bucket_bytes=26214400", "the same strategy"]),
-        ("rank 1 twice", None, ["two workers call themselves worker 1", "give every worker a RANK"]),
+        ("rank 1 twice", None, ["two workers have the id 1", "give every worker a RANK"]),
         ("world of 2 on rank 0", None, ["expects a world of 3 workers, this job has 2", "WORLD_SIZE"]),
     ],
 )
@@ -377,7 +377,7 @@ def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():
         running.add(trains, True, env=place(1))
         ended = running.ends()
     for one in ended:
-        assert "two workers call themselves worker 1, at " in one.error
+        assert "two workers have the id 1, at " in one.error
         assert one.error.count(", process ") == 2
         assert "give each a MASTER_PORT of its own" in one.error
 
@@ -460,7 +460,7 @@ def test_a_port_that_a_stranger_holds_is_named(slow_cases, stranger):
 def test_a_missing_worker_is_named(slow_cases):
     ended = slow_cases["2 missing"].result()
     for one in ended[:2]:
-        assert one.error.startswith("worker 2 did not come within 8 s, 2 of 3 are here (worker 0 (")
+        assert one.error.startswith("worker 2 did not join within 8 s, 2 of 3 are here (worker 0 (")
 
 
 def test_a_missing_rank_0_is_named(slow_cases):
@@ -479,11 +479,11 @@ def test_two_workers_with_rank_0_are_told(slow_cases):
     errors = sorted(one.error for one in slow_cases["rank 0 twice"].result())
     assert "rank 0 cannot listen on port" in errors[0]
     assert "another process has rank 0 too" in errors[0]
-    assert errors[1].startswith("worker 1 did not come within 8 s, 1 of 2 are here (worker 0 (")
+    assert errors[1].startswith("worker 1 did not join within 8 s, 1 of 2 are here (worker 0 (")
 
 
 def test_a_rank_outside_its_world_is_told_at_once_and_the_others_miss_it(slow_cases):
     first, second, third = slow_cases["world of 2 on rank 2"].result()
     assert third.error == "expected 0 <= RANK < WORLD_SIZE, got RANK=2 and WORLD_SIZE=2"
     for one in first, second:
-        assert one.error.startswith("worker 2 did not come within 8 s, 2 of 3 are here")
+        assert one.error.startswith("worker 2 did not join within 8 s, 2 of 3 are here")

@@ -1,8 +1,8 @@
-"""Pure decisions: who waits for whom, who averages with whom, who is slow.
+"""Pure decisions: which workers wait for which, which average together, which are slow.
 
 A policy has one method, `handle(event) -> list[Action]`, and `state_dict` / `load_state_dict` of plain data;
-its constructor arguments are its whole configuration. Nothing here reads a clock, draws from a global
-generator, logs, or imports anything but the standard library and `offbeat.events`.
+its constructor arguments are its whole configuration. A policy reads no clock, draws from no global
+generator, does not log, and imports nothing but the standard library and `offbeat.events`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from offbeat.events import Action, Event, Joined, Refuse, Stop
 
 
 class Policy(Protocol):
-    """What the coordinator, the simulator and a replay drive alike."""
+    """Interface of a policy, as driven by the coordinator, the simulator and a replay."""
 
     def handle(self, event: Event) -> list[Action]:
-        """Answers one event; raises ProtocolError for one that cannot be."""
+        """Returns the actions for one event; raises ProtocolError for an impossible one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a policy with the same arguments needs to go on from here, as plain data."""
+        """Returns the state, from which a policy with the same arguments can continue, as plain data."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Restores a `state_dict`."""
 
 
 def decide(policies: Sequence[Policy], event: Event) -> list[Action]:
-    """Asks every policy about one event, in order; what the protocol does not allow stops the job.
+    """Passes one event to every policy, in order, and returns all actions; a ProtocolError stops the job.
 
-    Whom one policy refuses has not come for those after it. The coordinator, the simulator and a replay all
-    ask through this function, so that they agree.
+    A Joined that one policy refuses is not passed to the policies after it. The coordinator, the simulator
+    and a replay all use this function, so that they agree.
     """
     actions: list[Action] = []
     try:

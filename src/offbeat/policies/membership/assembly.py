@@ -1,7 +1,6 @@
-"""Who is here at the start, and whether they came to do the same work.
+"""Checks at the start that all workers are present and have the same model and strategy.
 
-Nothing here knows what happens once the job runs: after its Start, this policy only turns away those who
-come too late.
+After its Start, this policy only accepts or refuses workers that come later.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from offbeat.events import (
     Wants,
 )
 
-_NAMED_MAX = 16
+_NAMES_MAX = 16
 
 
 class Assembly:
-    """Starts the job once every worker is here with the same model and strategy, or says why it cannot.
+    """Starts the job once every worker has joined with the same model and strategy; else stops it.
 
-    Before the Start, the first thing that is wrong ends the job with one Stop. After a Stop, nothing but a
-    Refuse to whoever comes still; after a Start too, unless the job is `open`: then whoever comes with an id
-    that nobody has had, and with the same model and strategy, is answered with a Start of all who are here.
-    One case ends a job that has started: within the deadline for the start another worker comes that could
-    as well be a worker of the start that is here, with its id, world, model and strategy. Then two jobs
-    without names meet at one address, and it cannot be told whose workers train with one another.
+    Before the Start, the first mismatch ends the job with one Stop. After a Stop, every further worker is
+    refused. After a Start too, unless the job is open: then a worker with an unused id and the same model and
+    strategy is answered with a Start that lists all workers that are present. One case stops a job that has
+    started: within the deadline for the start, a second worker joins with the id, world, model and strategy
+    of a worker that is present. Then two unnamed jobs share one address, and it is undetermined which workers
+    train together.
 
     Args:
-        world: how many workers make up the job, at least 1; their ids are 0 to `world` - 1.
-        deadline_s: how long after the first event the last worker may come, in seconds.
-        is_open: whether workers may come while the job runs.
+        world: number of workers in the job, at least 1; their ids are 0 to `world` - 1.
+        deadline_s: time from the first event to the join of the last worker, in seconds.
+        is_open: whether workers may join while the job runs.
 
     Raises:
         ValueError: a world or deadline out of range.
@@ -71,19 +70,19 @@ class Assembly:
         self._deadline_s = deadline_s
         self._is_open = is_open
         self._first_event_s: float | None = None
-        self._present: dict[int, tuple[Peer, str]] = {}  # the peer and its place, in the order they came
-        self._strategy = ""  # as the first that came has it; everybody present has the same
-        self._model: tuple[str, ...] = ()  # likewise
-        self._over: str | None = None  # why nobody may come any more
+        self._present: dict[int, tuple[Peer, str]] = {}  # the peer and its place, in order of joining
+        self._strategy = ""  # of the first worker that joined; all workers present have the same
+        self._model: tuple[str, ...] = ()  # of the first worker that joined
+        self._refusal_cause: str | None = None  # why no worker may join any more
         self._is_stopped = False
         self._has_started = False
-        self._gone_ids: set[int] = set()  # of workers that are here no more, while the job is open
+        self._gone_ids: set[int] = set()  # ids of workers that have gone, while the job is open
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer with a Start, a Stop, a Refuse or nothing.
+        """Return a Start, a Stop, a Refuse or nothing.
 
         Raises:
-            ProtocolError: a worker that the job does not have is said to have gone; nothing changes.
+            ProtocolError: a Lost, Failed or Left of a worker that the job does not have; nothing changes.
         """
         if self._first_event_s is None:
             self._first_event_s = event.now_s
@@ -126,39 +125,41 @@ class Assembly:
             ],
             "strategy": self._strategy,
             "model": list(self._model),
-            "over": self._over,
+            "over": self._refusal_cause,
             "is_stopped": self._is_stopped,
             "has_started": self._has_started,
             "gone": sorted(self._gone_ids),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a policy with the same arguments."""
+        """Restore a `state_dict` of a policy with the same arguments."""
         self._first_event_s = state["first_event_s"]
         self._present = {
-            one["worker"]: (
-                Peer(worker=one["worker"], name=one["peer"], addresses=tuple(one["addresses"])),
-                one["place"],
+            entry["worker"]: (
+                Peer(worker=entry["worker"], name=entry["peer"], addresses=tuple(entry["addresses"])),
+                entry["place"],
             )
-            for one in state["present"]
+            for entry in state["present"]
         }
         self._strategy = state["strategy"]
         self._model = tuple(state["model"])
-        self._over, self._is_stopped = state["over"], state["is_stopped"]
+        self._refusal_cause, self._is_stopped = state["over"], state["is_stopped"]
         self._has_started = state["has_started"]
         self._gone_ids = set(state["gone"])
 
     def _joined(self, event: Joined) -> list[Action]:
-        if self._has_started and self._is_second(event):
-            reason = f"{self._twice(event)}, or, if these are two jobs, give each a MASTER_PORT of its own"
+        if self._has_started and self._may_be_second_job(event):
+            reason = (
+                f"{self._duplicate(event)}, or, if these are two jobs, give each a MASTER_PORT of its own"
+            )
             return self._stop(event.worker, None, reason)
-        if self._over is not None:
+        if self._refusal_cause is not None:
             return [Refuse(peer=event.peer, reason=self._refusal(event))]
         if self._has_started:
             return self._joined_later(event)
-        wrong = self._wrong(event)
-        if wrong is not None:
-            return self._stop(event.worker, None, wrong)
+        mismatch = self._mismatch(event)
+        if mismatch is not None:
+            return self._stop(event.worker, None, mismatch)
         if not self._present:
             self._strategy, self._model = event.strategy, event.model
         peer = Peer(worker=event.worker, name=event.peer, addresses=event.addresses)
@@ -167,24 +168,26 @@ class Assembly:
             return []
         self._has_started = True
         if not self._is_open:
-            self._over = "the job has started without it"
+            self._refusal_cause = "the job has started without it"
         peers = tuple(self._present[worker][0] for worker in range(self._world))
         return [Start(peers=peers, reason=f"all {self._world} workers are here with the same model")]
 
     def _joined_later(self, event: Joined) -> list[Action]:
         if event.worker in self._present or event.worker in self._gone_ids:
-            wrong: str | None = f"its id, {event.worker}, has been used: give every newcomer one of its own"
+            mismatch: str | None = (
+                f"its id, {event.worker}, has been used: give every new worker an unused id"
+            )
         else:
-            wrong = self._unlike(event, f"worker {event.worker} ({event.place})")
-        if wrong is not None:
-            return [Refuse(peer=event.peer, reason=wrong)]
+            mismatch = self._difference_to_present(event, f"worker {event.worker} ({event.place})")
+        if mismatch is not None:
+            return [Refuse(peer=event.peer, reason=mismatch)]
         peer = Peer(worker=event.worker, name=event.peer, addresses=event.addresses)
         self._present[event.worker] = (peer, event.place)
         peers = tuple(self._present[worker][0] for worker in sorted(self._present))
         return [Start(peers=peers, reason=f"worker {event.worker} ({event.place}) is new")]
 
-    def _wrong(self, event: Joined) -> str | None:
-        """Say why this worker cannot take part in this job, if it cannot."""
+    def _mismatch(self, event: Joined) -> str | None:
+        """Return why this worker cannot take part in the job, None if it can."""
         newcomer = f"worker {event.worker} ({event.place})"
         if event.world != self._world:
             return (
@@ -193,32 +196,32 @@ class Assembly:
             )
         if not 0 <= event.worker < self._world:
             return (
-                f"{newcomer} is none of the workers 0 to {self._world - 1} of a world of {self._world}: "
+                f"{newcomer} is not one of the workers 0 to {self._world - 1} of a world of {self._world}: "
                 "give every worker a RANK of its own below WORLD_SIZE"
             )
         if event.worker in self._present:
-            return self._twice(event)
-        return self._unlike(event, newcomer)
+            return self._duplicate(event)
+        return self._difference_to_present(event, newcomer)
 
-    def _is_second(self, event: Joined) -> bool:
-        """Whether this worker could be the job's own as well as the one that is here with its id."""
+    def _may_be_second_job(self, event: Joined) -> bool:
+        """Whether this worker could as well be the one of the job that is present with its id."""
         assert self._first_event_s is not None
         return (
             not self._is_stopped
             and event.worker in self._present
             and event.worker < self._world == event.world
             and event.now_s - self._first_event_s <= self._deadline_s
-            and self._unlike(event, "it") is None
+            and self._difference_to_present(event, "it") is None
         )
 
-    def _twice(self, event: Joined) -> str:
+    def _duplicate(self, event: Joined) -> str:
         return (
-            f"two workers call themselves worker {event.worker}, at {self._present[event.worker][1]} "
+            f"two workers have the id {event.worker}, at {self._present[event.worker][1]} "
             f"and at {event.place}: give every worker a RANK of its own"
         )
 
-    def _unlike(self, event: Joined, newcomer: str) -> str | None:
-        """Say how a worker's strategy or model differs from those of who are here, if they do."""
+    def _difference_to_present(self, event: Joined, newcomer: str) -> str | None:
+        """Return how a worker's strategy or model differs from that of the workers present, None if equal."""
         if not self._present:
             return None
         earlier, place = next(iter(self._present.values()))
@@ -237,9 +240,9 @@ class Assembly:
         if event.worker in self._present:
             return (
                 f"worker {event.worker} ({event.place}) cannot take part: its id is taken by the one at "
-                f"{self._present[event.worker][1]}, and {self._over}"
+                f"{self._present[event.worker][1]}, and {self._refusal_cause}"
             )
-        return f"worker {event.worker} ({event.place}) cannot take part: {self._over}"
+        return f"worker {event.worker} ({event.place}) cannot take part: {self._refusal_cause}"
 
     def _gone(self, event: Lost | Failed | Left) -> list[Action]:
         if self._has_started and self._is_open:
@@ -251,64 +254,74 @@ class Assembly:
                 f"expected a worker from 0 to {self._world - 1}, "
                 f"got {type(event).__name__} of worker {event.worker}"
             )
-        if self._over is not None:
+        if self._refusal_cause is not None:
             if self._has_started:
                 self._present.pop(event.worker, None)
             return []
-        here = self._present.get(event.worker)
-        who = f"worker {event.worker}" + (f" ({here[1]})" if here else "")
+        present = self._present.get(event.worker)
+        description = f"worker {event.worker}" + (f" ({present[1]})" if present else "")
         match event:
             case Lost():
-                return self._stop(event.worker, None, f"{who} was lost before the start: {event.cause}")
+                return self._stop(
+                    event.worker, None, f"{description} was lost before the start: {event.cause}"
+                )
             case Failed():
-                return self._stop(event.worker, event.step, f"{who} failed before the start: {event.error}")
+                return self._stop(
+                    event.worker, event.step, f"{description} failed before the start: {event.error}"
+                )
             case Left():
-                reason = f"{who} left before the start, {self._count()}"
+                reason = f"{description} left before the start, {self._count()}"
                 return self._stop(event.worker, event.step, reason)
             case _:
                 assert_never(event)
 
     def _tick(self, now_s: float) -> list[Action]:
         assert self._first_event_s is not None
-        if self._over is not None or self._has_started or now_s - self._first_event_s <= self._deadline_s:
+        if (
+            self._refusal_cause is not None
+            or self._has_started
+            or now_s - self._first_event_s <= self._deadline_s
+        ):
             return []
         missing = [worker for worker in range(self._world) if worker not in self._present]
-        names = ", ".join(str(worker) for worker in missing[:_NAMED_MAX]) + _more(len(missing))
+        names = ", ".join(str(worker) for worker in missing[:_NAMES_MAX]) + _more(len(missing))
         return self._stop(
             missing[0] if len(missing) == 1 else None,
             None,
-            f"{'worker' if len(missing) == 1 else 'workers'} {names} did not come within "
-            f"{self._deadline_s:g} s, {self._count()}: see why the missing ones did not start, "
-            "or start the job with fewer",
+            f"{'worker' if len(missing) == 1 else 'workers'} {names} did not join within "
+            f"{self._deadline_s:g} s, {self._count()}: check why the missing workers did not start, "
+            "or start the job with fewer workers",
         )
 
     def _stop(self, worker: int | None, step: int | None, reason: str) -> list[Action]:
-        self._over = f"the job has ended ({reason})"
+        self._refusal_cause = f"the job has ended ({reason})"
         self._is_stopped = True
         return [Stop(worker=worker, step=step, reason=reason)]
 
     def _count(self) -> str:
-        here = sorted(self._present.items())
-        names = ", ".join(f"worker {worker} ({place})" for worker, (_, place) in here[:_NAMED_MAX])
-        return f"{len(here)} of {self._world} are here" + (f" ({names}{_more(len(here))})" if here else "")
+        present = sorted(self._present.items())
+        names = ", ".join(f"worker {worker} ({place})" for worker, (_, place) in present[:_NAMES_MAX])
+        return f"{len(present)} of {self._world} are here" + (
+            f" ({names}{_more(len(present))})" if present else ""
+        )
 
 
 def _more(count: int) -> str:
-    return f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
+    return f" and {count - _NAMES_MAX} more" if count > _NAMES_MAX else ""
 
 
-def _difference(who: str, model: tuple[str, ...], other: str, other_model: tuple[str, ...]) -> str | None:
-    """Name the first line in which the descriptions of two workers' models and optimizers differ, if any."""
-    for index, (one, another) in enumerate(zip(model, other_model, strict=False)):
-        if one != another:
-            return f"line {index + 1} of model and optimizer is {one!r} on {who} but {another!r} on {other}"
+def _difference(worker: str, model: tuple[str, ...], other: str, other_model: tuple[str, ...]) -> str | None:
+    """Return the first difference between the descriptions of two workers' models and optimizers, or None."""
+    for index, (line, other_line) in enumerate(zip(model, other_model, strict=False)):
+        if line != other_line:
+            return f"line {index + 1} of model and optimizer is {line!r} on {worker} but {other_line!r} on {other}"
     if len(model) == len(other_model):
         return None
     longer, shorter, lines = (
-        (who, other, model) if len(model) > len(other_model) else (other, who, other_model)
+        (worker, other, model) if len(model) > len(other_model) else (other, worker, other_model)
     )
     common = min(len(model), len(other_model))
     return (
         f"model and optimizer have {len(lines)} lines on {longer} but {common} on {shorter}: "
-        f"{lines[common]!r} is the first that the latter lacks"
+        f"{lines[common]!r} is the first line that the latter lacks"
     )
