@@ -88,7 +88,7 @@ def test_bad_arguments_are_refused(world, deadline_s):
             joined(1, world=4),
             ["worker 1 (host1 process 101)", "expects a world of 4", "this job has 3", "WORLD_SIZE"],
         ),
-        (joined(3), ["worker 3 (host3 process 103)", "none of the workers 0 to 2", "RANK"]),
+        (joined(3), ["worker 3 (host3 process 103)", "not one of the workers 0 to 2", "RANK"]),
         (
             joined(0, place="host9 process 9"),
             [

@@ -314,7 +314,10 @@ def _difference(worker: str, model: tuple[str, ...], other: str, other_model: tu
     """Return the first difference between the descriptions of two workers' models and optimizers, or None."""
     for index, (line, other_line) in enumerate(zip(model, other_model, strict=False)):
         if line != other_line:
-            return f"line {index + 1} of model and optimizer is {line!r} on {worker} but {other_line!r} on {other}"
+            return (
+                f"line {index + 1} of model and optimizer is {line!r} on {worker} "
+                f"but {other_line!r} on {other}"
+            )
     if len(model) == len(other_model):
         return None
     longer, shorter, lines = (
