@@ -70,7 +70,7 @@ def test_a_worker_slow_from_the_start_is_found_in_the_10th_iteration_from_the_th
     made = classifier()
     (verdict,) = epoch_of(made, 0, 40, one_slow)
     assert (verdict.worker, verdict.straggler, verdict.epoch, verdict.iteration) == (1, True, 0, 4 + 9)
-    assert verdict.reason == "compute time above 0.2 s (2 x 0.1 s) in 10 judged iterations more than not"
+    assert verdict.reason == "compute time above 0.2 s (2 x 0.1 s) in 10 more judged iterations than not"
     assert made.stragglers == {1}
 
 

@@ -1,8 +1,8 @@
-"""Who is slow: every worker's compute times against a threshold profiled from the fast ones, and a counter.
+"""Classifies stragglers: compute times against a threshold profiled from the fast workers, and a counter.
 
-A part that group policies own, not a policy itself: they tell it every computed iteration and act on its
-verdicts. Nothing here knows of groups, decides who takes part, or judges any time but that of computing;
-whoever waits for a slow worker would otherwise look as slow as it is.
+A component of group policies, not a policy itself: they pass it every computed iteration and act on its
+verdicts. It knows no groups, does not decide which workers take part, and judges compute times only, because
+a worker that waits for a slow one would otherwise look equally slow.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LAST_KEPT = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A worker's class changes.
+    """A change of a worker's class.
 
     Attributes:
-        worker: whose.
+        worker: the worker's id.
         straggler: its class from now on.
         epoch: the epoch of the observation that decided it.
         iteration: that observation's iteration in its epoch; both are the observed worker's own counts.
@@ -51,25 +51,25 @@ class _Threshold:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerTimes:
     count: int = 0
     straggler: bool = False
-    takes_part: bool = False  # its iterations are those of the group
+    takes_part: bool = False  # its iterations count for profiles
     epoch: int = -1
     iteration: int = -1
     last_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_KEPT))
-    # Times relative to the pace since the counter was last 0; they count as not slow once it is 0 again.
+    # Times relative to the pace since the counter was last 0; they count as normal once it is 0 again.
     held: deque[float] = field(default_factory=lambda: deque(maxlen=_RATIOS_KEPT))
 
 
 @dataclass
 class _Window:
-    """A profile in the making: iterations `first` to `last` of an epoch.
+    """A profile under way: iterations `first` to `last` of an epoch.
 
     Attributes:
         before: the threshold that judges until the last of them.
-        times_s: per iteration, each worker's time; only from those not classed as stragglers.
-        waiting: observations that the new threshold will judge: worker, iteration, time.
+        times_s: per iteration, each normal worker's time in seconds.
+        waiting: observations that the new threshold will judge: worker, iteration, time in seconds.
     """
 
     epoch: int
@@ -83,51 +83,51 @@ class _Window:
 class StragglerClassifier:
     """Classes workers as normal or straggler by their compute times, in both directions.
 
-    In the first `n_profile` iterations of every epoch the fastest normal worker's time is noted; the mean of
-    these minima, times k, is the epoch's threshold. A time above it moves the worker's counter up by one, any
-    other down, within 0 and `limit`. A normal worker whose counter reaches `limit` is a straggler; a
-    straggler whose counter has fallen to `limit` - `recover_gap` is normal.
+    In the first `n_profile` iterations of every epoch, the fastest normal worker's time is recorded; the mean
+    of these minima, times k, is the epoch's threshold. A time above it raises the worker's counter by one,
+    any other lowers it, within 0 and `limit`. A normal worker whose counter reaches `limit` becomes a
+    straggler; a straggler whose counter has fallen to `limit` - `recover_gap` becomes normal.
 
-    Until an epoch's threshold is known, the last one judges (`window_judge="previous"`) or none does; the
-    iteration that completes the profile is judged by the new one already. So a worker that is slow from the
-    start is found in iteration n_profile - 1 + limit of the first epoch and after `limit` ones later.
-    An observation that has to wait for the profile is judged when the last normal worker's time is there;
-    in which order the workers of an iteration are heard does not matter.
+    Until an epoch's threshold is known, the previous one judges (`window_judge="previous"`) or none does; the
+    iteration that completes the profile is already judged by the new one. So a worker that is slow from the
+    start is found in iteration n_profile - 1 + limit of the first epoch and after `limit` iterations later.
+    An observation that has to wait for the profile is judged when the last normal worker's time has come; the
+    order in which the workers of an iteration are observed does not matter.
 
-    *Who is observed.* Stragglers go on being observed, at their own pace and with iteration counts of their
-    own; the newest threshold judges them. They need not be waited for: a profile is made of normal workers
-    only. A worker that has recovered, or was added during the run, counts for profiles again from its first
-    observation within one iteration of the others'. Who takes part is nobody's business here but the
-    caller's: "epoch_window" monitoring means to observe stragglers only while `in_window` says so.
+    *Observed workers.* Stragglers are still observed, at their own pace and with their own iteration counts;
+    the newest threshold judges them. No profile waits for them: it consists of normal workers only. A worker
+    that has recovered, or was added during the run, counts for profiles again from its first observation
+    within one iteration of the others. The caller decides which workers take part: "epoch_window" monitoring
+    means to observe stragglers only while `in_window` returns True.
 
-    *A slowdown of everybody* is not a straggler's. If a classification would bring those found in this epoch,
-    counting whoever is about to be, above `max_straggler_fraction` of all workers, then nobody is classed:
-    those found in this epoch are taken back, counters begin at 0, and the next `n_profile` iterations are
-    profiled at once. Only once an epoch: who is above the new threshold as well is slower than somebody.
-    And always where nobody would be left who is not slow.
+    *A slowdown of all workers* makes no stragglers. If a classification would bring the workers found in this
+    epoch, including those about to be found, above `max_straggler_fraction` of all workers, none is classed:
+    those found in this epoch become normal again, counters restart at 0, and the next `n_profile` iterations
+    are profiled at once. This happens only once an epoch: a worker above the new threshold as well is slower
+    than some other. It happens always if no normal worker would be left.
 
-    *Automatic* (`k="auto"`): k, n_profile and limit follow the measured times such that a worker that is not
-    slow is classed with a probability of at most `false_alarm` an epoch, and a slow one as early as that
-    allows; what the arguments `n_profile` and `limit` say is not used. The derivation stands in
-    `offbeat.policies.calibration`. k is at most 2 unless such times are too common among normal workers, and
-    at least what pays (`offbeat.policies.gate.break_even_factor`): below that, leaving one out costs more
-    than waiting. The times are those of the first profile, without workers that are clearly slow in all of
-    it, later the last 512 judged ones whose counters came back to 0. With fewer times than any promise needs,
-    k is 2 and limit 10. Limits change with thresholds only.
+    *Automatic* (`k="auto"`): k, n_profile and limit follow the measured times such that a normal worker is
+    classed with a probability of at most `false_alarm` an epoch, and a slow one as early as that allows; the
+    arguments `n_profile` and `limit` are not used. `offbeat.policies.calibration` has the derivation. k is at
+    most 2 unless such times are too common among normal workers, and at least the break-even factor
+    (`offbeat.policies.gate.break_even_factor`): below that, excluding a worker costs more than waiting for
+    it. The times are those of the first profile, without workers that are clearly slow in all of it, later
+    the last 512 judged ones whose counters came back to 0. With fewer times than any bound needs, k is 2 and
+    limit 10. Limits change with thresholds only.
 
-    *The gate* (`gate="throughput"`) is asked when a normal worker stands at the limit: of all that do, those
-    are classed whose leaving raises the predicted throughput by more than `gate_margin`, by the last 20 times
-    of each; if none, all stay and are weighed again at the next judgement of one of them.
-    In return a k that was given is lowered to what pays at least, (1 + gate_margin) W / (W - 1), so that the
-    counter sees whatever could be worth it: 1.3 times as slow is worth it among 8 workers, not among 4. The
-    gate never takes a worker back; its counter does.
+    *The gate* (`gate="throughput"`) decides when a normal worker's counter is at the limit: of all such
+    workers, those are classed whose exclusion raises the predicted throughput by more than `gate_margin`,
+    from the last 20 times of each; if there are none, all stay and are weighed again at the next judgement of
+    one of them. In return a given k is lowered to the break-even factor, (1 + gate_margin) W / (W - 1), so
+    that the counter covers every worker whose exclusion could pay: 1.3 times as slow is worth it among 8
+    workers, not among 4. The gate never makes a straggler normal; its counter does.
 
     Source: dynamic worker classification (the paper's algorithm 1 and sections 4.2 and 4.3). The algorithm
-    cannot be run as printed. Deviations: only the class decides who is left out, not the counter; the time is
-    that of computing alone; an equal time counts as fast; counters stay within 0 and limit; stragglers go on
-    being timed; profiles need no stragglers; and automatic parameters, gate and the guard against slowdowns
-    of everybody are additions. With `threshold_s`, the threshold of dynamic partial all-reduce (ICCE 2023): a
-    constant, and nothing is profiled.
+    cannot be run as printed. Deviations: only the class decides which workers are excluded, not the counter;
+    the time is compute time alone; an equal time counts as fast; counters stay within 0 and limit; stragglers
+    are still timed; profiles need no stragglers; and automatic parameters, gate and the guard against
+    slowdowns of all workers are additions. With `threshold_s`, the threshold of dynamic partial all-reduce
+    (ICCE 2023): a constant, and nothing is profiled.
 
     Args:
         n_profile: iterations in a profile, at least 1.
@@ -137,17 +137,17 @@ class StragglerClassifier:
         limit_ratio: the limit as a share of `iterations_per_epoch` instead, above 0 and at most 1; at least 2
             then (the paper's alternative, without a number).
         recover_gap: how far the counter falls until a straggler is normal again, 1 to limit.
-        window_judge: what judges until the epoch's threshold is known: the "previous" one or "none".
+        window_judge: which threshold judges until the epoch's own is known: "previous" or "none".
         skip_first_iters: iterations of each epoch that are neither profiled nor judged, at least 0.
-        max_straggler_fraction: more than this share of all workers slow at once is a slowdown of everybody,
-            above 0 and at most 1.
+        max_straggler_fraction: a larger share of all workers slow at once is a slowdown of all workers; above
+            0 and at most 1.
         threshold_s: a constant threshold in seconds, above 0, instead of a profiled one.
         gate: None, or "throughput".
-        gate_margin: the gain that the gate asks for, as a share, at least 0; also that in the least automatic
-            k.
+        gate_margin: the gain that the gate requires, as a share, at least 0; also the margin in the least
+            automatic k.
         false_alarm: the bound for automatic parameters, per worker and epoch, above 0 and below 1.
-        iterations_per_epoch: at least 1; None learns it from the epochs that pass, and assumes 1000 in the
-            first one, for automatic parameters.
+        iterations_per_epoch: at least 1; None uses the length of the epoch before, and 1000 in the first
+            epoch, for automatic parameters.
 
     Raises:
         ValueError: an argument out of range, or two that contradict each other.
@@ -207,31 +207,31 @@ class StragglerClassifier:
         self._newest: _Threshold | None = None
         if threshold_s is not None:
             self._newest = _Threshold(threshold_s=threshold_s, pace_s=None, epoch=-1)
-        self._previous: _Threshold | None = None  # of the epoch before, for who is heard late
-        self._workers: dict[int, _Worker] = {}
-        self._front: tuple[int, int] | None = None  # the latest epoch and iteration of who takes part
+        self._previous: _Threshold | None = None  # of the epoch before, for late observations
+        self._workers: dict[int, _WorkerTimes] = {}
+        self._front: tuple[int, int] | None = None  # the latest epoch and iteration of workers in profiles
         self._window: _Window | None = None
-        self._found: set[int] = set()  # classed in the epoch of the front
-        self._may_guard = True
+        self._found_this_epoch: set[int] = set()  # classed in the epoch of the front
+        self._may_profile_again = True
         self._ratios: deque[float] = deque(maxlen=_RATIOS_KEPT)
 
     @property
     def stragglers(self) -> frozenset[int]:
-        """Who is classed as a straggler now; never everybody."""
-        return frozenset(worker for worker, it in self._workers.items() if it.straggler)
+        """The current stragglers; never all workers."""
+        return frozenset(worker for worker, record in self._workers.items() if record.straggler)
 
     @property
     def limit(self) -> int:
-        """The counters' limit now."""
+        """The current limit of the counters."""
         return self._limit
 
     @property
     def last_s(self) -> dict[int, list[float]]:
-        """How long each worker computed its last iterations, in seconds, the newest last.
+        """Compute times of each worker's last iterations, in seconds, the newest last.
 
-        20 at most, and none without the gate, which alone asks for them.
+        20 at most, and none without the gate, which alone needs them.
         """
-        return {worker: list(it.last_s) for worker, it in self._workers.items()}
+        return {worker: list(record.last_s) for worker, record in self._workers.items()}
 
     def threshold_s(self, epoch: int) -> float | None:
         """Return the threshold that was profiled in `epoch`, in seconds.
@@ -244,10 +244,10 @@ class StragglerClassifier:
         return None
 
     def wait_to_class_s(self, epoch: int) -> float | None:
-        """Return how long others wait for a worker just above the threshold until it is classed, in seconds.
+        """Return how long a worker just above the threshold delays others until it is classed, in seconds.
 
-        By the threshold of `epoch`, or the newest; None while there is none. Of a static threshold it is not
-        known how much of it is waiting, so all is.
+        By the threshold of `epoch`, or the newest; None while there is none. The pace within a static
+        threshold is unknown, so all of it counts as waiting.
         """
         threshold = self._newest
         if self._previous is not None and self._previous.epoch == epoch:
@@ -257,7 +257,7 @@ class StragglerClassifier:
         )
 
     def in_window(self, iteration: int) -> bool:
-        """Say whether this iteration of the present or next epoch is profiled."""
+        """Return whether this iteration of the current or next epoch is profiled."""
         if self._is_static:
             return False
         first = self._skip_first_iters
@@ -266,65 +266,67 @@ class StragglerClassifier:
         return self._window is not None and self._window.first <= iteration <= self._window.last
 
     def add(self, worker: int) -> None:
-        """Expect a worker, as a normal one.
+        """Add a worker, as a normal one.
 
         Raises:
-            ProtocolError: it is here already.
+            ProtocolError: a worker that was added before.
         """
         if worker in self._workers:
             raise ProtocolError(f"expected a new worker, got worker {worker} a second time")
-        self._workers[worker] = _Worker(takes_part=self._front is None)
+        self._workers[worker] = _WorkerTimes(takes_part=self._front is None)
 
     def remove(self, worker: int) -> list[Verdict]:
-        """Forget a worker, and return what follows for the others.
+        """Remove a worker, and return the resulting changes of class of other workers.
 
-        A profile that lacked only its times is complete. If only stragglers are left, they are normal again:
-        somebody has to take part.
+        A profile that lacked only its times is complete. If only stragglers are left, they are normal again,
+        because at least one worker has to take part.
 
         Raises:
-            ProtocolError: there is no such worker.
+            ProtocolError: an unknown worker.
         """
         if worker not in self._workers:
             raise ProtocolError(f"expected a worker that was added, got worker {worker}")
         del self._workers[worker]
-        self._found.discard(worker)
+        self._found_this_epoch.discard(worker)
         if self._window is not None:
-            self._window.waiting = [one for one in self._window.waiting if one[0] != worker]
-        if self._workers and all(it.straggler for it in self._workers.values()):
+            self._window.waiting = [
+                observation for observation in self._window.waiting if observation[0] != worker
+            ]
+        if self._workers and all(record.straggler for record in self._workers.values()):
             self._front = self._window = None
             if not self._is_static:
                 self._newest = self._previous = None
             reason = f"worker {worker}, the last one that was not slow, is gone"
             return [
-                self._take_back(other, it.epoch, it.iteration, reason, count=0)
-                for other, it in self._workers.items()
+                self._make_normal(other, record.epoch, record.iteration, reason, count=0)
+                for other, record in self._workers.items()
             ]
         return self._close_window()
 
     def observe(self, worker: int, *, epoch: int, iteration: int, compute_s: float) -> list[Verdict]:
-        """Judge one computed iteration, and return whose class changes.
+        """Judge one computed iteration, and return the resulting changes of class.
 
         Args:
-            worker: who computed it.
+            worker: the worker that computed it.
             epoch: the worker's epoch, from 0.
             iteration: the worker's iteration in its epoch, from 0.
-            compute_s: forward and backward pass, in seconds; nothing of it waiting or exchanging.
+            compute_s: forward and backward pass, in seconds, without waiting or exchanging.
 
         Raises:
-            ProtocolError: an unknown worker, a negative count, or a time that is none; nothing changes.
+            ProtocolError: an unknown worker, a negative count, or an impossible time; nothing changes.
         """
-        it = self._workers.get(worker)
-        if it is None or epoch < 0 or iteration < 0 or not 0 <= compute_s < math.inf:
+        record = self._workers.get(worker)
+        if record is None or epoch < 0 or iteration < 0 or not 0 <= compute_s < math.inf:
             raise ProtocolError(
-                f"{self._expected(worker, epoch, iteration)}, "
+                f"{self._expectation(worker, epoch, iteration)}, "
                 f"got {compute_s} s in iteration {iteration} of epoch {epoch} of worker {worker}"
             )
         if self._is_gated:
-            it.last_s.append(compute_s)
-        it.epoch, it.iteration = epoch, iteration
-        if not it.straggler and not it.takes_part:
-            it.takes_part = self._is_at_the_front(epoch, iteration)
-        if not it.takes_part:
+            record.last_s.append(compute_s)
+        record.epoch, record.iteration = epoch, iteration
+        if not record.straggler and not record.takes_part:
+            record.takes_part = self._is_at_the_front(epoch, iteration)
+        if not record.takes_part:
             return self._judge(worker, epoch, iteration, compute_s, self._newest)
         if self._front is None or self._front < (epoch, iteration):
             self._advance(epoch, iteration)
@@ -348,7 +350,7 @@ class StragglerClassifier:
             return self._close_window()
         return self._judge(worker, epoch, iteration, compute_s, window.before)
 
-    def _expected(self, worker: int, epoch: int, iteration: int) -> str:
+    def _expectation(self, worker: int, epoch: int, iteration: int) -> str:
         if worker not in self._workers:
             return "expected a worker that was added"
         if epoch < 0 or iteration < 0:
@@ -358,7 +360,7 @@ class StragglerClassifier:
     # Profiles --------------------------------------------------------------------------------------------
 
     def _is_at_the_front(self, epoch: int, iteration: int) -> bool:
-        if self._front is None or not any(it.takes_part for it in self._workers.values()):
+        if self._front is None or not any(record.takes_part for record in self._workers.values()):
             return True
         front_epoch, front_iteration = self._front
         if epoch == front_epoch:
@@ -366,12 +368,12 @@ class StragglerClassifier:
         return (epoch, iteration) == (front_epoch + 1, 0)
 
     def _advance(self, epoch: int, iteration: int) -> None:
-        """Move the front on, to where nobody was yet; a new epoch opens a new window."""
+        """Advance the front to a new iteration; a new epoch opens a new window."""
         if self._front is None or epoch > self._front[0]:
             if self._front is not None and self._iterations_per_epoch is None and self._front[0] == epoch - 1:
                 self._iterations_seen = self._front[1] + 1
-            self._found.clear()
-            self._may_guard = True
+            self._found_this_epoch.clear()
+            self._may_profile_again = True
             self._front = (epoch, iteration)
             self._open_window(epoch, max(iteration, self._skip_first_iters), self._newest)
         self._front = (epoch, iteration)
@@ -382,7 +384,7 @@ class StragglerClassifier:
         if self._k == "auto":
             self._n_profile = calibration.profile_iterations(
                 workers=max(1, len(self._workers) - 1),  # one may be slow
-                judged=self._judged(),
+                judged=self._judged_per_epoch(),
                 bound=self._false_alarm,
             )
         self._window = _Window(
@@ -394,14 +396,14 @@ class StragglerClassifier:
         )
 
     def _close_window(self) -> list[Verdict]:
-        """Set the threshold once all that take part are through the window, and judge who waited for it."""
+        """Set the threshold once all workers of the profile are through, and judge waiting observations."""
         window = self._window
         if window is None:
             return []
         if any(
-            (it.epoch, it.iteration) < (window.epoch, window.last)
-            for it in self._workers.values()
-            if it.takes_part
+            (record.epoch, record.iteration) < (window.epoch, window.last)
+            for record in self._workers.values()
+            if record.takes_part
         ):
             return []
         minima_s = [min(times_s.values()) for times_s in window.times_s if times_s]
@@ -415,13 +417,13 @@ class StragglerClassifier:
         self._previous = self._newest
         self._newest = _Threshold(threshold_s=k * pace_s, pace_s=pace_s, epoch=window.epoch)
         verdicts: list[Verdict] = []
-        for worker, at, compute_s in window.waiting:
+        for worker, iteration, compute_s in window.waiting:
             if self._newest is not None and self._workers[worker].takes_part:
-                verdicts += self._judge(worker, window.epoch, at, compute_s, self._newest)
+                verdicts += self._judge(worker, window.epoch, iteration, compute_s, self._newest)
         return verdicts
 
-    def _judged(self) -> int:
-        """How many iterations of an epoch are judged."""
+    def _judged_per_epoch(self) -> int:
+        """Return the number of judged iterations in an epoch."""
         return self._iterations_per_epoch or self._iterations_seen
 
     def _calibrate(self, window: _Window, pace_s: float, minima_s: Sequence[float]) -> float:
@@ -429,9 +431,9 @@ class StragglerClassifier:
         k_min = break_even_factor(len(self._workers), self._gate_margin)
         if not math.isfinite(k_min):  # a single worker is never left out
             k_min = K_MAX
-        in_hand = 1.0
+        margin_factor = 1.0
         if self._ratios:
-            in_hand = calibration.pace_in_hand(minima_s)
+            margin_factor = calibration.pace_in_hand(minima_s)
         elif pace_s > 0:
             ratios: dict[int, list[float]] = {}
             for times_s in window.times_s:
@@ -440,17 +442,17 @@ class StragglerClassifier:
             self._ratios.extend(calibration.not_slow(list(ratios.values()), k_min=k_min, k_max=K_MAX))
         choice = calibration.choose(
             self._ratios,
-            judged=self._judged(),
+            judged=self._judged_per_epoch(),
             bound=self._false_alarm,
-            k_min=k_min / in_hand,
-            k_max=K_MAX / in_hand,
+            k_min=k_min / margin_factor,
+            k_max=K_MAX / margin_factor,
         )
         if choice is None:
-            choice = calibration.Choice(k=max(K_MAX, k_min) / in_hand, limit=LIMIT_OF_THE_PAPER)
+            choice = calibration.Choice(k=max(K_MAX, k_min) / margin_factor, limit=LIMIT_OF_THE_PAPER)
         self._limit = choice.limit
-        for it in self._workers.values():
-            it.count = choice.limit if it.straggler else min(it.count, choice.limit - 1)
-        return choice.k * in_hand
+        for record in self._workers.values():
+            record.count = choice.limit if record.straggler else min(record.count, choice.limit - 1)
+        return choice.k * margin_factor
 
     # Judgements ------------------------------------------------------------------------------------------
 
@@ -459,22 +461,22 @@ class StragglerClassifier:
     ) -> list[Verdict]:
         if threshold is None:
             return []
-        it = self._workers[worker]
+        record = self._workers[worker]
         if compute_s > threshold.threshold_s:
-            it.count = min(it.count + 1, self._limit)
-        elif it.count:
-            it.count = min(it.count - 1, self._limit)  # which may have been lowered
-        if it.straggler:
-            if it.count > self._limit - min(self._recover_gap, self._limit):
+            record.count = min(record.count + 1, self._limit)
+        elif record.count:
+            record.count = min(record.count - 1, self._limit)  # which may have been lowered
+        if record.straggler:
+            if record.count > self._limit - min(self._recover_gap, self._limit):
                 return []
-            reason = f"compute time at or below {_shown(threshold)} again: {compute_s:.3g} s"
-            return [self._take_back(worker, epoch, iteration, reason, count=it.count)]
+            reason = f"compute time at or below {_threshold_text(threshold)} again: {compute_s:.3g} s"
+            return [self._make_normal(worker, epoch, iteration, reason, count=record.count)]
         if self._k == "auto" and threshold.pace_s and threshold.epoch == epoch:
-            it.held.append(compute_s / threshold.pace_s)
-        if it.count == 0 and it.held:
-            self._ratios.extend(it.held)
-            it.held.clear()
-        if it.count == self._limit:
+            record.held.append(compute_s / threshold.pace_s)
+        if record.count == 0 and record.held:
+            self._ratios.extend(record.held)
+            record.held.clear()
+        if record.count == self._limit:
             return self._detect(worker, epoch, iteration, threshold)
         return []
 
@@ -482,48 +484,54 @@ class StragglerClassifier:
         leaving = {worker}
         gain = ""
         if self._is_gated:
-            last_s, out = self.last_s, self.stragglers
+            last_s, stragglers = self.last_s, self.stragglers
             suspects = [
-                other for other, it in self._workers.items() if not it.straggler and it.count == self._limit
+                other
+                for other, record in self._workers.items()
+                if not record.straggler and record.count == self._limit
             ]
-            leaving = set(self._gate.choose(last_s, out=out, suspects=suspects))
+            leaving = set(self._gate.choose(last_s, out=stragglers, suspects=suspects))
             if not leaving:
                 return []
-            before, after = (self._gate.batches_per_s(last_s, who) for who in (out, out | leaving))
+            before, after = (
+                self._gate.batches_per_s(last_s, excluded) for excluded in (stragglers, stragglers | leaving)
+            )
             gain = f"; without it {after:.3g} instead of {before:.3g} batches/s"
-        if self._is_everybodys(leaving):
-            return self._guard(epoch, iteration, threshold)
+        if self._is_general_slowdown(leaving):
+            return self._profile_again(epoch, iteration, threshold)
         reason = (
-            f"compute time above {_shown(threshold)} in {self._limit} judged iterations more than not{gain}"
+            f"compute time above {_threshold_text(threshold)} in {self._limit} more judged iterations "
+            f"than not{gain}"
         )
-        return [self._class(other, epoch, iteration, reason) for other in sorted(leaving)]
+        return [self._make_straggler(other, epoch, iteration, reason) for other in sorted(leaving)]
 
-    def _is_everybodys(self, leaving: set[int]) -> bool:
-        """Say whether so many are slow that nobody in particular is."""
+    def _is_general_slowdown(self, leaving: set[int]) -> bool:
+        """Return whether so many workers are slow that this is a slowdown of all workers."""
         # Counters of workers that became slow together differ by the iteration or two that they are apart.
         near = max(self._limit - 2, (self._limit + 1) // 2)
         slow = leaving | {
-            other for other, it in self._workers.items() if not it.straggler and it.count >= near
+            other for other, record in self._workers.items() if not record.straggler and record.count >= near
         }
         if len(slow | self.stragglers) == len(self._workers):
             return True
         share = self._max_straggler_fraction * len(self._workers)
-        return self._may_guard and len(slow | self._found) > share
+        return self._may_profile_again and len(slow | self._found_this_epoch) > share
 
-    def _guard(self, epoch: int, iteration: int, threshold: _Threshold) -> list[Verdict]:
-        """Take back who was classed in this epoch, and profile anew."""
+    def _profile_again(self, epoch: int, iteration: int, threshold: _Threshold) -> list[Verdict]:
+        """Make workers classed in this epoch normal again, and profile again."""
         reason = (
             f"more than {self._max_straggler_fraction:.0%} of {len(self._workers)} workers above "
-            f"{_shown(threshold)} in epoch {epoch}: everybody is slower, the threshold is profiled anew"
+            f"{_threshold_text(threshold)} in epoch {epoch}: all workers are slower, "
+            "the threshold is profiled again"
         )
-        back = sorted(self._found) if self._may_guard else []
-        self._may_guard = False
-        self._found.clear()
-        for it in self._workers.values():
-            if not it.straggler:
-                it.count = 0
-                it.held.clear()
-        verdicts = [self._take_back(other, epoch, iteration, reason, count=0) for other in back]
+        reverted = sorted(self._found_this_epoch) if self._may_profile_again else []
+        self._may_profile_again = False
+        self._found_this_epoch.clear()
+        for record in self._workers.values():
+            if not record.straggler:
+                record.count = 0
+                record.held.clear()
+        verdicts = [self._make_normal(other, epoch, iteration, reason, count=0) for other in reverted]
         if not self._is_static:
             assert self._front is not None
             self._newest = self._previous = None
@@ -531,17 +539,17 @@ class StragglerClassifier:
             self._open_window(front_epoch, front_iteration + 1, None)
         return verdicts
 
-    def _class(self, worker: int, epoch: int, iteration: int, reason: str) -> Verdict:
-        it = self._workers[worker]
-        it.straggler, it.takes_part, it.count = True, False, self._limit
-        it.held.clear()
-        self._found.add(worker)
+    def _make_straggler(self, worker: int, epoch: int, iteration: int, reason: str) -> Verdict:
+        record = self._workers[worker]
+        record.straggler, record.takes_part, record.count = True, False, self._limit
+        record.held.clear()
+        self._found_this_epoch.add(worker)
         return Verdict(worker=worker, straggler=True, epoch=epoch, iteration=iteration, reason=reason)
 
-    def _take_back(self, worker: int, epoch: int, iteration: int, reason: str, *, count: int) -> Verdict:
-        it = self._workers[worker]
-        it.straggler, it.takes_part, it.count = False, False, count
-        self._found.discard(worker)
+    def _make_normal(self, worker: int, epoch: int, iteration: int, reason: str, *, count: int) -> Verdict:
+        record = self._workers[worker]
+        record.straggler, record.takes_part, record.count = False, False, count
+        self._found_this_epoch.discard(worker)
         return Verdict(worker=worker, straggler=False, epoch=epoch, iteration=iteration, reason=reason)
 
     # State -----------------------------------------------------------------------------------------------
@@ -552,10 +560,17 @@ class StragglerClassifier:
         return {
             "workers": [
                 [
-                    *(worker, it.count, it.straggler, it.takes_part, it.epoch, it.iteration),
-                    *(list(it.last_s), list(it.held)),
+                    *(
+                        worker,
+                        record.count,
+                        record.straggler,
+                        record.takes_part,
+                        record.epoch,
+                        record.iteration,
+                    ),
+                    *(list(record.last_s), list(record.held)),
                 ]
-                for worker, it in self._workers.items()
+                for worker, record in self._workers.items()
             ],
             "window": None
             if window is None
@@ -563,15 +578,15 @@ class StragglerClassifier:
                 "epoch": window.epoch,
                 "first": window.first,
                 "last": window.last,
-                "before": _plain(window.before),
-                "times_s": [[list(one) for one in times_s.items()] for times_s in window.times_s],
-                "waiting": [list(one) for one in window.waiting],
+                "before": _threshold_to_plain(window.before),
+                "times_s": [[list(entry) for entry in times_s.items()] for times_s in window.times_s],
+                "waiting": [list(entry) for entry in window.waiting],
             },
-            "newest": _plain(self._newest),
-            "previous": _plain(self._previous),
+            "newest": _threshold_to_plain(self._newest),
+            "previous": _threshold_to_plain(self._previous),
             "front": None if self._front is None else list(self._front),
-            "found": sorted(self._found),
-            "may_guard": self._may_guard,
+            "found": sorted(self._found_this_epoch),
+            "may_guard": self._may_profile_again,
             "ratios": list(self._ratios),
             "limit": self._limit,
             "n_profile": self._n_profile,
@@ -579,9 +594,9 @@ class StragglerClassifier:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a classifier with the same arguments."""
+        """Restore a `state_dict` of a classifier with the same arguments."""
         self._workers = {
-            worker: _Worker(
+            worker: _WorkerTimes(
                 count=count,
                 straggler=straggler,
                 takes_part=takes_part,
@@ -600,35 +615,35 @@ class StragglerClassifier:
                 epoch=window["epoch"],
                 first=window["first"],
                 last=window["last"],
-                before=_threshold(window["before"]),
+                before=_threshold_from_plain(window["before"]),
                 times_s=[dict(times_s) for times_s in window["times_s"]],
                 waiting=[
                     (worker, iteration, compute_s) for worker, iteration, compute_s in window["waiting"]
                 ],
             )
         )
-        self._newest = _threshold(state["newest"])
-        self._previous = _threshold(state["previous"])
+        self._newest = _threshold_from_plain(state["newest"])
+        self._previous = _threshold_from_plain(state["previous"])
         self._front = None if state["front"] is None else (state["front"][0], state["front"][1])
-        self._found = set(state["found"])
-        self._may_guard = state["may_guard"]
+        self._found_this_epoch = set(state["found"])
+        self._may_profile_again = state["may_guard"]
         self._ratios = deque(state["ratios"], maxlen=_RATIOS_KEPT)
         self._limit = state["limit"]
         self._n_profile = state["n_profile"]
         self._iterations_seen = state["iterations_seen"]
 
 
-def _plain(threshold: _Threshold | None) -> list[Any] | None:
+def _threshold_to_plain(threshold: _Threshold | None) -> list[Any] | None:
     return None if threshold is None else [threshold.threshold_s, threshold.pace_s, threshold.epoch]
 
 
-def _threshold(plain: Sequence[Any] | None) -> _Threshold | None:
+def _threshold_from_plain(plain: Sequence[Any] | None) -> _Threshold | None:
     if plain is None:
         return None
     return _Threshold(threshold_s=plain[0], pace_s=plain[1], epoch=plain[2])
 
 
-def _shown(threshold: _Threshold) -> str:
+def _threshold_text(threshold: _Threshold) -> str:
     if not threshold.pace_s:
         return f"{threshold.threshold_s:.3g} s"
     k = threshold.threshold_s / threshold.pace_s
@@ -637,7 +652,7 @@ def _shown(threshold: _Threshold) -> str:
 
 def _limit_of(limit_ratio: float, iterations_per_epoch: int | None) -> int:
     if iterations_per_epoch is None:
-        raise ValueError("expected iterations_per_epoch together with limit_ratio, got none")
+        raise ValueError("expected iterations_per_epoch together with limit_ratio, got None")
     if not 0 < limit_ratio <= 1:
         raise ValueError(f"expected a limit_ratio above 0 and at most 1, got {limit_ratio}")
     return max(2, math.ceil(limit_ratio * iterations_per_epoch))
@@ -669,6 +684,8 @@ def _check(
     if skip_first_iters < 0:
         raise ValueError(f"expected at least 0 iterations to skip, got {skip_first_iters}")
     if not 0 < max_straggler_fraction <= 1:
-        raise ValueError(f"expected a fraction above 0 and at most 1, got {max_straggler_fraction}")
+        raise ValueError(
+            f"expected max_straggler_fraction above 0 and at most 1, got {max_straggler_fraction}"
+        )
     if not 0 < false_alarm < 1:
-        raise ValueError(f"expected a probability above 0 and below 1, got {false_alarm}")
+        raise ValueError(f"expected false_alarm, a probability, above 0 and below 1, got {false_alarm}")
