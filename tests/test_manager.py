@@ -309,8 +309,8 @@ def test_a_server_that_is_not_heard_for_10_s_is_lost_and_not_before(manager: Man
     assert tick(manager, 109.9) == []
     refused, view = lone(tick(manager, 110.0))
     assert (refused.peer, view.ring) == ("server-1", (0, 2))
-    assert refused.reason == "server-1 was lost: nothing was heard of it for 10.0 s"
-    assert view.reason == "server 1 was lost: nothing was heard of it for 10.0 s"
+    assert refused.reason == "server-1 was lost: nothing was received from it for 10.0 s"
+    assert view.reason == "server 1 was lost: nothing was received from it for 10.0 s"
     assert tick(manager, 130.0) == []
 
 
@@ -340,7 +340,7 @@ def test_while_more_than_half_of_the_servers_are_not_heard_nobody_is_lost_for_si
     assert tick(manager, 9.9) == []
     (view,) = tick(manager, 20.0)
     assert isinstance(view, Viewed)
-    assert "more than half of the servers are not heard, so nobody is taken for lost" in view.reason
+    assert "more than half of the servers are silent, so none is declared lost" in view.reason
     assert (view.number, view.ring, view.silent) == (0, (0, 1, 2, 3, 4), (1, 2, 3, 4))
     assert tick(manager, 100.0) == []
     manager.handle(heard("server-1", 100.1))
@@ -365,7 +365,7 @@ def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> 
     manager.handle(silent("server-1", 1.25))
     (view,) = tick(manager, 11.0)
     assert isinstance(view, Viewed)
-    assert view.reason == "server-1 is not heard, and is waited for: it has the last copy of something"
+    assert view.reason == "server-1 is silent, and requests wait for it: it has the last copy of something"
     assert (view.number, view.ring, view.silent) == (0, (0, 1, 2, 3, 4), (1,))
     assert tick(manager, 60.0) == []
     manager.handle(heard("server-1", 61.0))

@@ -162,7 +162,10 @@ def test_a_server_that_was_stopped_is_lost_nothing_is_and_it_hears_that_it_is_ou
         assert w.pull().result().tolist() == [21.0] * KEYS
         assert ps.servers == [0, 2]
     said = capfd.readouterr().err
-    assert "offbeat: server 1 is out of the cluster: server-1 was lost: nothing was heard of it for 4" in said
+    assert (
+        "offbeat: server 1 is out of the cluster: server-1 was lost: nothing was received from it for 4"
+        in said
+    )
 
 
 def test_a_server_that_is_out_is_missed_by_nobody_any_more(mark, tmp_path):

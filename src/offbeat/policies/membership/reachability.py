@@ -1,6 +1,6 @@
-"""Which workers cannot reach which, as they and the coordinator report it; a part that policies own.
+"""Reachability between workers, as reported by workers and the coordinator; a component of policies.
 
-Nothing here knows what a group is for, and nothing here decides that a worker is dead.
+It knows nothing of groups, and never decides that a worker is dead.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from offbeat.events import PeerReachable, PeerUnreachable
 
 
 class Reachability:
-    """The reports that stand: made, and neither taken back nor of a worker that is gone.
+    """The outages in force: reported, not withdrawn, and not of a worker that is gone.
 
     Attributes:
         unheard: the workers from which the coordinator itself receives nothing.
     """
 
     def __init__(self) -> None:
-        # Who reports (None: the coordinator) and whom: since when, and the cause.
+        # Reporter (None: the coordinator) and peer: since when, and the cause.
         self._reports: dict[tuple[int | None, int], tuple[float, str]] = {}
         self.unheard: set[int] = set()
 
@@ -28,7 +28,7 @@ class Reachability:
         return bool(self._reports)
 
     def on_report(self, event: PeerUnreachable | PeerReachable) -> None:
-        """Take note of a report; one that is repeated changes nothing."""
+        """Record or withdraw an outage; a repeated report changes nothing."""
         pair = (event.worker, event.peer)
         if isinstance(event, PeerUnreachable):
             self._reports.setdefault(pair, (event.now_s, event.cause))
@@ -38,21 +38,21 @@ class Reachability:
             self.unheard = {peer for worker, peer in self._reports if worker is None}
 
     def forget(self, worker: int) -> None:
-        """The worker is gone: what it reported, and what was reported of it, counts no more."""
-        self._reports = {pair: what for pair, what in self._reports.items() if worker not in pair}
+        """Drop all reports by a worker and about it, because it is gone."""
+        self._reports = {pair: report for pair, report in self._reports.items() if worker not in pair}
         self.unheard.discard(worker)
 
     def restart(self, worker: int, now_s: float) -> None:
-        """Count the worker's outages as beginning now."""
+        """Restart the timers of a worker's outages."""
         for (reporter, peer), (_, cause) in list(self._reports.items()):
             if reporter is not None and worker in (reporter, peer):
                 self._reports[reporter, peer] = (now_s, cause)
 
     def oldest(self) -> tuple[float, int, int, str] | None:
-        """Return the report that has stood longest between two workers that the coordinator both hears.
+        """Return the oldest outage between two workers neither of which is silent towards the coordinator.
 
         Returns:
-            since when, who reports, whom, and the cause; None where there is none.
+            Since when in seconds, the reporter, the peer, and the cause; None if there is none.
         """
         found = [
             (since_s, worker, peer, cause)
@@ -62,46 +62,46 @@ class Reachability:
         return min(found, default=None)
 
     def left_out(self, members: Iterable[int], others: Iterable[int]) -> dict[int, str]:
-        """Return the workers without which all the rest can reach each other, each with the reason.
+        """Return the workers to exclude so that all the rest can reach each other, each with the reason.
 
-        First every worker that the coordinator does not hear. Then, one after the other, the member from
-        which most of the members that are left receive nothing, the later one of two such. Then those of
-        the others that `kept_out` names.
+        First every worker that is silent towards the coordinator. Then, one after the other, the member that
+        most of the remaining members cannot reach (of two such, the one with the higher id). Then those of
+        `others` that `kept_out` returns.
 
         Args:
-            members: workers whose place the others take only if they can reach them.
-            others: workers that take part as well if they can.
+            members: workers that are preferred to `others`.
+            others: workers that take part too if they can reach all members.
         """
         out: dict[int, str] = {}
         kept = set(members)
         for worker in sorted(kept & self.unheard):
             kept.discard(worker)
-            out[worker] = self._said(None, worker)
-        silent_for = self._silent_for(kept)
-        while silent_for:
-            worker = max(silent_for, key=lambda one: (len(silent_for[one]), one))
-            out[worker] = self._said(min(silent_for[worker]), worker)
+            out[worker] = self._reason(None, worker)
+        reporters_of = self._reporters_of(kept)
+        while reporters_of:
+            worker = max(reporters_of, key=lambda peer: (len(reporters_of[peer]), peer))
+            out[worker] = self._reason(min(reporters_of[worker]), worker)
             kept.discard(worker)
-            silent_for = self._silent_for(kept)
+            reporters_of = self._reporters_of(kept)
         return out | self.kept_out(kept, others)
 
     def kept_out(self, members: Iterable[int], others: Iterable[int]) -> dict[int, str]:
-        """Return those of the others that cannot reach all members, each with the reason.
+        """Return those of `others` that cannot reach all members, each with the reason.
 
-        In the order of their ids; each that can counts as a member for the ones after it.
+        They are checked in the order of their ids; each that can counts as a member for those after it.
         """
         out: dict[int, str] = {}
         kept, pairs = set(members), self._pairs()
         for worker in sorted(others):
-            reason = self._why_not(worker, kept, pairs[worker])
+            reason = self._obstacle(worker, kept, pairs[worker])
             if reason is None:
                 kept.add(worker)
             else:
                 out[worker] = reason
         return out
 
-    def _silent_for(self, workers: set[int]) -> dict[int, set[int]]:
-        """Return, for each of these from which another one receives nothing, all those others."""
+    def _reporters_of(self, workers: set[int]) -> dict[int, set[int]]:
+        """Return, for each worker that others of these report as unreachable, all of its reporters."""
         found: dict[int, set[int]] = defaultdict(set)
         for worker, peer in self._reports:
             if worker in workers and peer in workers:
@@ -110,7 +110,7 @@ class Reachability:
         return found
 
     def _pairs(self) -> dict[int, list[tuple[int, int]]]:
-        """Return, by worker, its reports and those of it; the coordinator's own left out."""
+        """Return, by worker, the reports by it and about it, without the coordinator's."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for worker, peer in self._reports:
             if worker is not None:
@@ -118,21 +118,21 @@ class Reachability:
                 found[peer].append((worker, peer))
         return found
 
-    def _why_not(self, worker: int, kept: set[int], pairs: list[tuple[int, int]]) -> str | None:
+    def _obstacle(self, worker: int, kept: set[int], pairs: list[tuple[int, int]]) -> str | None:
         if worker in self.unheard:
-            return self._said(None, worker)
-        apart = [pair for pair in pairs if kept.intersection(pair)]
-        return self._said(*min(apart)) if apart else None
+            return self._reason(None, worker)
+        outages = [pair for pair in pairs if kept.intersection(pair)]
+        return self._reason(*min(outages)) if outages else None
 
-    def _said(self, reporter: int | None, peer: int) -> str:
-        who = "the coordinator" if reporter is None else f"worker {reporter}"
-        return f"{who} cannot reach worker {peer}: {self._reports[reporter, peer][1]}"
+    def _reason(self, reporter: int | None, peer: int) -> str:
+        reporter_name = "the coordinator" if reporter is None else f"worker {reporter}"
+        return f"{reporter_name} cannot reach worker {peer}: {self._reports[reporter, peer][1]}"
 
     def state_dict(self) -> list[list[Any]]:
-        """Return all of it, as plain data."""
-        return [[*pair, *what] for pair, what in self._reports.items()]
+        """Return the whole state as plain data."""
+        return [[*pair, *report] for pair, report in self._reports.items()]
 
     def load_state_dict(self, state: list[list[Any]]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._reports = {(worker, peer): (since_s, cause) for worker, peer, since_s, cause in state}
         self.unheard = {peer for worker, peer in self._reports if worker is None}
