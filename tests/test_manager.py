@@ -415,8 +415,8 @@ def test_of_two_servers_that_do_not_reach_each_other_for_10_s_the_later_one_is_l
     refused, view = lone(tick(manager, 10.0))
     assert (refused.peer, view.ring) == ("server-3", (0, 1, 2, 4))
     assert refused.reason == (
-        "server-3 was lost: server-3 and server-1 have not reached each other for 10.0 s, and server-3 is "
-        "apart from 1 and server-1 from 1: no answer"
+        "server-3 was lost: server-3 and server-1 have not reached each other for 10.0 s, and server-3 "
+        "cannot reach 1 of the servers and server-1 cannot reach 1: no answer"
     )
 
 

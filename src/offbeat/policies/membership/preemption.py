@@ -1,7 +1,7 @@
-"""Tells all workers of a job that one of them is about to be taken away (preempted).
+"""Broadcasts to all workers of a job that one of them is about to be preempted.
 
-Nothing here decides at which step training ends: groups agree on that in their rounds, and on a parameter
-server `BoundedStaleness` does.
+It does not decide at which step training ends: groups agree on that in their rounds, and with a parameter
+server `BoundedStaleness` decides it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from offbeat.events import Action, Event, Joined, Preempt, Preempted
 
 
 class Preemption:
-    """Tells every worker of the first preemption signal, and each that joins later of the same one."""
+    """Announces the first preemption signal to all workers, and to every worker that joins later."""
 
     def __init__(self) -> None:
         self._first: dict[str, Any] | None = None  # arguments of the Preempt
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer the first Preempted, and every Joined after it, with a Preempt."""
+        """Return a Preempt for the first Preempted, and for every Joined after it."""
         match event:
             case Preempted() if self._first is None:
                 reason = f"worker {event.worker} was sent {event.signal} after {event.step} steps"
@@ -34,5 +34,5 @@ class Preemption:
         return {"first": self._first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a policy with the same arguments."""
+        """Restore a `state_dict` of a policy with the same arguments."""
         self._first = state["first"]

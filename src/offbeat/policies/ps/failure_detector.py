@@ -146,7 +146,10 @@ class FailureDetector:
                 if may_lose(lost):
                     since_s, cause = pairs[pair]
                     how_long = f"have not reached each other for {now_s - since_s:.1f} s"
-                    which = f"{lost} cannot reach {counts[lost]} servers and {stays} {counts[stays]}"
+                    which = (
+                        f"{lost} cannot reach {counts[lost]} of the servers and "
+                        f"{stays} cannot reach {counts[stays]}"
+                    )
                     return Verdict(lost, f"{lost} and {stays} {how_long}, and {which}: {cause}")
         return None
 

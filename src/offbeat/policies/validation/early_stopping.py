@@ -1,4 +1,4 @@
-"""What follows from an epoch's metrics: is it the best so far, and is it time to stop?"""
+"""Decides from an epoch's metrics whether it is the best so far, and whether to stop training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mode: TypeAlias = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one epoch's metrics say: `improved` on the best so far, or training should `stop`."""
+    """Result of one epoch: whether it `improved` on the best so far, and whether training should `stop`."""
 
     improved: bool
     stop: bool
@@ -23,31 +23,31 @@ class Verdict:
 class Monitor:
     """Watches one metric, for the best snapshot and for early stopping.
 
-    An epoch improves on the best one if its metric is better by more than `delta_min`; what is no number
-    never does. After `patience` epochs in a row that do not, training should stop.
+    An epoch improves on the best one if its metric is better by more than `delta_min`; NaN never does. After
+    `patience` epochs in a row without an improvement, training should stop.
 
     Source: L. Prechelt, "Early stopping - but when?", in Neural Networks: Tricks of the Trade, 1998, its
     third class of criteria (UP), counted in epochs that do not improve on the best.
 
     Args:
-        metric: its name in what `evaluate` returns.
-        mode: which is better, the smaller ("min") or the larger ("max") one.
-        patience: at least 1; None never stops.
-        delta_min: in the metric's unit, at least 0.
+        metric: name of the metric in the result of `evaluate`.
+        mode: whether a smaller ("min") or a larger ("max") value is better.
+        patience: epochs without an improvement until training should stop, at least 1; None never stops.
+        delta_min: the least improvement, in the metric's unit, at least 0.
 
     Raises:
         ValueError: an argument out of range.
 
     Attributes:
         best: the best value so far, None before the first number.
-        best_epoch: when that was.
+        best_epoch: the epoch of the best value, None before the first number.
     """
 
     def __init__(
         self, metric: str, *, mode: Mode = "min", patience: int | None = None, delta_min: float = 0.0
     ) -> None:
         if mode not in get_args(Mode):
-            raise ValueError(f"expected a mode of min or max, got {mode!r}")
+            raise ValueError(f"expected mode 'min' or 'max', got {mode!r}")
         if patience is not None and patience < 1:
             raise ValueError(f"expected a patience of at least 1 epoch, got {patience}")
         if not 0 <= delta_min < math.inf:
@@ -57,7 +57,7 @@ class Monitor:
         self._patience, self._delta_min = patience, delta_min
         self.best: float | None = None
         self.best_epoch: int | None = None
-        self._without = 0  # epochs in a row
+        self._epochs_without_improvement = 0  # epochs in a row
 
     def __repr__(self) -> str:
         mode = "max" if self._sign > 0 else "min"
@@ -67,10 +67,10 @@ class Monitor:
         )
 
     def value_of(self, metrics: Mapping[str, float]) -> float:
-        """Return the metric that is watched.
+        """Return the value of the watched metric.
 
         Raises:
-            OffbeatError: there is none of that name; says which there are.
+            OffbeatError: there is no metric of that name; the message lists the existing ones.
         """
         if self.metric not in metrics:
             names = ", ".join(metrics) or "none"
@@ -78,22 +78,25 @@ class Monitor:
         return metrics[self.metric]
 
     def observe(self, epoch: int, metrics: Mapping[str, float]) -> Verdict:
-        """Say what the metrics of an epoch mean; epochs come in order."""
+        """Record the metrics of an epoch, and return the verdict; epochs come in order."""
         value = self.value_of(metrics)
         improved = not math.isnan(value) and (
             self.best is None or self._sign * (value - self.best) > self._delta_min
         )
         if improved:
-            self.best, self.best_epoch, self._without = value, epoch, 0
+            self.best, self.best_epoch, self._epochs_without_improvement = value, epoch, 0
         else:
-            self._without += 1
-        return Verdict(improved=improved, stop=self._patience is not None and self._without >= self._patience)
+            self._epochs_without_improvement += 1
+        return Verdict(
+            improved=improved,
+            stop=self._patience is not None and self._epochs_without_improvement >= self._patience,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a monitor with the same arguments needs to go on from here, as plain data."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "without": self._without}
+        """Return the state, from which a monitor with the same arguments can continue, as plain data."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "without": self._epochs_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.best, self.best_epoch = state["best"], state["best_epoch"]
-        self._without = state["without"]
+        self._epochs_without_improvement = state["without"]
