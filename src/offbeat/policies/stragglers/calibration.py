@@ -1,12 +1,11 @@
-"""Thresholds and limits from measured times, such that a worker that is not slow is hardly ever called so.
+"""Calibrates threshold and limit from measured times, so that normal workers are hardly ever called slow.
 
-What is promised is a bound on the probability that a worker whose times are distributed like those measured
-is classed a straggler within an epoch. Nothing here knows workers or classes; see
-`offbeat.policies.stragglers`.
+The guarantee is a bound on the probability that a worker whose times are distributed like those measured is
+classed a straggler within an epoch. Workers and classes are handled in `offbeat.policies.stragglers`.
 
 **The counter.** A time above the threshold has probability p and moves the counter up, any other down, and
 the class changes at the limit L. With odds q = (1 - p) / p, an excursion that has just left 0 reaches L
-before it is back with probability h = (q - 1) / (q^L - 1) (gambler's ruin). A worker that is judged J times
+before it returns with probability h = (q - 1) / (q^L - 1) (gambler's ruin). A worker that is judged J times
 an epoch leaves 0 at most J times, each time with probability p, so the false alarm has a probability of at
 most J p h. This holds for every epoch, also one that begins with a counter above 0: started from 0 long ago,
 the chain enters L at each step with at most its stationary probability, which is below p h.
@@ -17,18 +16,17 @@ variable. So, over the chance in the measurements and in what follows,
 
     P(false alarm) <= E[min(1, J p h(p, L))],  p ~ Beta(r, M - r + 1),
 
-without any assumption about the shape of the tail, and with the uncertainty of few measurements inside: with
+without any assumption about the shape of the tail, and including the uncertainty of few measurements: with
 20 of them the limit has to be higher than with 500. Ties only lower p.
 
-**The choice.** A worker that is above the threshold from now on is found after L judgements. So the
-smallest L is taken for which the bound holds at a threshold of at most `k_max` times the pace of the fast
-ones (nothing that the paper's k = 2 finds may stay unseen), and for that L the largest r, that is the lowest
-threshold. But never below `k_min`: leaving out a worker that is hardly slower costs more than waiting for it.
-Where the measured times have so long a tail that no limit up to 64 will do, the threshold rises above
-`k_max`.
+**The choice.** A worker that is above the threshold from now on is found after L judgements. So the choice is
+the smallest L for which the bound holds at a threshold of at most `k_max` times the pace of the fast workers
+(all that the paper's k = 2 finds must be found), and for that L the largest r, that is the lowest threshold.
+But never below `k_min`: excluding a worker that is hardly slower costs more than waiting for it. If the
+measured times have so long a tail that no limit up to 64 suffices, the threshold rises above `k_max`.
 
-What the bound rests on: judgements that are independent given the threshold (a worker that is held up for
-many iterations on end *is* slow, and is found), and measured times that are exchangeable with those judged.
+The bound assumes judgements that are independent given the threshold (a worker that is delayed for many
+consecutive iterations *is* slow, and is found), and measured times that are exchangeable with those judged.
 The second is exact for one profiling window, and nearly so where r is not fixed beforehand but is the first
 rank below `k_max`. Times of earlier epochs are pooled relative to their epoch's pace; the pace of a new epoch
 is known from a few iterations only, so its threshold is raised by three standard errors of that pace
@@ -53,7 +51,7 @@ _PROFILE_ITERATIONS = range(3, 21)
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was chosen.
+    """A calibrated threshold and limit.
 
     Attributes:
         k: the threshold as a multiple of the pace of the fast workers.
@@ -65,7 +63,7 @@ class Choice:
 
 
 def excursion_probability(slow_probability: float, limit: int) -> float:
-    """Return the probability that a counter at 1 reaches `limit` before 0, if it rises with the given one.
+    """Return the probability that a counter at 1 reaches `limit` before 0, for a given chance to rise.
 
     (q - 1) / (q^L - 1) with q = (1 - p) / p: gambler's ruin.
 
@@ -83,15 +81,15 @@ def excursion_probability(slow_probability: float, limit: int) -> float:
 
 @lru_cache(maxsize=4096)
 def false_alarm_bound(*, samples: int, rank: int, limit: int, judged: int) -> float:
-    """Bound the probability that a worker that is not slow is classed as slow within one epoch.
+    """Bound the probability that a normal worker is classed as slow within one epoch.
 
     E[min(1, J p h(p, L))] over p ~ Beta(r, M - r + 1); see the module.
 
     Args:
-        samples: M, how many times were measured.
+        samples: M, the number of measured times.
         rank: r, the threshold is the r-th largest of them; 1 to M.
         limit: L, at least 1.
-        judged: J, how many iterations of the epoch are judged.
+        judged: J, the number of judged iterations in the epoch.
     """
     log_scale = math.lgamma(samples + 1) - math.lgamma(rank) - math.lgamma(samples - rank + 1)
     total = 0.0
@@ -106,7 +104,7 @@ def false_alarm_bound(*, samples: int, rank: int, limit: int, judged: int) -> fl
 
 @lru_cache(maxsize=4096)
 def smallest_limit(*, samples: int, rank: int, judged: int, bound: float) -> int | None:
-    """Return the smallest limit that keeps the false alarms below `bound`; None if none up to 64 does."""
+    """Return the smallest limit that keeps false alarms within `bound`; None if none up to 64 does."""
     low, high = 1, LIMIT_MAX
     if false_alarm_bound(samples=samples, rank=rank, limit=high, judged=judged) > bound:
         return None
@@ -121,7 +119,7 @@ def smallest_limit(*, samples: int, rank: int, judged: int, bound: float) -> int
 
 @lru_cache(maxsize=256)
 def profile_iterations(*, workers: int, judged: int, bound: float) -> int:
-    """Return for how many iterations to profile, so that who is slow from the start is found earliest.
+    """Return the profile length, in iterations, with which a worker slow from the start is found earliest.
 
     More iterations of `workers` workers give more times and so a lower limit; a worker that is slow from the
     epoch's start is found n - 1 + L iterations after it. The result is at least 3, so that one slow time
@@ -136,7 +134,7 @@ def profile_iterations(*, workers: int, judged: int, bound: float) -> int:
 
 
 def pace_in_hand(minima_s: Sequence[float]) -> float:
-    """Return by how much a pace may be above the mean of a window's minima, as a factor: 3 standard errors.
+    """Return the factor by which a pace may exceed the mean of a window's minima: 3 standard errors.
 
     Args:
         minima_s: the fastest worker's time in each iteration of the window, in seconds.
@@ -150,10 +148,11 @@ def pace_in_hand(minima_s: Sequence[float]) -> float:
 def not_slow(ratios: Sequence[Sequence[float]], *, k_min: float, k_max: float) -> list[float]:
     """Return the times of a profile without those of workers that are clearly slow in all of it.
 
-    Clearly: all above `k_max`; or all above `k_min` and above every time of at least half of the workers, who
-    are none of them so. Of W alike workers and n iterations, one satisfies the second with probability
-    1 / C(n W, n) whatever the distribution, 1 in 15504 for W = 4 and n = 5, so it hardly takes a tail away.
-    (To leave out whoever is above `k_min` in all iterations does: 7 % false alarms where 5 % were allowed.)
+    Clearly slow: all times above `k_max`; or all above `k_min` and above every time of at least half of the
+    workers, none of which is clearly slow. Of W alike workers and n iterations, one satisfies the second with
+    probability 1 / C(n W, n) whatever the distribution, 1 in 15504 for W = 4 and n = 5, so this hardly
+    removes a tail. (Dropping every worker above `k_min` in all iterations does: 7 % false alarms where 5 %
+    were allowed.)
 
     Args:
         ratios: each worker's times, as multiples of the pace of the fast ones; none of them empty.
@@ -172,14 +171,14 @@ def not_slow(ratios: Sequence[Sequence[float]], *, k_min: float, k_max: float) -
 def choose(
     ratios: Sequence[float], *, judged: int, bound: float, k_min: float, k_max: float
 ) -> Choice | None:
-    """Choose threshold and limit from measured times; None if there are too few for any promise.
+    """Choose threshold and limit from measured times; None if there are too few for any bound.
 
     Args:
-        ratios: measured times of workers that are not slow, as multiples of the pace of the fast ones.
-        judged: J, how many iterations of an epoch are judged.
-        bound: the false-alarm probability a worker and epoch that must not be exceeded.
-        k_min: the threshold is at least this.
-        k_max: the threshold is at most this, unless the times then promise nothing; if below `k_min`, that.
+        ratios: measured times of normal workers, as multiples of the pace of the fast ones.
+        judged: J, the number of judged iterations in an epoch.
+        bound: the highest allowed false-alarm probability, per worker and epoch.
+        k_min: the least threshold.
+        k_max: the highest threshold, unless no limit satisfies the bound then; at least `k_min` is used.
     """
     from_the_top = sorted(ratios, reverse=True)
     samples = len(from_the_top)

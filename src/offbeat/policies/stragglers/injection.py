@@ -1,7 +1,7 @@
-"""Injected slowness: which worker takes how many times as long, and when, as rules written in one line each.
+"""Injected slowness: one-line rules that name a worker, its factor of slowness, and when it applies.
 
-Every process asks its own copy and all copies agree: chance comes from the seed, the epoch and the rule's
-place in the list, never from shared or global state. Nothing here sleeps; the session sleeps
+Every process uses its own copy and all copies agree: random draws come from the seed, the epoch and the
+rule's index in the list, never from shared or global state. This module never sleeps; the session sleeps
 (factor - 1) times the compute time that it measured.
 """
 
@@ -23,7 +23,7 @@ _RULE = re.compile(
     rf"(?P<worker>random|[0-9]+):(?P<factor>{_NUMBER})"
     rf"(?:@(?:(?P<start>{_NUMBER})-(?P<end>{_NUMBER})|burst=(?P<slow>[0-9]+)/(?P<period>[0-9]+)))?"
 )
-_TEXT_CHARACTERS_MAX = 100
+_TEXT_LENGTH_MAX = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SlowRule:
     """One worker takes `factor` times as long, always or at times.
 
     Attributes:
-        worker: the worker's id, or None for one that is drawn anew each epoch, each alike likely.
+        worker: the worker's id, or None for one that is drawn uniformly in each epoch.
         factor: how many times as long a step takes; finite, at least 1 (1 = not slower).
         when: None for always.
     """
@@ -80,34 +80,34 @@ def parse(text: str) -> SlowRule:
     """Read one rule: `1:5`, `random:3`, `1:5@0.0-0.5`, `random:3@0.5-1`, `1:5@burst=20/100`.
 
     Raises:
-        ValueError: one line that names the text, what was expected and what is wrong with it.
+        ValueError: text that is no rule; the message names the text, the expected form and the error.
     """
-    shown = repr(text[:_TEXT_CHARACTERS_MAX])
-    found = _RULE.fullmatch(text) if len(text) <= _TEXT_CHARACTERS_MAX else None
-    if found is None:
-        raise ValueError(f"slowness {shown} is not understood: expected {FORMS}, e.g. 1:5, random:3@0.0-0.5")
+    quoted = repr(text[:_TEXT_LENGTH_MAX])
+    match = _RULE.fullmatch(text) if len(text) <= _TEXT_LENGTH_MAX else None
+    if match is None:
+        raise ValueError(f"slowness {quoted} is not understood: expected {FORMS}, e.g. 1:5, random:3@0.0-0.5")
     when: EpochPart | Burst | None = None
     try:
-        if found["start"] is not None:
-            when = EpochPart(start=float(found["start"]), end=float(found["end"]))
-        elif found["slow"] is not None:
-            when = Burst(slow_steps=int(found["slow"]), period_steps=int(found["period"]))
-        worker = None if found["worker"] == "random" else int(found["worker"])
-        return SlowRule(worker=worker, factor=float(found["factor"]), when=when)
+        if match["start"] is not None:
+            when = EpochPart(start=float(match["start"]), end=float(match["end"]))
+        elif match["slow"] is not None:
+            when = Burst(slow_steps=int(match["slow"]), period_steps=int(match["period"]))
+        worker = None if match["worker"] == "random" else int(match["worker"])
+        return SlowRule(worker=worker, factor=float(match["factor"]), when=when)
     except ValueError as error:
-        raise ValueError(f"slowness {shown}: {error}") from None
+        raise ValueError(f"slowness {quoted}: {error}") from None
 
 
 class Slowness:
-    """Says how many times as long each worker takes in each step.
+    """Evaluates slowness rules: the factor of each worker in each step.
 
-    Rules that hold for one worker in one step multiply, as a passing hindrance on a machine that is slow
-    anyway does: `1:2` and `random:3` make worker 1, when drawn, 6 times slower.
+    Rules that apply to the same worker and step multiply, like a temporary delay on a slow machine: `1:2` and
+    `random:3` make worker 1, when drawn, 6 times slower.
 
     Args:
         rules: any number, none of them naming a worker outside 0 to `workers` - 1.
-        workers: how many workers there are, at least 1; a random rule draws among them.
-        seed: two jobs with one seed draw the same victims.
+        workers: number of workers, at least 1; a random rule draws among them.
+        seed: two jobs with the same seed draw the same workers.
 
     Raises:
         ValueError: a bad count, or a rule about a worker that does not exist.
@@ -132,26 +132,26 @@ class Slowness:
         """Return how many times as long this step takes; 1.0 is normal.
 
         Args:
-            worker: the worker that asks.
+            worker: the worker's id.
             epoch: counted from 0.
             step_in_epoch: counted from 0 in each epoch.
-            steps_per_epoch: None where it is not known; then no rule may speak of a part of an epoch.
+            steps_per_epoch: None if unknown; then no rule may use a part of an epoch.
             step: counted from 0 over the whole run.
 
         Raises:
-            ValueError: a rule speaks of a part of an epoch and `steps_per_epoch` is None or less than 1.
+            ValueError: a rule uses a part of an epoch and `steps_per_epoch` is None or less than 1.
         """
         product = 1.0
         for index, rule in enumerate(self._rules):
-            # When comes before who, so that a missing steps_per_epoch is refused on all workers alike.
-            if _holds(rule.when, step_in_epoch, steps_per_epoch, step) and worker == (
-                _victim(self._seed, epoch, index, self._workers) if rule.worker is None else rule.worker
+            # The time is checked first, so that a missing steps_per_epoch raises on every worker.
+            if _applies(rule.when, step_in_epoch, steps_per_epoch, step) and worker == (
+                _drawn_worker(self._seed, epoch, index, self._workers) if rule.worker is None else rule.worker
             ):
                 product *= rule.factor
         return product
 
 
-def _holds(
+def _applies(
     when: EpochPart | Burst | None, step_in_epoch: int, steps_per_epoch: int | None, step: int
 ) -> bool:
     if when is None:
@@ -168,6 +168,6 @@ def _holds(
 
 
 @lru_cache(maxsize=64)
-def _victim(seed: int, epoch: int, index: int, workers: int) -> int:
-    """Draw the epoch's victim; a text as seed, because hashes of texts alone are fixed across processes."""
+def _drawn_worker(seed: int, epoch: int, index: int, workers: int) -> int:
+    """Draw the epoch's slow worker; seeded by a string, which `random` hashes alike in all processes."""
     return random.Random(f"slowness {seed} {epoch} {index}").randrange(workers)
