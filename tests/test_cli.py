@@ -150,7 +150,7 @@ def log_of(path, group):
 
 
 def lockstep_group(**change):
-    reason = "all 1 workers are here, and in lockstep everybody takes part in every round"
+    reason = "all 1 workers are here, and in lockstep all take part in every round"
     group = {"generation": 0, "step": 0, "exchange_id": 0, "members": (0,), "joining": (), "weights": (1.0,)}
     return Group(**group | {"reason": reason} | change)
 

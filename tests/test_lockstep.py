@@ -170,7 +170,7 @@ def test_workers_that_stay_for_the_others_are_dismissed_once_when_all_have_finis
     policy = running(world)
     last = max(place for place, event in enumerate(events) if isinstance(event, Finished))
     assert answers(policy, *events[:last]) == []
-    assert answers(policy, *events[last:]) == [Dismiss(reason="everybody has finished")]
+    assert answers(policy, *events[last:]) == [Dismiss(reason="all workers have finished")]
 
 
 @given(healthy_runs(uneven=True, stays=True))
@@ -187,7 +187,7 @@ def test_who_stays_hears_that_others_go_on(run):
 def test_who_leaves_while_others_stay_has_finished_too():
     policy = running(3)
     assert answers(policy, finished(0, 0), finished(1, 0)) == []
-    assert answers(policy, left(2, 0)) == [Dismiss(reason="everybody has finished")]
+    assert answers(policy, left(2, 0)) == [Dismiss(reason="all workers have finished")]
 
 
 @given(healthy_runs(uneven=True))

@@ -4,11 +4,9 @@ This module knows positions only: the order of an epoch is a permutation that th
 (seed, epoch). It sends nothing either; the policy that owns a scheduler sends what it assigns, and reports
 to it what the workers do.
 
-Theory of operation: the life of a block
-========================================
-
-`begin` opens an epoch: its positions form the epoch's *pool*. `deal` cuts a *block* from the pool (a batch's
-worth of positions) and assigns it to a member. From there on a block is in one of these states:
+**Theory of operation: the life of a block.** `begin` opens an epoch: its positions form the epoch's *pool*.
+`deal` cuts a *block* from the pool (a batch's worth of positions) and assigns it to a member. From there on a
+block is in one of these states:
 
 - *untaken*: assigned, and not yet handed to the worker's training loop;
 - *taken*: handed to the loop (`taken`), its gradient not yet contributed;

@@ -70,7 +70,7 @@ class Lending:
         self._patrons -= {worker}
         for late, loan in list(self._loans.items()):
             if worker in (late, loan.patron):
-                self.void(late, f"worker {worker} takes no part any more")
+                self.void(late, f"worker {worker} has left or finished")
         self._idle.discard(worker)
         self._freed.discard(worker)
 

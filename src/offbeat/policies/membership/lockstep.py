@@ -197,7 +197,7 @@ class Lockstep:
             return []
         members = tuple(range(self._world))
         weights = (1.0 / self._world,) * self._world
-        reason = f"all {self._world} workers are here, and in lockstep everybody takes part in every round"
+        reason = f"all {self._world} workers are here, and in lockstep all take part in every round"
         return [
             Group(
                 generation=0,
@@ -368,7 +368,7 @@ class Lockstep:
         """Dismiss the workers that stay until all have finished, once all have."""
         if not self._finished_after or len(self._left_after | self._finished_after) < self._world:
             return []
-        return [Dismiss(reason="everybody has finished")]
+        return [Dismiss(reason="all workers have finished")]
 
     def _handle_left(self, event: Left) -> list[Action]:
         if not self._is_running() or event.worker in self._left_after:

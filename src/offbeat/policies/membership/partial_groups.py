@@ -3,10 +3,8 @@
 This module moves no tensor. The worker's side of the protocol is `offbeat.policies.follower`; stragglers are
 classified in `offbeat.policies.stragglers`.
 
-Theory of operation
-===================
-
-A *group* is the set of workers that average gradients with each other. It changes in two phases:
+**Theory of operation.** A *group* is the set of workers that average gradients with each other. It changes in
+two phases:
 
 1. `Halt`: every member answers `Halted` with its position (steps and rounds finished, whether it has begun
    its step's exchange, the first unused exchange id, whether it holds the state). After its answer it begins
@@ -29,7 +27,7 @@ waits for nothing.
 
 Invariants:
 
-- Generations rise. A Halt supersedes every Halt and every Group before it.
+- Generations rise. A Halt supersedes every older Halt, and every older Group that arrives after it.
 - Exchange ids of a Group begin 2**16 above the highest id that a member reported, so none is used twice.
 - A member that is not joining holds the state. If no answer comes from a holder, the job stops.
 - Members that are Ready for the same round are in the same step; otherwise the job stops.
@@ -896,7 +894,7 @@ class PartialGroups:
 
     def _dismiss(self) -> list[Action]:
         self._is_over = True
-        return [Dismiss(reason="everybody has finished")]
+        return [Dismiss(reason="all workers have finished")]
 
     def _halt(self, now_s: float, *, abandon: bool, why: Any, reason: str = "") -> list[Action]:
         self._halted_generation += 1
