@@ -30,9 +30,7 @@ class Hand:
         self._taken: list[int] = []
         self._late: list[int] = []  # blocks whose gradient another worker has computed
         self._last_ended_epoch = -1
-        self._ignores_deals = (
-            False  # Deals sent before the coordinator knew of an early exit
-        )
+        self._ignores_deals = False  # Deals sent before the coordinator knew of an early exit
 
     def begin(self, epoch: int) -> None:
         """Begins an epoch; blocks of the epoch before stay in the queue."""

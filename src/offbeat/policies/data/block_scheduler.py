@@ -29,8 +29,8 @@ the rest of the epoch is not wanted (`cut`, and `drop_last` when the epoch is op
 Order of assignment. A worker's *level* is the number of hands that it has had; a hand is one block for each
 member at the lowest level. `deal` repeats three actions: `_update_levels` updates which workers can be served
 and which have nothing left of their epoch; `_next_hand` chooses the next workers and the sizes of their
-blocks; `_serve` cuts them from the oldest epoch with a pool. A worker that enters late gets
-the level of the others, less the blocks that they still hold.
+blocks; `_serve` cuts them from the oldest epoch with a pool. A worker that enters late gets the level of the
+others, less the blocks that they still hold.
 
 Invariants: each position of an open epoch is in exactly one place (pool, one worker, one open round, used);
 block ids are never reused; only members have a level; an operation that raises has changed nothing.

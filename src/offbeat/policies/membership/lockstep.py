@@ -318,7 +318,7 @@ class Lockstep:
         waiting += [(asked.round, asked.now_s, asked) for asked in self._asking.values()]
         if not waiting:
             return []
-        round_, since_s, first = min(waiting, key=lambda one: one[:2])
+        round_, since_s, first = min(waiting, key=lambda entry: entry[:2])
         if now_s - since_s <= self._deadline_s:
             return []
         late = [

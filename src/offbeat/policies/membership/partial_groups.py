@@ -305,7 +305,7 @@ class PartialGroups:
             "before": list(self._previous_members),
             "unfollowed": sorted(self._not_switched),
             "arriving": sorted(self._joining),
-            "left_after": [list(one) for one in self._ended_after.items()],
+            "left_after": [list(entry) for entry in self._ended_after.items()],
             "passed": sorted(self._overtaken),
             "generation": self._generation,
             "halted_generation": self._halted_generation,
@@ -317,7 +317,7 @@ class PartialGroups:
                 "since_s": change.since_s,
                 "answers": [asdict(answer) for answer in change.answers.values()],
             },
-            "open": [[round_, *one] for round_, one in self._open_rounds.items()],
+            "open": [[round_, *entry] for round_, entry in self._open_rounds.items()],
             "moved_s": self._group_sent_s,
             "heard_s": self._last_received_s,
             "probe_after": self._probe_after,
@@ -332,9 +332,9 @@ class PartialGroups:
             "reported_s": self._reported_s,
             "stands": self._is_isolated,
             "is_settled": self._is_settled,
-            "epoch_began": [list(one) for one in self._epoch_began.items()],
+            "epoch_began": [list(entry) for entry in self._epoch_began.items()],
             "is_in_window": self._is_in_window,
-            "why": [list(one) for one in self._reasons.items()],
+            "why": [list(entry) for entry in self._reasons.items()],
             "epochs_ended": self._epochs_ended,
             "first_finished_s": self._first_finished_s,
             "is_over": self._is_over,
@@ -355,7 +355,7 @@ class PartialGroups:
         change = state["fence"]
         self._pending_change = None
         if change is not None:
-            answers = {one["worker"]: Halted(**one) for one in change["answers"]}
+            answers = {entry["worker"]: Halted(**entry) for entry in change["answers"]}
             self._pending_change = _PendingChange(**{**change, "answers": answers})
         self._open_rounds = {round_: (since_s, count, step) for round_, since_s, count, step in state["open"]}
         self._group_sent_s, self._exchange_id = state["moved_s"], state["exchange_id"]
