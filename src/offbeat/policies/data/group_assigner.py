@@ -83,9 +83,8 @@ class Dealing(Dealer):
         self._rounds_done: dict[int, int] = {}  # rounds that a member is known to have finished
         self._next_round = 0  # the first round that is not completed
         self._behind: set[int] = set()  # members that are not known to have finished it
-        self._last_contributed: dict[
-            int, tuple[int, int]
-        ] = {}  # the last round and step to which each contributed
+        # The last round and step to which each worker contributed.
+        self._last_contributed: dict[int, tuple[int, int]] = {}
         self._rounds_ahead_of_steps: int | None = None  # rounds less steps, by the last Ready
         self._lost: set[int] = set()  # lost, and the last round finished with them is not known yet
         self._unreported: dict[int, _Unreported] = {}

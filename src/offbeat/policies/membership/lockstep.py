@@ -111,9 +111,8 @@ class Lockstep:
         self._steps: list[int | None] = [None] * world  # the step of each worker's last Ready
         self._steps_finished = [0] * world  # the steps that each worker reported as finished
         self._left_after: dict[int, int] = {}  # workers that left: their steps
-        self._finished_after: dict[
-            int, int
-        ] = {}  # workers that have finished and stay until all have: their steps
+        # Workers that have finished, and stay until all have: their steps.
+        self._finished_after: dict[int, int] = {}
         self._open_rounds: dict[int, _OpenRound] = {}
         self._asking: dict[int, LeftOut] = {}  # workers that ask for the batch of their round
         self._rounds_complete = 0

@@ -672,7 +672,9 @@ class PartialGroups:
         """
         silent_s = now_s - self._last_received_s
         self._last_received_s, self._probe_after = now_s, min(2 * self._probe_after, _PROBE_MAX)
-        return self._halt(now_s, abandon=False, why=(), reason=f"nothing was received for {silent_s:.1f} s")
+        return self._halt(
+            now_s, abandon=False, workers=(), reason=f"nothing was received for {silent_s:.1f} s"
+        )
 
     def _overdue(self, now_s: float) -> list[int]:
         """Return the members that were not Ready in time while other members wait."""
@@ -734,10 +736,10 @@ class PartialGroups:
 
     def _update_unreachable(self, now_s: float) -> None:
         """Update at once which excluded workers can return, and which workers outside cannot any more."""
-        before, self._is_isolated = self._is_isolated, self._are_most_silent()
+        was_isolated, self._is_isolated = self._is_isolated, self._are_most_silent()
         if self._is_isolated:
             return
-        if before:
+        if was_isolated:
             self._restart_timeouts(now_s)
         if not (self._reachability or self._unreachable):
             self._reported_s = None
@@ -812,12 +814,12 @@ class PartialGroups:
             broken += sorted(self._joining)
         if self._pending_change is not None:
             return (
-                self._halt(now_s, abandon=True, why=broken)
+                self._halt(now_s, abandon=True, workers=broken)
                 if broken and not self._pending_change.abandon
                 else []
             )
         if broken:
-            return self._halt(now_s, abandon=True, why=broken)
+            return self._halt(now_s, abandon=True, workers=broken)
         wanted = self._target_members()
         if wanted == self._members and self._all_have_finished():
             return self._dismiss()
@@ -826,7 +828,7 @@ class PartialGroups:
             return []
         if self._joining:  # other members may have begun a step that needs them
             return []
-        return self._halt(now_s, abandon=False, why=set(wanted) ^ set(self._members))
+        return self._halt(now_s, abandon=False, workers=set(wanted) ^ set(self._members))
 
     def _set_groups(self, members: tuple[int, ...], before: tuple[int, ...]) -> None:
         """Set the members of the group, and those that may still be in the one before."""
@@ -849,21 +851,26 @@ class PartialGroups:
         """Return the workers that should be in the group; not empty while any worker is able."""
         if self._all_have_finished():
             return tuple(sorted(worker for worker in self._workers if self._keeps_up(worker)))
-        goes_on, gives = self._has_working_member(), self._can_send_state()
-        able = [
+        can_continue, can_send_state = self._has_working_member(), self._can_send_state()
+        candidates = [
             worker
             for worker, state in self._workers.items()
             if self._keeps_up(worker)
             and worker not in self._overtaken
             and (
                 worker in self._member_set
-                or (goes_on and state.can_join and not state.has_finished and (gives or not state.is_new))
+                or (
+                    can_continue
+                    and state.can_join
+                    and not state.has_finished
+                    and (can_send_state or not state.is_new)
+                )
             )
         ]
         takes_all = self._monitor == "epoch_window" and self._is_in_window
         slow = frozenset() if takes_all else self._classifier.stragglers
-        wanted = [worker for worker in able if worker not in slow]
-        return tuple(sorted(wanted or able))
+        wanted = [worker for worker in candidates if worker not in slow]
+        return tuple(sorted(wanted or candidates))
 
     def _has_working_member(self) -> bool:
         """Whether a member that holds the state does further steps."""
@@ -896,12 +903,12 @@ class PartialGroups:
         self._is_over = True
         return [Dismiss(reason="all workers have finished")]
 
-    def _halt(self, now_s: float, *, abandon: bool, why: Any, reason: str = "") -> list[Action]:
+    def _halt(self, now_s: float, *, abandon: bool, workers: Any, reason: str = "") -> list[Action]:
         self._halted_generation += 1
         self._pending_change = _PendingChange(
             generation=self._halted_generation, abandon=abandon, since_s=now_s
         )
-        reasons = [self._reasons.get(worker, f"worker {worker}") for worker in sorted(why)[:8]]
+        reasons = [self._reasons.get(worker, f"worker {worker}") for worker in sorted(workers)[:8]]
         reason = "; ".join(reasons) or reason
         return [
             Halt(generation=self._halted_generation, abandon=abandon, reason=reason),
@@ -952,7 +959,7 @@ class PartialGroups:
         step = max(answer.step + answer.has_begun for answer in answers)
         ended = [worker for worker, steps in self._ended_after.items() if steps < step]
         if ended:  # a step has begun that needs a worker that has ended
-            return self._halt(now_s, abandon=True, why=ended)
+            return self._halt(now_s, abandon=True, workers=ended)
         joining = tuple(worker for worker in members if worker not in kept)
         reason = self._reason(set(members) ^ set(self._members)) or "all members have answered"
         self._apply_group(answers, tuple(members), joining, now_s)
