@@ -1,7 +1,7 @@
-"""What averages a worker's gradients, and what it needs of the session that it works for.
+"""Interfaces of gradient averagers, and the encoding of float64 values in float32 tensors.
 
-What all such averagers share is here: their two sides as protocols, and how numbers of double precision
-travel among those of single precision. This module knows no averager, and nothing of how they exchange.
+`Averager` is the interface to the training loop, `Host` what an averager requires of its session. This module
+implements no averager and no exchange.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.writes import Writes
 
-WORD_S = 5.0  # the coordinator has the same deadline and knows who is late, so it has the first word
-LANES = 3  # numbers of single precision that hold one of double precision
+WORD_S = 5.0  # added to a deadline, so that the coordinator's error, which names the late worker, comes first
+LANES = 3  # float32 numbers that hold one float64
 
 
 class Host(Protocol):
-    """What the averager needs of the session that it works for."""
+    """What an averager requires of its session."""
 
     @property
     def timer(self) -> PartTimer:
@@ -29,44 +29,44 @@ class Host(Protocol):
 
     @property
     def tracer(self) -> Tracer | None:
-        """Takes note of what happens when, if somebody wants to know."""
+        """Records a timeline; None where no tracing was requested."""
 
     @property
     def writes(self) -> Writes:
-        """What the program writes to parameters and optimizer state."""
+        """Tracks what the program writes to parameters and optimizer state."""
 
     @property
     def is_signalled(self) -> bool:
-        """Whether this worker knows of a preemption signal, its own or another's."""
+        """Whether this worker knows of a preemption signal, its own or another worker's."""
 
     def check(self) -> None:
-        """Raises if the job has failed."""
+        """Raises an error if the job has failed."""
 
     def computed(self, compute_s: float) -> None:
-        """Hears how long a forward and backward pass computed; may delay its end (injected slowness)."""
+        """Reports the compute time of a forward and backward pass; may block to inject slowness."""
 
     def ready(self, compute_s: float) -> tuple[int, int]:
-        """Hears that this worker's gradients are on their way, before anybody is waited for.
+        """Announces this worker's gradients, before it waits for any other member.
 
         Returns:
-            How many dealt blocks they are of: its own, and those that others have computed for it.
+            The numbers of assigned blocks behind them: its own, and those that other workers computed for it.
         """
 
     def hyperparameters(self) -> list[float]:
-        """Numbers of which all members are to use the first one's, as many on all of them."""
+        """This worker's hyperparameters; all members have equally many, and all use the first member's."""
 
     def take_hyperparameters(
         self, values: list[float], groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
-        """Hears the first member's; uses them in these groups, by default in the optimizer's."""
+        """Applies the first member's values to `groups`, by default the optimizer's parameter groups."""
 
 
 class Averager(Protocol):
-    """Keeps a worker's gradients those of its group."""
+    """Makes a worker's gradients the mean over its group."""
 
     @property
     def round(self) -> int:
-        """Rounds finished."""
+        """Number of finished rounds."""
 
     @property
     def is_clear(self) -> bool:
@@ -74,39 +74,39 @@ class Averager(Protocol):
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a round that all members have finished has said that one of them knows of a signal."""
+        """Whether a round that all members have finished reported a preemption signal."""
 
     def attach(self) -> None:
-        """Puts the hooks on the model."""
+        """Registers the hooks on the model."""
 
     def detach(self) -> None:
-        """Takes every hook off the model again."""
+        """Removes all hooks from the model."""
 
     def weigh(self, batches: float) -> None:
-        """Says what the next backward passes count, relative to a whole batch; with 0 they leave no trace."""
+        """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate; the exchange comes with the next one outside."""
+        """Backward passes inside accumulate without an exchange, which follows the next one outside."""
 
     def before_step(self, *, has_closure: bool) -> None:
-        """An optimizer is about to step; `has_closure`: which computes its gradients by itself."""
+        """Prepares an optimizer's step; with `has_closure`, a closure computes its gradients."""
 
     def after_step(self) -> None:
-        """A step is over: an optimizer, or several, have stepped since the last call."""
+        """Ends a step, in which one or several optimizers have stepped."""
 
     @property
     def puts_off(self) -> bool:
-        """Whether the last step is yet to be taken with some parameters."""
+        """Whether the last step is still to be applied to some parameters."""
 
     def drain(self) -> None:
-        """Takes what has been put off of the last step."""
+        """Applies the deferred part of the last step."""
 
     def flush(self) -> None:
-        """The loop is over: leaves nothing that is still to come."""
+        """Completes all outstanding work at the end of the loop."""
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """Returns numbers of single precision, `LANES` a value, that hold the values to their last bits."""
+    """Splits float64 values into `LANES` float32 numbers each, whose sum is the value to its last bit."""
     lanes = []
     for value in values:
         for _ in range(LANES):
@@ -116,5 +116,5 @@ def spread(values: Sequence[float]) -> list[float]:
 
 
 def gathered(lanes: Sequence[float]) -> list[float]:
-    """Returns the values that were spread: their lanes' sums, in double precision."""
+    """Joins what `spread` split: sums each `LANES` numbers in float64."""
     return [sum(lanes[lane : lane + LANES]) for lane in range(0, len(lanes), LANES)]
