@@ -1,9 +1,9 @@
-"""What one worker gives to a sum, wherever it lies.
+"""One worker's addend of an all-reduce, part of which may lie outside the send buffer.
 
-Most of what a worker gives to a ring is never sent: it is added to what comes. So large gradients need not be
-copied into the memory that is sent from; they stay where they are, and are scaled when they are added.
+In a ring, most of a worker's contribution is never sent, but added to received data. So large gradients need
+not be copied into the send buffer: they stay where they are, and are scaled when they are added.
 
-This module never sends anything and knows no schedule.
+This module sends nothing and knows no schedule.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Elements of a contribution that lie elsewhere.
+    """Elements of a contribution that lie outside the send buffer.
 
     Attributes:
-        start: the place of the first one.
-        values: 1-D; not to be changed until the exchange is over.
+        start: the index of the first one.
+        values: 1-D; must not change until the exchange is over.
         factor: the contribution is `factor` times these values.
     """
 
@@ -30,14 +30,14 @@ class Part:
 
 
 class Contribution:
-    """The elements of `flat`, but for those that lie in `parts` and are not settled yet.
+    """The elements of `flat`, except those that lie in `parts` and are not settled yet.
 
-    An element must be used in one form only, for scaling before the sum and within it round differently: all
-    that is sent is to be settled first, and then added from there too.
+    Scaling before the sum and within it round differently, so each element must be used in one form only:
+    whatever is sent is settled first, and then also added from `flat`.
 
     Args:
-        flat: 1-D.
-        parts: of it, none overlapping another.
+        flat: 1-D, the send buffer.
+        parts: its elements that lie elsewhere, without overlap.
     """
 
     def __init__(self, flat: torch.Tensor, parts: Sequence[Part] = ()) -> None:
@@ -46,29 +46,29 @@ class Contribution:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all of it lies in `flat`."""
+        """Whether all elements lie in `flat`."""
         return not self._parts
 
     def settle(self, start: int = 0, stop: int | None = None) -> None:
-        """Write elements `start` to `stop` to their places in `flat`; all of them for good by default."""
+        """Write elements `start` to `stop` to `flat`; by default all, and `parts` are dropped."""
         last = len(self.flat) if stop is None else stop
         for first, end, part in self._runs(start, last):
             if part is not None:
-                torch.mul(_of(part, first, end), part.factor, out=self.flat[first:end])
+                torch.mul(_values_of(part, first, end), part.factor, out=self.flat[first:end])
         if not start and last == len(self.flat):
             self._parts = []
 
-    def add(self, theirs: torch.Tensor, start: int, stop: int, *, out: torch.Tensor) -> None:
+    def add(self, received: torch.Tensor, start: int, stop: int, *, out: torch.Tensor) -> None:
         """Write `theirs` plus elements `start` to `stop` to `out`, which may be `theirs`."""
         for first, end, part in self._runs(start, stop):
-            here = slice(first - start, end - start)
+            span = slice(first - start, end - start)
             if part is None:
-                torch.add(theirs[here], self.flat[first:end], out=out[here])
+                torch.add(received[span], self.flat[first:end], out=out[span])
             else:
-                torch.add(theirs[here], _of(part, first, end), alpha=part.factor, out=out[here])
+                torch.add(received[span], _values_of(part, first, end), alpha=part.factor, out=out[span])
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, Part | None]]:
-        """Elements `start` to `stop` in runs that lie in one part, or in none."""
+        """Yield elements `start` to `stop` as runs that lie in one part, or in `flat` (None)."""
         for part in self._parts:
             first, end = max(start, part.start), min(stop, part.start + len(part.values))
             if first < end:
@@ -80,5 +80,5 @@ class Contribution:
             yield start, stop, None
 
 
-def _of(part: Part, first: int, end: int) -> torch.Tensor:
+def _values_of(part: Part, first: int, end: int) -> torch.Tensor:
     return part.values[first - part.start : end - part.start]

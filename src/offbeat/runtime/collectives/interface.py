@@ -1,8 +1,8 @@
-"""What a worker asks of whatever sums tensors over the members of a group, and the memory that suits it.
+"""Interface of the collectives over a group's members, and the memory that suits them.
 
-There are two that do: `LinkExchange` runs schedules over links, `TorchExchange` hands the tensors to
+There are two implementations: `LinkExchange` runs schedules over links, `TorchExchange` calls
 `torch.distributed`. Both work in the background: a call returns a `Pending` at once. This module imports
-neither, sums and sends nothing, and never decides who takes part.
+neither, computes and sends nothing, and never decides on membership.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Pending(Protocol):
     """One exchange under way.
 
     Attributes:
-        ended_s: when it was over, by the performance counter; None before, or where nobody saw it.
+        ended_s: its end, on the performance counter; None before that, or where it is not recorded.
     """
 
     ended_s: float | None
 
     def wait(self, deadline_s: float) -> None:
-        """Blocks until the result is in the tensor and its memory may be written again.
+        """Blocks until the result is in the output tensor and the memory may be written again.
 
         Raises:
-            WorkerError: the exchange was abandoned, or it was not done within `deadline_s` seconds.
+            WorkerError: the exchange was abandoned, or did not finish within `deadline_s` seconds.
         """
 
 
@@ -48,62 +48,63 @@ class Exchange(Protocol):
         priority: int = 0,
         parts: Sequence[Part] = (),
     ) -> Pending:
-        """Sums the 1-D tensor `flat` over the members, into another one like it.
+        """Sums the 1-D tensor `flat` over the members, into a tensor of the same shape and dtype.
 
-        `flat` is only read, so that the same values can be summed again should this not succeed; but where
-        `parts` of it lie elsewhere, it is written as far as has to be sent.
+        `flat` is only read, so that the call can be repeated with the same values if it fails; but elements
+        that lie in `parts` are written to it where they have to be sent.
 
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
-            index: tells apart the tensors of one exchange id, less than 2**20.
-            algorithm: as `offbeat.numerics.schedules.schedule` knows it; the same on all members. Torch has
+            index: distinguishes the tensors of one exchange id, less than 2**20.
+            algorithm: a name of `offbeat.numerics.schedules.schedule`, the same on all members. Torch chooses
                 its own.
-            priority: what has a lower number overtakes what is under way. Torch keeps the order of the calls.
+            priority: exchanges with a lower number overtake those under way. Torch keeps the order of the
+                calls.
 
         Raises:
-            ValueError: a member may still read `into` (`TensorMemory.is_read`), or an unknown algorithm.
+            ValueError: a member may still read `into` (`TensorMemory.is_read`), or the algorithm is unknown.
         """
 
     def prepare(
         self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
     ) -> None:
-        """Says that an `all_reduce` into this tensor will come with this id, index and algorithm.
+        """Announces an `all_reduce` into this tensor with this id, index and algorithm.
 
-        What faster members send for it then has a place to go to; without, it is kept and copied later.
+        Data from faster members is then received into the tensor; otherwise it is buffered and copied later.
         """
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
-        """Copies the 1-D tensor `flat` of member number `root` to the others, in place."""
+        """Copies the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
 
     def abandon(self, error: WorkerError) -> None:
-        """Ends every pending exchange, and every later one, with `error`. Any thread may call it."""
+        """Fails all pending and later exchanges with `error`; thread-safe."""
 
 
 class TensorMemory:
-    """Memory from which a worker's tensors are sent best, in whatever exchange.
+    """Allocates tensors in the memory that exchanges send from fastest.
 
     Args:
-        endpoint: this worker's links, every other worker on this host introduced.
+        endpoint: this worker's links, with every other worker on this host introduced.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     def zeros(self, elements: int, dtype: torch.dtype, *, device: torch.device) -> torch.Tensor:
-        """A new 1-D tensor of zeros; on the CPU, workers on this host read it where it lies."""
+        """Return a new 1-D tensor of zeros; on the CPU in memory that workers on this host can read."""
         if device.type != "cpu" or not elements:
             return torch.zeros(elements, dtype=dtype, device=device)
         return torch.frombuffer(self._endpoint.allocate(elements * dtype.itemsize), dtype=dtype)
 
     def is_read(self, flat: torch.Tensor) -> bool:
-        """Whether another worker may still read this tensor, on account of an exchange that was abandoned.
+        """Whether another worker may still read this tensor, because an exchange was abandoned.
 
-        Then it must not be written any more: take another in its place.
+        If so, it must not be written any more: allocate another one.
         """
         return flat.device.type == "cpu" and self._endpoint.is_read(bytes_of(flat))
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous 1-D tensor on the CPU; what is written there, it holds."""
+    """Return the memory of a contiguous 1-D tensor on the CPU as a writable view."""
     raw: Any = flat.view(torch.uint8).numpy()
     return memoryview(raw)

@@ -1,6 +1,6 @@
-"""Memory for arrays, taken again when nobody has the array any more: it is in place, and in the cache.
+"""Pooled memory for arrays, reused once no array refers to it, when it is still mapped and in the cache.
 
-Fresh memory costs more than what is written into it: the system clears each page as it is touched.
+Fresh memory costs more than the writes to it: the system clears each page on first access.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from offbeat.numerics.ps.memory import page_aligned
 
 Buffer = NDArray[np.uint8]
 
-_MIN_BYTES: Final = 128 * 1024  # smaller ones the allocator takes again by itself
-_BYTES_MAX: Final = 256 * 1024 * 1024
+_MIN_BYTES: Final = 128 * 1024  # the allocator reuses smaller ones by itself
+_POOL_BYTES_MAX: Final = 256 * 1024 * 1024
 
 
-def _references(buffers: list[Buffer]) -> list[int]:
-    """Return how many references there are to each of these, those that are made here to count them, too."""
+def _reference_counts(buffers: list[Buffer]) -> list[int]:
+    """Return each buffer's reference count, which includes the references made here."""
     return [sys.getrefcount(buffer) for buffer in buffers]
 
 
-(_UNUSED,) = _references([np.empty(1, np.uint8)])  # to a buffer of which there is no array
+(_UNUSED_COUNT,) = _reference_counts([np.empty(1, np.uint8)])  # the count of a buffer without an array
 
 
 class Buffers:
-    """The buffers of one owner, 256 MiB of them at most; of one thread.
+    """One owner's pool of at most 256 MiB of buffers; for one thread.
 
     Args:
-        allocate: returns so many bytes of memory, whatever is in them.
-        is_read: whether somebody may still read a buffer of which there is no array any more.
+        allocate: returns the given number of bytes of uninitialised memory.
+        is_read: whether another process may still read a buffer without an array.
     """
 
     def __init__(
@@ -43,36 +43,36 @@ class Buffers:
         is_read: Callable[[Buffer], bool] = lambda buffer: False,
     ) -> None:
         self._allocate, self._is_read = allocate, is_read
-        self._buffers: dict[int, list[Buffer]] = {}  # by the bits of their length
-        self._bytes = 0
+        self._buffers: dict[int, list[Buffer]] = {}  # by the bit length of their size
+        self._pooled_bytes = 0
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return an array whose values are anything."""
+        """Return an uninitialised array."""
         size = math.prod(shape) * dtype.itemsize
         if size < _MIN_BYTES:
             return np.empty(shape, dtype)
         buffers = self._buffers.setdefault(size.bit_length(), [])
-        for place in self._unused(buffers):
-            if size <= buffers[place].nbytes:
-                return buffers[place][:size].view(dtype).reshape(shape)
-        if size <= _BYTES_MAX:
+        for index in self._unused(buffers):
+            if size <= buffers[index].nbytes:
+                return buffers[index][:size].view(dtype).reshape(shape)
+        if size <= _POOL_BYTES_MAX:
             self._make_room(size)
         buffer = self._allocate(size)
-        if self._bytes + size <= _BYTES_MAX:
+        if self._pooled_bytes + size <= _POOL_BYTES_MAX:
             buffers.append(buffer)
-            self._bytes += size
+            self._pooled_bytes += size
         return buffer.view(dtype).reshape(shape)
 
     def _unused(self, buffers: list[Buffer]) -> Iterator[int]:
-        """Yield the places of those that nobody has or reads."""
-        for place, references in enumerate(_references(buffers)):
-            if references == _UNUSED and not self._is_read(buffers[place]):
-                yield place
+        """Yield the indices of buffers that have no array and no reader."""
+        for index, count in enumerate(_reference_counts(buffers)):
+            if count == _UNUSED_COUNT and not self._is_read(buffers[index]):
+                yield index
 
     def _make_room(self, size: int) -> None:
-        """Let go of what nobody has where so much more would be too much: others are asked for now."""
+        """Free unused buffers, of any size, until `size` more bytes fit into the pool."""
         for buffers in self._buffers.values():
-            for place in reversed([*self._unused(buffers)]):
-                if self._bytes + size <= _BYTES_MAX:
+            for index in reversed([*self._unused(buffers)]):
+                if self._pooled_bytes + size <= _POOL_BYTES_MAX:
                     return
-                self._bytes -= buffers.pop(place).nbytes
+                self._pooled_bytes -= buffers.pop(index).nbytes
