@@ -138,7 +138,7 @@ def fails_where_it_gives_its_state(rank, say, is_late):
 def test_who_waits_for_the_first_state_is_told_why_it_does_not_come(is_late):
     first, second = run(fails_where_it_gives_its_state, 2, is_late)
     assert first.error == "this state cannot be given"
-    assert "nobody to have the same state with before the first step" in second.error
+    assert "could not receive the initial state before the first step" in second.error
     assert "this state cannot be given" in second.error
 
 

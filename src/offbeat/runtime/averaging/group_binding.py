@@ -1,7 +1,37 @@
-"""A worker's seat in groups that change: binds what is decided to exchanges and to the copying of state.
+"""Binds a worker to a group that changes: opens exchanges, and transfers state to joining workers.
 
-What a worker may do when is the `Follower`'s to say; this module waits, opens exchanges, and moves state to
-those who join.
+Theory of operation
+-------------------
+
+The `Follower` is pure and decides what this worker may do. The links' thread passes it the coordinator's
+`Halt` and `Group` actions, under `Member.lock`. This module carries the decisions out in the worker's thread:
+it waits, opens exchanges and transfers state. It never decides on membership.
+
+A `Seat` is the handle of one group: an exchange over its members, with this worker's position and weight. It
+is up to date while its generation is the follower's. `Grouping.seat` asks `Follower.turn` before an exchange:
+
+- GO: return the seat, opened first if the group is new. The worker has begun its step's exchange: a `Halt`
+  that does not abandon the exchange lets it finish.
+- WAIT: a change is under way; wait for the next `Group`.
+- TAKE: this worker joins; receive the donor's state, then ask again.
+- OUT: no group has this worker; it exchanges nothing.
+
+A group names its first exchange id. The first `StateCopier.IDS` ids are for the transfer of state; the
+following ones are counted by `next_exchange_id`, in the same order on every member.
+
+State transfer: a new group takes effect at the step that it names. When the donor has finished the step
+before, it opens its seat in the new group and starts a thread that sends the state over a separate exchange,
+of the donor and the joining workers. The donor goes on, but no round of the new group can finish without the
+joining workers, so its state cannot change before they have received it. The receiver sets `has_taken`:
+gradients that it has are those of other parameters.
+
+Failures:
+
+- A `Halt` with `abandon` ends the seat's exchange and the transfer with a `RegroupedError`, and
+  `finish_round` returns False: the caller repeats the round with the same gradients in the next group, and a
+  joining worker waits for that group.
+- If the job has failed, or the group was abandoned, before a new exchange was registered here, the exchange
+  fails immediately.
 """
 
 from __future__ import annotations
@@ -21,19 +51,19 @@ from offbeat.runtime.training.state_copy import StateCopier
 
 
 class RegroupedError(WorkerError):
-    """An exchange was abandoned because the group has changed; it is repeated in the next one."""
+    """An exchange was abandoned because the group has changed; to be repeated in the next group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One worker's part in one group.
+    """A worker's handle of one group.
 
     Attributes:
         exchange: over the group's members.
-        position: this worker's place among them.
-        size: how many they are.
-        weight: this worker's weight in the mean, relative to the others'.
-        generation: of the group.
+        position: this worker's position among them.
+        size: the number of members.
+        weight: this worker's weight in the mean, times `size`.
+        generation: the group's generation.
     """
 
     exchange: Exchange
@@ -44,20 +74,20 @@ class Seat:
 
 
 class Grouping:
-    """Where this worker sits, from group to group.
+    """The binding of this worker to its group, across changes of the group.
 
     Args:
-        member: the control side.
-        open_exchange: makes the exchange of a list of workers.
-        copy_state: copies the state of an exchange's first member to its others, blocking; gets the exchange,
-            this worker's position in it, the first of `StateCopier.IDS` exchange ids and, at position 0, how
-            many exchanges are finished, which it returns to the others.
-        deadline_s: how long to wait for a group at most, in seconds.
+        member: the connection to the coordinator.
+        open_exchange: makes an exchange over a list of workers.
+        copy_state: copies the state of an exchange's first member to all other members, blocking; gets the
+            exchange, this worker's position in it, the first of `StateCopier.IDS` exchange ids and, at
+            position 0, the number of finished exchanges, which it returns on every member.
+        deadline_s: the longest time to wait for a group, in seconds.
 
     Attributes:
-        memory: where tensors lie best that are exchanged, in whatever group.
-        has_taken: this worker's state has been replaced since that was last set to False.
-        late: what is computed by workers outside for members.
+        memory: allocates tensors for exchanges, independent of the group.
+        has_taken: this worker's state has been replaced since this was last set to False.
+        late: the late blocks that this worker computes or is the proxy for.
     """
 
     def __init__(
@@ -74,13 +104,13 @@ class Grouping:
         self._deadline_s = deadline_s
         self._seat: Seat | None = None
         self._seat_generation = -1
-        self._exchange_id = 0  # the first that was not used in this seat
-        self._handing_over: Exchange | None = None
-        self._giving: threading.Thread | None = None
+        self._exchange_id = 0  # the first unused one of this seat
+        self._transfer: Exchange | None = None
+        self._transfer_thread: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
         self.has_taken = False
         self.late = LateGradients(member)
-        member.on_abandon = self._abandon
+        member.on_abandon = self._on_abandon
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
         """See `Member.start_thread`."""
@@ -88,19 +118,19 @@ class Grouping:
 
     @property
     def follower(self) -> Follower:
-        """What may be done when; to be read, and counted on by `finish_round` and `finish_step` here."""
+        """The state of the group protocol, to be read; `finish_round` and `finish_step` here advance it."""
         return self._follower
 
     def seat(self, *, wait: bool, may_take: bool = False) -> Seat | None:
-        """This worker's seat for the next exchange; None where no group counts on it.
+        """Return this worker's seat for the next exchange, or None if no group has this worker.
 
         Args:
-            wait: wait for the next group and, if `may_take`, for the state to take; without, what would have
-                to be waited for is None too.
-            may_take: the worker stands where its state may be replaced.
+            wait: wait for the next group and, if `may_take`, receive its state where needed; otherwise return
+                None in these cases.
+            may_take: this worker's state may be replaced now.
 
         Raises:
-            WorkerError: the job failed, or no group was named in time.
+            WorkerError: the job failed, or no group was named within the deadline.
         """
         while True:
             with self._member.lock:
@@ -110,55 +140,57 @@ class Grouping:
                     lambda: self._follower.turn() is not Turn.WAIT, self._deadline_s, "the next group"
                 )
             elif turn is Turn.TAKE and wait and may_take:
-                self._take()
+                self._receive_state()
             elif turn is Turn.GO:
                 assert group is not None
-                return self._settle(group)
+                return self._enter(group)
             else:
                 return None
 
     def first_seat(self, world: int) -> Seat | None:
-        """The seat of a worker that was there from the start; None where one of the `world` has gone already.
+        """Return the first seat of a worker that started with the job; None if one of the `world` is lost.
 
         Raises:
-            WorkerError: the job failed, or no group was named in time.
+            WorkerError: the job failed, or no group was named within the deadline.
         """
         seat = self.seat(wait=True)
         with self._member.lock:
             group = self._follower.group
-        has_everybody = group is not None and group.members[:world] == tuple(range(world))
-        return seat if has_everybody else None
+        is_complete = group is not None and group.members[:world] == tuple(range(world))
+        return seat if is_complete else None
 
     def seat_of_newcomer(self) -> Seat:
-        """The first seat of a worker that has no state yet, once it has taken one.
+        """Return the first seat of a worker that joins a running job, after it has received the state.
 
         Raises:
-            WorkerError: the job failed or ended, or no group named this worker in time.
+            WorkerError: the job failed or ended, or no group accepted this worker within the deadline.
         """
 
-        def is_inside() -> bool:
+        def is_accepted() -> bool:
             return self._follower.turn() in (Turn.TAKE, Turn.GO)
 
         while True:
             self._member.wait_for(
-                lambda: is_inside() or self._member.is_dismissed, self._deadline_s, "a group that takes it in"
+                lambda: is_accepted() or self._member.is_dismissed,
+                self._deadline_s,
+                "a group that accepts it",
             )
             with self._member.lock:
-                if not is_inside():
+                if not is_accepted():
                     worker = self._follower.worker
-                    raise WorkerError(f"worker {worker} came too late: the job has ended without it")
+                    raise WorkerError(f"worker {worker} joined too late: the job has ended without it")
             seat = self.seat(wait=True, may_take=True)
             if seat is not None:
                 return seat
 
     def next_exchange_id(self) -> int:
-        """An exchange id that all members use for the same exchange.
+        """Return the next exchange id, the same on all members for the same exchange.
 
-        Where the group has changed since this seat was taken, its exchanges are abandoned: then it is an id
-        that nobody uses, and the new group's are not touched.
+        If the group has changed since this seat was opened, its exchanges are abandoned. Then the id is an
+        unused one, not one of the new group.
         """
         with self._member.lock:
-            if self._is_up_to_date():
+            if self._is_current():
                 self._follower.exchange_id += 1
                 self._exchange_id = self._follower.exchange_id
             else:
@@ -167,65 +199,65 @@ class Grouping:
 
     @property
     def stays(self) -> bool:
-        """Whether the next exchange is, as far as is known, in the same group."""
+        """Whether no change of the group is known before the next exchange."""
         with self._member.lock:
-            return self._is_up_to_date() and not self._follower.will_change
+            return self._is_current() and not self._follower.will_change
 
     def finish_round(self, contributions: Sequence[tuple[int, int]]) -> bool:
-        """Counts an exchange as finished; False if it was abandoned, and then it has to be repeated.
+        """Counts an exchange as finished; returns False if it was abandoned and has to be repeated.
 
         Args:
             contributions: see `Follower.finish_round`.
         """
         with self._member.lock:
-            return self._is_up_to_date() and self._follower.finish_round(contributions)
+            return self._is_current() and self._follower.finish_round(contributions)
 
     def finish_step(self) -> None:
-        """Counts an optimizer step, and hands the state to those who join from here on."""
+        """Counts an optimizer step, and starts the state transfer to workers that join after it."""
         with self._member.lock:
             self._follower.finish_step()
         self.late.finish_step()
         with self._member.lock:
             group = self._follower.group
-            if not self._follower.is_member or self._is_up_to_date():
+            if not self._follower.is_member or self._is_current():
                 return
         assert group is not None
-        self._settle(group)
+        self._enter(group)
 
     def settle_at_the_end(self) -> None:
-        """Gives or takes the final state, as the last group says, and is done when that is."""
+        """Sends or receives the final state if the last group requires it, and waits until that is done."""
         self.seat(wait=True, may_take=True)
-        if self._giving is not None:
-            self._giving.join(self._deadline_s)
+        if self._transfer_thread is not None:
+            self._transfer_thread.join(self._deadline_s)
 
     def abandon(self, error: WorkerError) -> None:
-        """Ends every exchange with `error`. Any thread may call it."""
-        for exchange in (self._seat.exchange if self._seat else None, self._handing_over):
+        """Fails all exchanges with `error`; thread-safe."""
+        for exchange in (self._seat.exchange if self._seat else None, self._transfer):
             if exchange is not None:
                 exchange.abandon(error)
 
-    # Within --------------------------------------------------------------------------------------------
+    # Internal ------------------------------------------------------------------------------------------
 
-    def _is_up_to_date(self) -> bool:
-        """Whether the seat is one in the group in force."""
+    def _is_current(self) -> bool:
+        """Whether the seat is one of the current generation."""
         return self._seat_generation == self._follower.generation
 
-    def _settle(self, group: Group) -> Seat:
-        """The seat in a group that was in force a moment ago, opened if it is new."""
+    def _enter(self, group: Group) -> Seat:
+        """Returns the seat in a group read under the lock just before; opens it if it is new."""
         if group.generation != self._seat_generation:
-            self._leave_seat()
+            self._close_seat()
             joiners: tuple[int, ...] = ()
             with self._member.lock:
                 if self._follower.group is group:
                     self._follower.exchange_id += StateCopier.IDS
                     joiners = self._follower.joiners
             if joiners:
-                self._hand_over(group)
-            self._sit_down(group)
+                self._send_state(group)
+            self._open_seat(group)
         assert self._seat is not None
         return self._seat
 
-    def _sit_down(self, group: Group) -> None:
+    def _open_seat(self, group: Group) -> None:
         position = group.members.index(self._follower.worker)
         size = len(group.members)
         exchange = self._open_exchange(group.members)
@@ -234,38 +266,38 @@ class Grouping:
             exchange=exchange, position=position, size=size, weight=weight, generation=group.generation
         )
         self._seat_generation = group.generation
-        self._end_with_the_job(exchange)
-        self._end_if_overtaken(exchange, group)
+        self._fail_if_job_failed(exchange)
+        self._fail_if_superseded(exchange, group)
 
-    def _leave_seat(self) -> None:
+    def _close_seat(self) -> None:
         if self._seat is not None:
-            self._seat.exchange.abandon(_regrouped())
+            self._seat.exchange.abandon(_regrouped_error())
             self._seat = None
 
-    def _hand_over(self, group: Group) -> None:
-        """Sends the state in the background; it does not change before those who join have it."""
+    def _send_state(self, group: Group) -> None:
+        """Sends the state in the background; it cannot change before the joining workers have received it."""
         exchange = self._open_exchange([self._follower.worker, *group.joining])
-        self._handing_over = exchange
-        self._end_with_the_job(exchange)
-        self._end_if_overtaken(exchange, group)
+        self._transfer = exchange
+        self._fail_if_job_failed(exchange)
+        self._fail_if_superseded(exchange, group)
         round_ = self._follower.round
 
-        def give() -> None:
-            with suppress(WorkerError, LinkError):  # the next group says who is left
+        def send() -> None:
+            with suppress(WorkerError, LinkError):  # the next group handles losses
                 self._copy_state(exchange, 0, group.exchange_id, round_)
 
-        self._giving = self.start_thread("offbeat-state", give)
+        self._transfer_thread = self.start_thread("offbeat-state", send)
 
-    def _take(self) -> None:
-        """Takes the donor's state; returns also where the group has changed meanwhile."""
+    def _receive_state(self) -> None:
+        """Receives the donor's state; returns early if the group changes in that time."""
         with self._member.lock:
             group = self._follower.group
             assert group is not None
             donor = self._follower.donor
         exchange = self._open_exchange([donor, *group.joining])
-        self._handing_over = exchange
-        self._end_with_the_job(exchange)
-        self._end_if_overtaken(exchange, group)
+        self._transfer = exchange
+        self._fail_if_job_failed(exchange)
+        self._fail_if_superseded(exchange, group)
         position = 1 + group.joining.index(self._follower.worker)
         with suppress(RegroupedError):
             round_ = self._copy_state(exchange, position, group.exchange_id, 0)
@@ -273,24 +305,24 @@ class Grouping:
                 if self._follower.group is group:
                     self._follower.take(round=round_)
                     self.has_taken = True
-        self._handing_over = None
+        self._transfer = None
 
-    def _end_with_the_job(self, exchange: Exchange) -> None:
-        """Ends a new exchange at once where the job failed before it could be seen here."""
+    def _fail_if_job_failed(self, exchange: Exchange) -> None:
+        """Fails a new exchange if the job failed before the exchange was registered."""
         if self._member.failure is not None:
             exchange.abandon(self._member.failure)
 
-    def _end_if_overtaken(self, exchange: Exchange, group: Group) -> None:
-        """Ends a new exchange at once where its group was given up before it could be seen here."""
+    def _fail_if_superseded(self, exchange: Exchange, group: Group) -> None:
+        """Fails a new exchange if its group was abandoned before the exchange was registered."""
         with self._member.lock:
             has_changed = self._follower.is_void or self._follower.group is not group
         if has_changed:
-            exchange.abandon(_regrouped())
+            exchange.abandon(_regrouped_error())
 
-    def _abandon(self) -> None:
-        """Hears, in the links' thread, that exchanges under way cannot be finished."""
-        self.abandon(_regrouped())
+    def _on_abandon(self) -> None:
+        """Fails the exchanges under way; called in the links' thread."""
+        self.abandon(_regrouped_error())
 
 
-def _regrouped() -> RegroupedError:
+def _regrouped_error() -> RegroupedError:
     return RegroupedError("the exchange was abandoned: the group has changed")

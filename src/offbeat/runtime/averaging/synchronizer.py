@@ -1,6 +1,6 @@
-"""Training in groups that average gradients: binds the averager and the grouping to a session.
+"""The synchronizer that averages gradients over a group: connects averager and group binding to a session.
 
-Nothing here decides who is in a group.
+This module never decides on membership.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from offbeat.runtime.training.trained import Trained
 from offbeat.runtime.training.writes import Writes
 
 Averaging: TypeAlias = Callable[[Grouping | None, Host], Averager]
-"""(with whom, for whom) -> what averages the gradients; with None, in a world of one."""
+"""(group binding, None in a world of one; session's interface) -> the averager."""
 
 
 class GroupSynchronizer:
-    """A worker among those that average their gradients; see `Synchronizer`.
+    """Averages gradients over a group of workers; see `Synchronizer`.
 
     Args:
         loop: the worker's session.
-        trained: what is trained.
-        averaging: makes what averages the gradients.
-        deadline_s: how long a worker may keep the others waiting, in seconds.
-        survives: the others go on when a worker is lost.
-        is_dealt: samples are dealt as they are needed.
+        trained: model and optimizers.
+        averaging: makes the averager.
+        deadline_s: how long a worker may delay the other members, in seconds.
+        survives: the job continues when a worker is lost.
+        is_dealt: samples are assigned as they are needed.
 
     Attributes:
-        grouping: with whom gradients are averaged; None in a world of one.
-        averager: what averages them.
-        writes: what the program writes between the steps.
+        grouping: the binding to the group; None in a world of one.
+        averager: averages the gradients.
+        writes: tracks the program's writes between the steps.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class GroupSynchronizer:
         is_dealt: bool,
     ) -> None:
         self._loop, self._trained = loop, trained
-        self._averaging, self._deadline_s = averaging, deadline_s
+        self._make_averager, self._deadline_s = averaging, deadline_s
         self._survives, self._is_dealt = survives, is_dealt
         self._member: Member | None = None
         self._meeting: Meeting | None = None
         self._nccl: dist.ProcessGroup | None = None
-        self._is_placed = self._can_hand_over = False
+        self._has_position = self._is_state_checked = False
         self._blocks_per_round = 0
         self.grouping: Grouping | None = None
         self.averager: Averager
@@ -121,9 +121,9 @@ class GroupSynchronizer:
 
     @property
     def leads(self) -> bool:
-        """The first of the members that held the parameters when the group was named leads.
+        """Whether this worker is the first member that had the parameters when the group was formed.
 
-        After every step there is exactly one.
+        After every step this is true on exactly one worker.
         """
         if self.grouping is None or self.grouping.follower.group is None:
             return True
@@ -164,16 +164,16 @@ class GroupSynchronizer:
         """See `Synchronizer.is_clear`."""
         return self.averager.is_clear
 
-    # Coming and going ----------------------------------------------------------------------------------
+    # Joining and leaving -------------------------------------------------------------------------------
 
     def enter(self, member: Member | None, meeting: Meeting | None) -> None:
         """See `Synchronizer.enter`."""
         self._member, self._meeting = member, meeting
-        # Before those that a scheduler has added are taken:
+        # Before numbers that a scheduler has added are read:
         self._shared_numbers = places_of_numbers(self._trained.groups)
         if self._loop.world > 1 and member is not None:
             self._join_group(member)
-        self.averager = self._averaging(self.grouping, self)
+        self.averager = self._make_averager(self.grouping, self)
         self._meeting = None
 
     def _join_group(self, member: Member) -> None:
@@ -181,17 +181,17 @@ class GroupSynchronizer:
         if self._loop.is_newcomer:
             self.grouping.seat_of_newcomer()
             self.grouping.has_taken = False
-            self._is_placed = True
+            self._has_position = True
             return
         with suppress(RegroupedError):
-            seat = self.grouping.first_seat(self._loop.world)
-            if seat is not None:
-                self._copy_state(seat.exchange, seat.position, 0, 0)
+            handle = self.grouping.first_seat(self._loop.world)
+            if handle is not None:
+                self._copy_state(handle.exchange, handle.position, 0, 0)
                 return
         with member.lock:
             reason = member.follower.reason
         raise WorkerError(
-            f"worker {self._loop.worker} has nobody to have the same state with before the first step: "
+            f"worker {self._loop.worker} could not receive the initial state before the first step: "
             f"{reason}; nothing was trained yet: start the job again"
         )
 
@@ -204,8 +204,8 @@ class GroupSynchronizer:
             return LinkExchange(self._member.endpoint, names, workers.index(worker))
         if device.type != "cuda" or not dist.is_nccl_available():
             raise OffbeatError(
-                f"the model lies on {device}; tensors travel from the CPU, or from CUDA with NCCL, "
-                "which is not here"
+                f"the model lies on {device}; expected the CPU, or CUDA with NCCL, "
+                "which is not available here"
             )
         if self._survives:
             raise OffbeatError(
@@ -234,9 +234,9 @@ class GroupSynchronizer:
             exchange_id=exchange_id,
         )
         place = copier.copy(self._loop.place(round_))
-        if position:  # else this may be another thread, and nothing has changed
+        if position:  # at 0 nothing has changed, and this may be another thread
             self.writes.note()
-        if self._loop.is_newcomer and not self._is_placed:
+        if self._loop.is_newcomer and not self._has_position:
             self._loop.take_place(place)
         return place.round
 
@@ -249,7 +249,7 @@ class GroupSynchronizer:
         """See `Synchronizer.detach`."""
         if hasattr(self, "averager"):
             self.averager.detach()
-        if self._nccl is not None:  # made here, whether it is the world's or not
+        if self._nccl is not None:  # created here, also where it is the world's
             dist.destroy_process_group(self._nccl)
 
     def flush(self) -> None:
@@ -263,15 +263,15 @@ class GroupSynchronizer:
         """See `Synchronizer.settle`.
 
         Raises:
-            WorkerError: this worker hung while the others finished, and has not got what they have.
+            WorkerError: this worker hung while the other members finished, and lacks the final state.
         """
         assert self.grouping is not None
         self.grouping.settle_at_the_end()
         if not self.grouping.follower.is_member:
             worker, step = self._loop.worker, self.grouping.follower.step
             raise WorkerError(
-                f"worker {worker} did not answer while the others finished: its model is that of step "
-                f"{step} and not of the end, which the others have",
+                f"worker {worker} did not answer while the other workers finished: its model is that of step "
+                f"{step}, not the final one",
                 worker=worker,
                 step=step,
             )
@@ -289,7 +289,7 @@ class GroupSynchronizer:
         self.averager.weigh(batches)
 
     def batch_of_round(self, batch: int, left_out: int) -> int:
-        """See `Synchronizer.batch_of_round`: the coordinator knows, where all take part in every round."""
+        """See `Synchronizer.batch_of_round`: asks the coordinator where all are in every round."""
         member = self._member
         if member is None or self.grouping is None or self._survives:
             return batch
@@ -305,11 +305,11 @@ class GroupSynchronizer:
                 count=left_out,
             )
         )
-        what = f"round {round_} to be named, since it left {left_out} batches out"
+        what = f"the batch of round {round_}, after it left out {left_out} batches"
         member.wait_for(lambda: member.round_named is not None, self._deadline_s + WORD_S, what)
-        named = member.round_named
-        assert named is not None
-        return named.batch
+        answer = member.round_named
+        assert answer is not None
+        return answer.batch
 
     def quiet(self) -> AbstractContextManager[None]:
         """See `Synchronizer.quiet`."""
@@ -324,9 +324,9 @@ class GroupSynchronizer:
     def after_step(self) -> None:
         """See `Synchronizer.after_step`."""
         if self.grouping is not None:
-            if self._survives and not self._can_hand_over:
-                check_can_travel(self._trained)  # now that it holds what it will hold
-                self._can_hand_over = True
+            if self._survives and not self._is_state_checked:
+                check_can_travel(self._trained)  # after the first step the optimizers' state is complete
+                self._is_state_checked = True
             self.grouping.finish_step()
         self.averager.after_step()
 
@@ -346,15 +346,15 @@ class GroupSynchronizer:
             self.grouping.late.throw_away()
 
     def ready(self, compute_s: float) -> tuple[int, int]:
-        """Tells the coordinator that this worker's gradients are on their way; see `averager.Host`."""
+        """Announces this worker's gradients to the coordinator; see `averager.Host`."""
         blocks: tuple[int, ...] = ()
-        own = 0
+        own_blocks = 0
         if self.deals and self._member is not None:
             with self._member.lock:
-                own = len(self._member.hand.taken)
+                own_blocks = len(self._member.hand.taken)
                 blocks = self._member.hand.contribute(self._member.follower.is_member)
-            own = min(own, len(blocks))
-            self._blocks_per_round = max(self._blocks_per_round, own)
+            own_blocks = min(own_blocks, len(blocks))
+            self._blocks_per_round = max(self._blocks_per_round, own_blocks)
         self._loop.tell(
             Ready(
                 now_s=0.0,
@@ -369,15 +369,15 @@ class GroupSynchronizer:
                 batch=self._loop.batch,
             )
         )
-        return own, len(blocks) - own
+        return own_blocks, len(blocks) - own_blocks
 
     def hyperparameters(self) -> list[float]:
-        """The learning rates and the like; see `averager.Host`.
+        """The numbers in the optimizers' parameter groups, such as learning rates; see `averager.Host`.
 
-        Schedulers are each worker's own, and one that was left out is behind with them.
+        Each worker has its own schedulers, and those of an excluded worker lag behind.
         """
         return read_numbers(self._trained.groups, self._shared_numbers)
 
     def take_hyperparameters(self, values: list[float], groups: Sequence[Group] | None = None) -> None:
-        """Uses the first member's learning rates and the like; see `averager.Host`."""
+        """Applies the first member's hyperparameters; see `averager.Host`."""
         write_numbers(self._trained.groups if groups is None else groups, self._shared_numbers, values)

@@ -1,7 +1,7 @@
 """Sends parameters to workers outside the group, and late gradients back to the members they are for.
 
-The coordinator assigns late blocks to workers outside, each with a member as proxy, and decides whether a late
-gradient counts (see `offbeat.policies.lending`). Nothing here waits for a member, and no member waits for it.
+The coordinator assigns late blocks to workers outside, each with a member as proxy, and decides whether a
+late gradient counts (see `offbeat.policies.lending`). Nothing here waits for a member, or delays one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A group of workers, from one of them: which shards of the data are its own, and which task comes next.
+"""A worker's membership in a group of workers: its shards of the data and its tasks.
 
-This module decides nothing: the manager's `ShardScheduler` does. It loads no data either.
+The manager's `ShardScheduler` makes all decisions. This module loads no data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offbeat.events import (
 from offbeat.runtime.processes.waiting import Condition
 from offbeat.runtime.ps.future import TIMEOUT_S, Future
 
-_ASK_S: Final = 5.0  # for an answer to what is asked for an error's text
+_PROGRESS_TIMEOUT_S: Final = 5.0  # timeout of the request for details of an error message
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +38,9 @@ class Task:
     """A pass over some shards.
 
     Attributes:
-        number: no other task of the group has or had it.
+        number: unique in the group.
         pass_number: from 0 on.
-        shards: which to go through; they are the worker's own until the task is done.
+        shards: the shards to process; they belong to the worker until the task is done.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Task:
     is_reported: bool = False
 
     def done(self, after: Iterable[Future] = ()) -> None:
-        """Report it done, when these requests are; the first time counts. Returns at once."""
+        """Report the task as done once these requests are, without blocking; further calls do nothing."""
         if not self.is_reported:
             self.is_reported = True
             self._report(self, list(after))
@@ -59,17 +59,17 @@ class Task:
 class WorkerGroup:
     """A client's membership in a group of workers; `PS.join_group` makes it.
 
-    Every shard of the data is one member's at a time, and every pass over every shard is counted once, by
-    whichever member. What a lost worker had is given to others, as the group's `on_worker_loss` says.
+    A shard of the data belongs to one member at a time, and each pass over it is counted once, whichever
+    member makes it. The shards of a lost worker are reassigned according to the group's `on_worker_loss`.
 
-    `tasks` is for one thread at a time.
+    `tasks` must be called by one thread at a time.
 
     Args:
-        name: of the group.
+        name: the group's name.
         node: the client's name.
-        tell: says something to the manager.
+        tell: sends an event to the manager.
         when_done: see `PS.when_done`.
-        on_left: called once it is no member any more.
+        on_left: called when the membership has ended.
 
     Attributes:
         name, node: as given.
@@ -84,12 +84,12 @@ class WorkerGroup:
         on_left: Callable[[], None],
     ) -> None:
         self.name, self.node = name, node
-        self._tell, self._when_done, self._on_left = tell, when_done, on_left
-        self._changed = Condition()  # guards what follows, up to the empty line
+        self._send, self._when_done, self._on_left = tell, when_done, on_left
+        self._changed = Condition()  # guards the attributes below, up to the empty line
         self._view: GroupViewed | None = None
-        self._answers = 0  # views for this worker alone
+        self._own_views = 0  # views that were sent to this worker alone
         self._issued: deque[Task] = deque()
-        self._ended = 0  # passes that all shards have been through, as far as this worker was told
+        self._passes_ended = 0  # passes over all shards, as last reported
         self._has_left = False
         self._refused: str | None = None
         self._failure: str | None = None
@@ -98,12 +98,12 @@ class WorkerGroup:
         self._reports: list[Future] = []
 
     def join(self, shards: int, on_loss: str, patience_s: float, timeout_s: float) -> None:
-        """Become a member.
+        """Join the group.
 
         Raises:
-            ValueError: an argument that cannot be told to the manager.
-            OffbeatError: there is another group with this name, or the arguments are out of range; the
-                manager has not answered within `timeout_s` seconds.
+            ValueError: an argument that cannot be sent to the manager.
+            OffbeatError: another group has this name, or the arguments are out of range; or the manager did
+                not answer within `timeout_s` seconds.
         """
         if not (math.isfinite(patience_s) and patience_s >= 0):
             raise ValueError(f"expected a patience_s of 0 or more seconds, got {patience_s}")
@@ -111,107 +111,108 @@ class WorkerGroup:
             now_s=0.0,
             node=self.node,
             group=self.name,
-            shards=_count("shards", shards, 1),
+            shards=_checked_count("shards", shards, 1),
             on_loss=on_loss,
             patience_s=patience_s,
         )
-        self._tell(joins)
+        self._send(joins)
         try:
-            self._wait_for(lambda: self.node in self._members(), "the manager to take it in", timeout_s)
+            self._wait_for(lambda: self.node in self._members(), "the manager to accept it", timeout_s)
         except BaseException:
-            self._tell(WorkerLeaves(now_s=0.0, node=self.node, group=self.name))
+            self._send(WorkerLeaves(now_s=0.0, node=self.node, group=self.name))
             raise
 
     @property
     def members(self) -> list[str]:
-        """The workers of the group, by name, as of what this one was told last."""
+        """The names of the group's workers, as last reported."""
         with self._changed:
             return self._members()
 
     @property
     def shards(self) -> list[int]:
-        """This worker's own shards, ascending, as of what it was told last; data of others may be freed."""
+        """This worker's shards, ascending, as last reported; the data of all other shards may be freed."""
         with self._changed:
             workers = () if self._view is None else self._view.workers
-            own = [one.shards for one in workers if one.node == self.node]
+            own = [worker.shards for worker in workers if worker.node == self.node]
             return [shard for ranges in own for first, last in ranges for shard in range(first, last + 1)]
 
     @property
     def tau(self) -> int | None:
         """How many passes a shard may be ahead of any other: 0 for none, None for no bound.
 
-        It is the group's, and holds for tasks that are issued later.
+        The value is common to the group, and applies to tasks that are issued later.
         """
         with self._changed:
             return None if self._view is None else self._view.tau
 
     @tau.setter
     def tau(self, tau: int | None) -> None:
-        """Bound the delay, for all workers of the group, from when the manager has heard it.
+        """Bound the delay for all workers of the group, from when the manager receives it.
 
         Raises:
-            ValueError: it is negative.
+            ValueError: `tau` is negative.
         """
-        bound = None if tau is None else _count("passes as tau", tau, 0)
-        self._tell(TauSet(now_s=0.0, node=self.node, group=self.name, tau=bound))
+        bound = None if tau is None else _checked_count("passes as tau", tau, 0)
+        self._send(TauSet(now_s=0.0, node=self.node, group=self.name, tau=bound))
 
     def progress(self, timeout_s: float = TIMEOUT_S) -> GroupViewed:
-        """Ask who has which shards and is how far, which shards wait for a worker, and which are lost.
+        """Request each worker's shards and progress, the shards without a worker, and the lost ones.
 
         Raises:
-            OffbeatError: this worker is no member any more; the manager has not answered within `timeout_s`
+            OffbeatError: this worker has left the group, or the manager did not answer within `timeout_s`
                 seconds.
         """
         with self._changed:
-            before = self._answers
-        self._tell(ProgressWanted(now_s=0.0, node=self.node, group=self.name))
-        self._wait_for(lambda: self._answers > before, "the manager to say who is how far", timeout_s)
+            before = self._own_views
+        self._send(ProgressWanted(now_s=0.0, node=self.node, group=self.name))
+        self._wait_for(lambda: self._own_views > before, "the manager to report the progress", timeout_s)
         with self._changed:
             assert self._view is not None
             return self._view
 
     def tasks(self, passes: int, *, shards_per_task: int = 1, timeout_s: float = TIMEOUT_S) -> Iterator[Task]:
-        """Yield this worker's tasks until all shards of the group have been through `passes` passes.
+        """Yield this worker's tasks until the group has made `passes` passes over all its shards.
 
-        Passes are counted from the group's beginning. A task counts as done when the next one is asked for,
-        or when its `done` says so: what was pushed for it has to be done by then. The loop ends when the last
-        worker's tasks are done, because they come here if that one is lost. A loop that is left in the midst
-        of a task begins with that task the next time.
+        Passes are counted from the group's beginning. A task counts as done when the next one is requested,
+        or when its `done` is called; pushes for the task must be done by then. The loop ends when the tasks
+        of all workers are done, because this worker receives those of a lost one. A loop that is left during
+        a task begins with that task the next time.
 
         Args:
-            passes: how many, at least 1.
-            shards_per_task: at most, at least 1.
+            passes: the number of passes, at least 1.
+            shards_per_task: the largest number of shards in a task, at least 1.
             timeout_s: how long to wait for a task, in seconds.
 
         Raises:
-            ValueError: an argument out of range.
-            OffbeatError: there was no task for `timeout_s` seconds, and says who is waited for; this worker
-                was dropped; a request has failed after which a task was to be reported done.
+            ValueError: an argument is out of range.
+            OffbeatError: there was no task for `timeout_s` seconds (the message names the workers that the
+                group waits for); this worker was dropped; or a request failed that a task's `done` depended
+                on.
         """
         wanted = TaskWanted(
             now_s=0.0,
             node=self.node,
             group=self.name,
-            passes=_count("passes", passes, 1),
-            shards_max=_count("shards in a task", shards_per_task, 1),
+            passes=_checked_count("passes", passes, 1),
+            shards_max=_checked_count("shards in a task", shards_per_task, 1),
         )
-        return self._each_task(wanted, timeout_s)
+        return self._iterate_tasks(wanted, timeout_s)
 
     def leave(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Hand the shards, and the tasks that are not reported done, back to the group.
+        """Leave the group, which reassigns this worker's shards and the tasks that are not reported done.
 
         Raises:
-            OffbeatError: the manager has not answered within `timeout_s` seconds.
+            OffbeatError: the manager did not answer within `timeout_s` seconds.
         """
         with self._changed:
-            has_left, self._has_left, before = self._has_left, True, self._answers
+            has_left, self._has_left, before = self._has_left, True, self._own_views
         if has_left:
             return
         try:
-            self._tell(WorkerLeaves(now_s=0.0, node=self.node, group=self.name))
+            self._send(WorkerLeaves(now_s=0.0, node=self.node, group=self.name))
             self._wait_for(
-                lambda: self._answers > before or self._failure is not None,
-                "the manager to let it go",
+                lambda: self._own_views > before or self._failure is not None,
+                "the manager to confirm that it leaves",
                 timeout_s,
             )
         finally:
@@ -226,7 +227,7 @@ class WorkerGroup:
     ) -> None:
         self.leave()
 
-    def _each_task(self, wanted: TaskWanted, timeout_s: float) -> Iterator[Task]:
+    def _iterate_tasks(self, wanted: TaskWanted, timeout_s: float) -> Iterator[Task]:
         while True:
             if self._current is None or self._current.is_reported:
                 self._current = self._next_task(wanted, timeout_s)
@@ -238,45 +239,45 @@ class WorkerGroup:
     def _next_task(self, wanted: TaskWanted, timeout_s: float) -> Task | None:
         self._check_reports()
         with self._changed:
-            has_to_ask = not self._issued
-        if has_to_ask:
-            self._tell(wanted)
+            needs_request = not self._issued
+        if needs_request:
+            self._send(wanted)
         try:
-            self._wait_for(lambda: self._issued or self._ended >= wanted.passes, "a task", timeout_s)
+            self._wait_for(lambda: self._issued or self._passes_ended >= wanted.passes, "a task", timeout_s)
         except OffbeatError as error:
             self._check_reports()
             if self._refused is not None or self._failure is not None:
                 raise
-            raise OffbeatError(f"{error}: {self._who_is_behind()}") from None
+            raise OffbeatError(f"{error}: {self._describe_behind()}") from None
         with self._changed:
             return self._issued.popleft() if self._issued else None
 
     def _report(self, task: Task, after: list[Future]) -> None:
         done = TaskDone(now_s=0.0, node=self.node, group=self.name, task=task.number)
         if after:
-            self._reports.append(self._when_done(after, lambda: self._tell(done)))
+            self._reports.append(self._when_done(after, lambda: self._send(done)))
         else:
-            self._tell(done)
+            self._send(done)
 
     def _check_reports(self) -> None:
-        """Say why a task could not be reported done."""
-        self._reports = [one for one in self._reports if not one.is_done or one.error is not None]
-        for one in self._reports:
-            if one.error is not None:
-                raise one.error
+        """Raise the error of a request because of which a task could not be reported as done."""
+        self._reports = [report for report in self._reports if not report.is_done or report.error is not None]
+        for report in self._reports:
+            if report.error is not None:
+                raise report.error
 
-    def _who_is_behind(self) -> str:
+    def _describe_behind(self) -> str:
         try:
-            view = self.progress(_ASK_S)
+            view = self.progress(_PROGRESS_TIMEOUT_S)
         except OffbeatError:
-            return f"the manager has not said within {_ASK_S:g} s who is waited for"
-        behind = [one.node for one in view.workers if one.shards and one.passes == view.passes]
+            return f"the manager did not say within {_PROGRESS_TIMEOUT_S:g} s which workers are behind"
+        behind = [worker.node for worker in view.workers if worker.shards and worker.passes == view.passes]
         if view.waiting:
             behind.append(f"a worker for shards {view.waiting[0][0]} to {view.waiting[-1][1]}")
-        return f"after {view.passes} passes, it is waited for {', '.join(behind)}"
+        return f"after {view.passes} passes, the group waits for {', '.join(behind)}"
 
     def _members(self) -> list[str]:
-        return [] if self._view is None else [one.node for one in self._view.workers]
+        return [] if self._view is None else [worker.node for worker in self._view.workers]
 
     def _wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
         def cause() -> str | None:
@@ -287,36 +288,36 @@ class WorkerGroup:
             if condition():
                 return
             if why := cause():
-                raise OffbeatError(f"{self.node} cannot take part in the group {self.name}: {why}")
+                raise OffbeatError(f"{self.node} cannot participate in the group {self.name}: {why}")
             raise OffbeatError(
-                f"in the group {self.name}, {self.node} waited {timeout_s:g} s in vain for {what}"
+                f"{self.node} in the group {self.name}: timed out after {timeout_s:g} s waiting for {what}"
             )
 
     # In the links' thread --------------------------------------------------------------------------------
 
     def hear(self, action: GroupAction) -> None:
-        """The manager has said something of this group."""
+        """Process an action of the manager for this group."""
         with self._changed:
             match action:
                 case GroupViewed():
                     self._view = action
-                    self._answers += action.node == self.node
+                    self._own_views += action.node == self.node
                 case TaskIssued():
                     self._issued.append(Task(action.task, action.pass_number, action.shards, self._report))
                 case PassesEnded():
-                    self._ended = max(self._ended, action.passes)
+                    self._passes_ended = max(self._passes_ended, action.passes)
                 case WorkerRefused():
-                    self._refused = self._refused or action.reason  # the first says why
+                    self._refused = self._refused or action.reason  # the first one has the cause
             self._changed.notify_all()
 
     def end(self, cause: str) -> None:
-        """The client is out of the parameter server."""
+        """End the membership: the client is disconnected from the parameter server, or has left the group."""
         with self._changed:
             self._failure = self._failure or cause
             self._changed.notify_all()
 
 
-def _count(what: str, value: int, least: int) -> int:
+def _checked_count(what: str, value: int, least: int) -> int:
     if not (isinstance(value, int) and least <= value < 2**63):
         raise ValueError(f"expected {least} to 2**63 - 1 {what}, got {value!r}")
     return value
