@@ -1,8 +1,36 @@
-"""An optimizer's step that is put off: taken with each parcel of gradients when its mean is there.
+"""An optimizer's step that is deferred: applied bucket by bucket, when the means have arrived.
 
-The loop takes it where the forward pass comes to a parcel. While the pass is on its way there a thread does:
-a step with the largest layers takes as long as they compute. Before the pass begins nothing changes behind
-the loop's back. This module never decides whether a step may be put off, nor when a pass begins and ends.
+Theory of operation
+-------------------
+
+The gradients of a round travel in buckets, in the order in which the forward pass needs their parameters.
+`optimizer.step()` is called before their means have arrived. `LayerAverager` then makes a `DeferredStep`,
+which records the optimizer's hyperparameters and the parameters' versions, and lets the call itself step
+nothing. The step is applied to a bucket's parameters later, by one of two threads:
+
+- The loop calls `reach` before a module uses a bucket, from the module's forward pre-hook. It waits for the
+  means and applies the step if the other thread has not. Whatever reads all parameters (evaluation,
+  `state_dict`, the next step) calls `reach_all` first.
+- `StepsAhead` is a thread that applies the buckets in order as they arrive, while the forward pass is under
+  way: a step with the largest layers takes as long as their forward pass. It begins once the forward pass has
+  reached a module that waits for a bucket, and stops at `end_ahead`, when the pass is over. Outside a forward
+  pass, the program sees no change that it did not ask for.
+
+Invariants:
+
+- A lock makes applying a bucket exclusive, and each bucket is applied once. When `end_ahead` has returned,
+  the thread applies nothing more.
+- A step uses the means of one round and the hyperparameters of the time of `optimizer.step()`. Only
+  parameters are stepped that a member has a gradient of and that the optimizer holds.
+- A parameter must not change between `optimizer.step()` and the application of the step; its version is
+  checked.
+
+Failures: if an exchange fails, the thread stops, and the loop gets the WorkerError when it waits for the
+bucket. An error while the thread applies a bucket is kept, and raised by the loop's next `reach`. A parameter
+that the forward pass has used without a hook, while the thread may have stepped it, is found by the caller
+from what `end_ahead` returns.
+
+This module never decides whether a step may be deferred, nor when a pass begins and ends.
 """
 
 from __future__ import annotations
@@ -16,21 +44,21 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.hybrid.layer_rounds import LayerRounds, Round
 from offbeat.runtime.training.partial_step import PartialSteps
 
-_JOIN_S = 1.0  # where the job has failed, the thread may still wait for what will not come
+_JOIN_TIMEOUT_S = 1.0  # if the job has failed, the thread may still wait for an exchange
 
 
 class DeferredStep:
-    """The step with the means of one round, called for now.
+    """The step with the means of one round, as of now.
 
     Args:
-        steps: of the optimizer.
-        rounds: whose parameters they are.
-        round_: all of it is on its way.
-        is_held: by parameter, whether the optimizer steps it.
+        steps: applies the optimizer's steps in parts.
+        rounds: the rounds' shared state, which has the parameters.
+        round_: a round that has been sent completely.
+        is_held: by parameter, whether the optimizer holds it.
 
     Attributes:
-        round: whose means it is taken with.
-        is_ahead: the thread takes it where the forward pass is still on its way.
+        round: the round with the means.
+        is_ahead: the thread may apply the step to buckets that the forward pass has not reached.
     """
 
     def __init__(
@@ -40,66 +68,65 @@ class DeferredStep:
         self._parameters = rounds.parameters
         self.round = round_
         round_.settings = steps.settings()
-        # By parameter, how often it had been changed now, or when it was stepped:
+        # By parameter, its version now, and after its step then:
         self._versions = [parameter._version for parameter in self._parameters]
-        self._is_taken = [False] * len(rounds.slots)  # by bucket
-        self._is_reached = [False] * len(rounds.slots)  # by bucket, whether the loop has waited for it
-        self._failure: Exception | None = None  # of the thread
-        self._taking = threading.Lock()
+        self._is_applied = [False] * len(rounds.slots)  # by bucket
+        self._is_reached = [False] * len(rounds.slots)  # by bucket, whether the loop has called `reach`
+        self._failure: Exception | None = None  # the thread's
+        self._apply_lock = threading.Lock()
         self.is_ahead = False
 
     def is_reached(self, index: int) -> bool:
-        """Whether the loop has been here with a bucket (`reach`)."""
+        """Whether the loop has called `reach` for this bucket."""
         return self._is_reached[index]
 
     def reach(self, index: int) -> None:
-        """The loop needs a bucket: waits for it, and takes the step with it if the thread has not.
+        """Waits for a bucket that the loop needs, and applies the step to it if the thread has not.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
-            OffbeatError: its parameters were changed since the step was called for, or the step cannot be
-                taken.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
+            OffbeatError: its parameters were changed after `optimizer.step()`, or the step cannot be applied.
         """
         if self._is_reached[index]:
             return
         self.round.wait(index)
         if index < self._rounds.layout.parcels and self.round.weight:
             self._rounds.host.timer.switch("apply")
-            with self._taking:
+            with self._apply_lock:
                 if self._failure is not None:
                     raise self._failure
-                self._take(index)
+                self._apply(index)
         self._is_reached[index] = True
 
     def reach_all(self) -> None:
-        """The loop needs every parcel (`reach`)."""
+        """Calls `reach` for every bucket of gradients."""
         for index in range(self._rounds.layout.parcels):
             self.reach(index)
 
     def end_ahead(self) -> list[int]:
-        """Takes nothing ahead any more; returns the parameters stepped that the loop has not reached."""
-        with self._taking:
+        """Stops the thread's work on this step; returns stepped parameters that the loop has not reached."""
+        with self._apply_lock:
             self.is_ahead = False
         return [
             entry
-            for index, is_taken in enumerate(self._is_taken)
-            if is_taken and not self._is_reached[index]
+            for index, is_applied in enumerate(self._is_applied)
+            if is_applied and not self._is_reached[index]
             for entry in self._entries(index)
         ]
 
     def take_ahead(self) -> None:
-        """Takes the step parcel by parcel as they come, while it may (`is_ahead`); for one thread."""
+        """Applies the step to buckets as they arrive, until `end_ahead`; runs in the thread."""
         for index in range(self._rounds.layout.parcels):
             if not self.round.comes(index):
-                return  # which the loop hears when it waits for it
-            with self._taking:
+                return  # the loop gets the error when it waits for it
+            with self._apply_lock:
                 if not self.is_ahead:
                     return
-                if self._is_taken[index]:
+                if self._is_applied[index]:
                     continue
                 began_s = time.perf_counter()
                 try:
-                    self._take(index)
+                    self._apply(index)
                 except Exception as error:
                     self._failure = error
                     return
@@ -107,8 +134,8 @@ class DeferredStep:
                 name = self._rounds.names[self._rounds.slots[index].entries[0]]
                 self._rounds.host.tracer.add("steps ahead", name, began_s, time.perf_counter())
 
-    def _take(self, index: int) -> None:
-        """Takes the step with the parameters of a parcel that has come, if nobody has."""
+    def _apply(self, index: int) -> None:
+        """Applies the step to a bucket that has arrived, if that has not been done."""
         entries = self._entries(index)
         for entry in entries:
             if self._parameters[entry]._version != self._versions[entry]:
@@ -117,7 +144,7 @@ class DeferredStep:
                     "when the step may not have reached it yet: call session.refresh() before you change "
                     "parameters"
                 )
-        if self._is_taken[index]:
+        if self._is_applied[index]:
             return
         self.round.settle(index)
         self._steps.take(
@@ -127,36 +154,36 @@ class DeferredStep:
         )
         for entry in entries:
             self._versions[entry] = self._parameters[entry]._version
-        self._is_taken[index] = True
+        self._is_applied[index] = True
 
     def _entries(self, index: int) -> list[int]:
-        """The parameters of a parcel that are stepped."""
+        """The parameters of a bucket that are stepped."""
         entries = self._rounds.slots[index].entries
         return [entry for entry in entries if self.round.used[entry] and self._is_held[entry]]
 
 
 class StepsAhead:
-    """The thread that takes deferred steps where the loop has not come to yet.
+    """The thread that applies deferred steps ahead of the forward pass.
 
     Args:
-        start: starts it, as `Member.start_thread`.
+        start: starts a thread, as `Member.start_thread` does.
     """
 
     def __init__(self, start: Callable[[str, Callable[[], object]], threading.Thread]) -> None:
-        self._steps: queue.SimpleQueue[DeferredStep | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[DeferredStep | None] = queue.SimpleQueue()
         self._thread = start("offbeat steps ahead", self._run)
 
     def begin(self, step: DeferredStep) -> None:
-        """Takes a step until it is told to end (`DeferredStep.end_ahead`)."""
+        """Lets the thread apply a step until `DeferredStep.end_ahead`."""
         step.is_ahead = True
-        self._steps.put(step)
+        self._queue.put(step)
 
     def stop(self) -> None:
-        """Takes no more; what is under way has to have been told to end."""
-        self._steps.put(None)
-        self._thread.join(_JOIN_S)
+        """Ends the thread; the step under way must have got `end_ahead`."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
+        while (step := self._queue.get()) is not None:
             step.take_ahead()
-            del step  # whose memory may be taken again
+            del step  # frees its memory

@@ -1,7 +1,7 @@
-"""Which layers' gradients travel together, and where everything lies in what travels.
+"""Plans which layers' gradients share a bucket, and lays out the buckets of a round.
 
-Pure: who gives the same gets the same, to the last place. This module takes no memory, sends and measures
-nothing, and knows neither rounds nor hooks.
+Pure: equal arguments give equal results. This module allocates no memory, sends and measures nothing, and
+knows neither rounds nor hooks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from offbeat.numerics.collectives.plans import Layer, Policy, kind_of, plan
 
 Order: TypeAlias = Literal["priority", "fifo"]
 
-_ALONG = "direct"
-_ALONG_BYTES = 25 << 20
+_AUXILIARY_ALGORITHM = "direct"
+_AUXILIARY_BUCKET_BYTES = 25 << 20
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuses a model whose layers cannot be waited for one by one.
+    """Raise an error for a model whose layers cannot be waited for one by one.
 
     Raises:
-        OffbeatError: a part of it is compiled or scripted, or it does not lie on the CPU.
+        OffbeatError: a module of it is compiled or scripted, or it does not lie on the CPU.
     """
     for name, module in model.named_modules():
         is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         if is_compiled or isinstance(module, torch.jit.ScriptModule):
-            what = f"the part {name!r} of the model" if name else "the model"
+            what = f"the module {name!r} of the model" if name else "the model"
             raise OffbeatError(
                 f"{what} is compiled, and its layers cannot be waited for one by one: "
                 "join the module that was compiled, or use bsp"
@@ -47,16 +47,16 @@ def check_layers(model: nn.Module) -> None:
 
 
 class Plan(msgspec.Struct, array_like=True):
-    """What all workers have to know of a plan: by parcel, its parameters and its algorithm."""
+    """A plan as sent to all workers: by bucket, its parameters and its all-reduce algorithm."""
 
     parcels: list[tuple[list[int], str]]
 
 
 def plan_by_type(parameters: Sequence[torch.Tensor]) -> Plan:
-    """Return a plan before anything is known of layers: all gradients of a type in one ring, last ones first.
+    """Return the initial plan, without knowledge of layers: one ring per dtype, last gradients first.
 
     Args:
-        parameters: of which only the types matter.
+        parameters: only their dtypes are used.
     """
     groups: dict[torch.dtype, list[int]] = {}
     for entry, parameter in enumerate(parameters):
@@ -75,22 +75,22 @@ def plan_by_layer(
     policy: Policy,
     fuse_bytes: int | None,
 ) -> Plan:
-    """Return the plan in which a layer is what one module is the first to use.
+    """Return the plan in which a layer is the set of parameters of one dtype that one module is first to use.
 
     Args:
-        parameters: of which only shapes and types matter.
+        parameters: only their shapes and dtypes are used.
         order: parameters in the order of their first use.
-        modules: by parameter, which is the first to use it.
-        slacks_s: by parameter, how long after its gradient the next forward pass needs its mean, in seconds.
+        modules: by parameter, the first module to use it.
+        slacks_s: by parameter, the time from its gradient to the next forward pass's use of it, in seconds.
         workers, line, policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
 
     Raises:
-        ValueError: an unknown policy, or a negative size.
+        ValueError: the policy is unknown, or a size is negative.
     """
     layers: dict[tuple[nn.Module, torch.dtype], list[int]] = {}
     for entry in order:
         layers.setdefault((modules[entry], parameters[entry].dtype), []).append(entry)
-    described = [
+    descriptions = [
         Layer(
             kind=kind_of([parameters[entry].dim() for entry in entries]),
             size_bytes=sum(parameters[entry].nbytes for entry in entries),
@@ -99,34 +99,36 @@ def plan_by_layer(
         )
         for (_, dtype), entries in layers.items()
     ]
-    members = [*layers.values()]
-    parcels = plan(described, workers, line, policy=policy, fuse_bytes=fuse_bytes)
+    entries_by_layer = [*layers.values()]
+    parcels = plan(descriptions, workers, line, policy=policy, fuse_bytes=fuse_bytes)
     return Plan(
-        [([entry for layer in one.layers for entry in members[layer]], one.algorithm) for one in parcels]
+        [
+            ([entry for layer in one.layers for entry in entries_by_layer[layer]], one.algorithm)
+            for one in parcels
+        ]
     )
 
 
 class Layout:
-    """Where everything lies that travels in a round: parcels in the order of need, then what goes along.
+    """The buckets of a round: gradient buckets in the order of need, then auxiliary buckets.
 
-    That is the buffers by type, with an epilogue: by how much what was summed has to be divided, how much
-    programs have written to parameters, whether somebody is preempted, which parameters anybody has a
-    gradient of, and the first member's hyperparameters. Entries are numbered in this order: parameters,
-    buffers, epilogue.
+    The auxiliary buckets hold the buffers by dtype, and a trailer: the sum of weights, the amount of program
+    writes to parameters, preemption flags, which parameters a member has a gradient of, and the first
+    member's hyperparameters. Entries are numbered in this order: parameters, buffers, trailer.
 
     Args:
         plan: of all parameters.
-        parameters, buffers: of which only shapes and types matter.
-        lanes: numbers of the epilogue that hold hyperparameters.
-        order: `priority`: what is needed first overtakes; `fifo`: first come, first served.
+        parameters, buffers: only their shapes and dtypes are used.
+        lanes: how many numbers of the trailer hold hyperparameters.
+        order: `priority`: buckets that are needed first overtake others; `fifo`: first come, first served.
 
     Attributes:
         shapes: by entry.
-        buckets: what travels together, the parcels first.
-        parcels: how many buckets are parcels.
-        algorithms: by bucket, the all-reduce it travels by.
-        priorities: by bucket; what has a lower number overtakes.
-        place_of: by entry, its bucket, and its place among the entries there.
+        buckets: all buckets, the gradient buckets first.
+        parcels: the number of gradient buckets.
+        algorithms: by bucket, its all-reduce algorithm.
+        priorities: by bucket; lower numbers overtake higher ones.
+        place_of: by entry, its bucket and its position among the entries there.
     """
 
     def __init__(
@@ -143,16 +145,18 @@ class Layout:
         dtypes = [one.dtype for one in tensors] + [torch.float64 if is_precise else torch.float32]
         self.shapes = [one.shape for one in tensors] + [torch.Size([3 + count + lanes])]
         sizes = [shape.numel() for shape in self.shapes]
-        along = [
+        auxiliary = [
             [count + entry for entry in one.entries]
-            for one in plan_buckets(sizes[count:], dtypes[count:], bucket_bytes=_ALONG_BYTES)
+            for one in plan_buckets(sizes[count:], dtypes[count:], bucket_bytes=_AUXILIARY_BUCKET_BYTES)
         ]
         self.parcels = len(plan.parcels)
         self.buckets = [
             bucket_of(entries, sizes, dtypes[entries[0]])
-            for entries in [*(entries for entries, _ in plan.parcels), *along]
+            for entries in [*(entries for entries, _ in plan.parcels), *auxiliary]
         ]
-        self.algorithms = [algorithm for _, algorithm in plan.parcels] + [_ALONG] * len(along)
+        self.algorithms = [algorithm for _, algorithm in plan.parcels] + [_AUXILIARY_ALGORITHM] * len(
+            auxiliary
+        )
         self.priorities = [0] * len(self.buckets)
         if order == "priority":
             self.priorities[: self.parcels] = range(1, self.parcels + 1)
@@ -165,12 +169,12 @@ class Layout:
     def needs(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]
     ) -> dict[nn.Module, list[int]]:
-        """Return by module which buckets it waits for: with what it owns, or is the first to use.
+        """Return by module the buckets it waits for: those of tensors that it owns or is the first to use.
 
         Args:
-            model: all of whose modules are meant.
-            parameters: those whose gradients travel.
-            modules: by parameter, which is the first to use it.
+            model: the model with all modules.
+            parameters: the parameters whose gradients are averaged.
+            modules: by parameter, the first module to use it.
         """
         entry_of = {id(parameter): entry for entry, parameter in enumerate(parameters)}
         needs: dict[nn.Module, set[int]] = {}

@@ -1,7 +1,7 @@
-"""Rounds in which each layer's gradients travel by themselves: packed, sent, and waited for one by one.
+"""Rounds in which layers' gradients are packed, sent and waited for bucket by bucket.
 
-This module never decides when a parcel leaves or is waited for, nor what is in it (`Layout`), and never
-touches the optimizer.
+This module never decides when a bucket is sent or waited for, nor what is in it (`Layout`), and never touches
+the optimizer.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from offbeat.runtime.training.writes import check_all_wrote
 
 _PROBE_BYTES = tuple(1 << power for power in range(12, 20))
 _PROBES = 3
-_KEPT_BYTES = 1 << 17  # a gradient from this size on is sent from where it lies
+_IN_PLACE_BYTES_MIN = 1 << 17  # gradients of at least this size are sent without a copy
 
 
 class LayerRounds:
-    """What a worker's rounds have in common: the memory in which they travel, and the way to the others.
+    """The state that a worker's rounds share: the buckets' memory and the exchange.
 
     Args:
-        model: whose buffers travel too.
-        parameters: whose gradients do.
-        grouping: with whom to exchange; more than one member.
+        model: its buffers are exchanged too.
+        parameters: the parameters whose gradients are averaged.
+        grouping: the binding to the group, which has more than one member.
         host: the session.
-        deadline_s: how long an exchange may take at most, in seconds.
+        deadline_s: the longest duration of an exchange, in seconds.
 
     Attributes:
         names: by parameter.
         buffers: the model's.
         exchange: over the members.
-        position, size: this worker's place among them, and how many they are.
-        layout: where what travels lies; there from the first plan on (`adopt`).
+        position, size: this worker's position among them, and their number.
+        layout: the layout of the buckets; set by the first `adopt`.
         slots: by bucket of the layout, its memory.
-        fires: by parameter, how often its gradient comes in a backward pass; 0 before that is known.
-        has_failed: the job has failed, and has said so here.
+        fires: by parameter, how often its gradient is computed in a backward pass; 0 before that is known.
+        has_failed: an error of the job was raised here.
         patience_s: how long an exchange is waited for, in seconds.
-        signalled_step: the first step in whose rounds a member has said that it knows of a preemption signal.
+        signalled_step: the first step in whose rounds a member reported a preemption signal.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LayerRounds:
         self.parameters, self.grouping, self.host = parameters, grouping, host
         self.patience_s = deadline_s + WORD_S
         seat = grouping.seat(wait=True)
-        assert seat is not None  # the group has everybody
+        assert seat is not None  # the group is complete
         self.exchange, self.position, self.size = seat.exchange, seat.position, seat.size
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [name_of[id(parameter)] for parameter in parameters]
@@ -78,42 +78,42 @@ class LayerRounds:
         self.signalled_step: int | None = None
 
     def adopt(self, plan: Plan, order: Order) -> None:
-        """Lays the memory out for a plan; where no round is under way, for all members at once.
+        """Allocates the buckets of a plan; while no round is under way, and on all members at once.
 
         Args:
             order: see `Layout`.
         """
         lanes = LANES * len(self.host.hyperparameters())
         self.layout = Layout(plan, self.parameters, self.buffers.tensors(), lanes=lanes, order=order)
-        self.slots = []  # their memory may be taken again
+        self.slots = []  # frees their memory
         for bucket in self.layout.buckets:
             self.slots.append(Slot(bucket, self.layout.shapes, len(self.parameters), self._zeros))
 
     def measured_line(self, workers: int) -> Line:
-        """Return what a message costs, by how long rings of several sizes take, each as quickly as it went.
+        """Return the cost of a message, fitted to the shortest times of ring all-reduces of several sizes.
 
         All members have to call it at once.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
         ring = cost("ring", workers)
         samples = []
         for size in _PROBE_BYTES:
             own, into = (self._zeros(size // 4, torch.float32) for _ in range(2))
-            took_s = []
+            durations_s = []
             for _ in range(_PROBES):
                 began_s = time.perf_counter()
                 self.wait(self.exchange.all_reduce(own, into, exchange_id=self.grouping.next_exchange_id()))
-                took_s.append(time.perf_counter() - began_s)
-            samples.append((ring, size, min(took_s)))
+                durations_s.append(time.perf_counter() - began_s)
+            samples.append((ring, size, min(durations_s)))
         return fit_line(samples)
 
     def plan_of_the_first(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that the first member makes; all members have to call it at once.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
         content = b"" if self.position else msgspec.msgpack.encode(make())
         length = torch.tensor([len(content)], device="cpu")
@@ -132,7 +132,7 @@ class LayerRounds:
         """Waits for an exchange.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
         try:
             pending.wait(self.patience_s)
@@ -153,10 +153,10 @@ class LayerRounds:
             raise
 
     def turn_banks(self, *, are_prepared: bool) -> None:
-        """Leaves the last round's memory to its means.
+        """Switches to the other memory for sums: that of the last round holds its means.
 
         Args:
-            are_prepared: the next round is laid out as this one, and the others may begin it.
+            are_prepared: the next round has the same layout, so other members may send for it already.
         """
         for index, slot in enumerate(self.slots):
             slot.hand_out()
@@ -170,37 +170,39 @@ class LayerRounds:
 
 
 class Round:
-    """One backward pass's gradients on their way.
+    """The exchange of one backward pass's gradients.
 
     Args:
-        rounds: what it has in common with the others.
-        share: by what this worker's gradients are multiplied.
-        step: how many steps were taken before it.
+        rounds: the state that all rounds share.
+        share: the factor of this worker's gradients.
+        step: the number of steps before this round.
 
     Attributes:
-        fired: by parameter, how often its gradient has come.
-        is_sent: all of it is on its way.
-        weight: the sum of all shares, None before it is known.
-        used: by parameter, whether anybody has a gradient; empty before that is known.
-        was_looked_at: somebody has looked at one of its means.
-        settings: by group of the optimizer, its hyperparameters when it stepped; empty before.
+        fired: by parameter, how often its gradient has been computed.
+        is_sent: all buckets have been launched.
+        weight: the sum of all members' factors, None before it is known.
+        used: by parameter, whether a member has a gradient; empty before that is known.
+        was_looked_at: the program has read one of its means.
+        settings: by parameter group, the hyperparameters when the optimizer stepped; empty before.
     """
 
     def __init__(self, rounds: LayerRounds, share: float, step: int) -> None:
-        self._rounds, self._share, self._step = rounds, share, step
+        self._rounds, self._scale, self._step = rounds, share, step
         slots = rounds.slots
         self._exchange_id: int | None = None  # None before anything is sent
-        self._banks = [slot.bank for slot in slots]  # where the means will be
-        self._kept: list[dict[int, Part]] = [{} for _ in slots]  # by entry, what is not packed but stays
-        self._missing = [len(slot.entries) for slot in slots]  # gradients that have not come
+        self._outputs = [slot.bank for slot in slots]  # memory of the means
+        self._in_place: list[dict[int, Part]] = [
+            {} for _ in slots
+        ]  # by bucket and entry, gradients that are not copied
+        self._missing = [len(slot.entries) for slot in slots]  # gradients still to be computed
         self._pending: list[Pending | None] = [None] * len(slots)
         self._launched_s = [0.0] * len(slots)
-        self._is_there = [False] * len(slots)
-        self._is_settled = [False] * len(slots)
+        self._has_arrived = [False] * len(slots)
+        self._is_final = [False] * len(slots)
         self._written: list[str] = []  # by the program, since the last round
-        self._has: list[bool] = []  # by parameter, whether this worker has a gradient
-        self._copies: dict[int, torch.Tensor] = {}  # of means that lie in another order than their parameters
-        self._is_taken = [False] * len(rounds.parameters)
+        self._has_gradient: list[bool] = []  # by parameter, whether this worker has a gradient
+        self._copies: dict[int, torch.Tensor] = {}  # of means whose strides differ from their parameters'
+        self._is_packed = [False] * len(rounds.parameters)
         self.fired = [0] * len(rounds.parameters)
         self.is_sent = False
         self.weight: float | None = None
@@ -208,79 +210,79 @@ class Round:
         self.was_looked_at = False
         self.settings: Settings = []
 
-    # The way there -------------------------------------------------------------------------------------
+    # Sending -------------------------------------------------------------------------------------------
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of it is on its way."""
+        """Whether a bucket has been launched."""
         return any(pending is not None for pending in self._pending)
 
     def take(self, entry: int) -> int | None:
-        """Packs a parameter's gradient, that has come, or leaves it where it lies and sends it from there.
+        """Packs a parameter's new gradient, or keeps it in place to be sent from there.
 
         Returns:
-            Its parcel, if that is complete with it.
+            Its bucket, if this gradient completes it.
 
         Raises:
-            OffbeatError: its parcel has left.
+            OffbeatError: its bucket has been launched already.
         """
         rounds = self._rounds
         index, _ = rounds.layout.place_of[entry]
         if self._pending[index] is not None:
             raise OffbeatError(
-                f"a gradient of {rounds.names[entry]} came after its mean was on its way: it comes more "
-                "often in this backward pass than in the first steps; use overlap=none"
+                f"a gradient of {rounds.names[entry]} was computed after its bucket had been sent: it is "
+                "computed more often in this backward pass than in the first steps; use overlap=none"
             )
         with torch.no_grad():
-            if not self._leave_in_place(entry):
-                self._pack(entry, add=self._is_taken[entry])
+            if not self._keep_in_place(entry):
+                self._pack(entry, add=self._is_packed[entry])
         self.fired[entry] += 1
-        self._is_taken[entry] = True
+        self._is_packed[entry] = True
         if self.fired[entry] != rounds.fires[entry]:
             return None
         self._missing[index] -= 1
         return None if self._missing[index] else index
 
     def leave(self, entry: int) -> None:
-        """Leaves a gradient that has come with its parameter until all are sent (`send_rest`)."""
+        """Counts a new gradient, which stays in `param.grad` until `send_rest`."""
         self.fired[entry] += 1
 
-    def _leave_in_place(self, entry: int) -> bool:
-        """Leaves a large gradient that comes once where it lies, if it can be sent from there."""
+    def _keep_in_place(self, entry: int) -> bool:
+        """Keeps a large gradient in place, if it is computed once per pass and can be sent from there."""
         rounds = self._rounds
-        gradient, (index, place) = rounds.parameters[entry].grad, rounds.layout.place_of[entry]
+        gradient, (index, position) = rounds.parameters[entry].grad, rounds.layout.place_of[entry]
         assert gradient is not None
-        slot, kept = rounds.slots[index], self._kept[index]
-        if entry in kept:  # it comes once more than in the first steps
-            Contribution(slot.own.flat, [kept.pop(entry)]).settle()
-        is_kept = (
+        slot, in_place = rounds.slots[index], self._in_place[index]
+        if entry in in_place:  # computed more often than in the first steps
+            Contribution(slot.own.flat, [in_place.pop(entry)]).settle()
+        stays_in_place = (
             rounds.fires[entry] == 1
-            and not self._is_taken[entry]
-            and gradient.nbytes >= _KEPT_BYTES
+            and not self._is_packed[entry]
+            and gradient.nbytes >= _IN_PLACE_BYTES_MIN
             and gradient.is_contiguous()
-            and self._share != 0.0
+            and self._scale != 0.0
         )
-        if is_kept:
-            kept[entry] = Part(slot.offsets[place], gradient.detach().view(-1), self._share)
-        return is_kept
+        if stays_in_place:
+            in_place[entry] = Part(slot.offsets[position], gradient.detach().view(-1), self._scale)
+        return stays_in_place
 
     def _pack(self, entry: int, *, add: bool = False) -> None:
-        """Writes or adds a gradient's share of the mean.
+        """Writes or adds a scaled gradient to its bucket.
 
-        Dividing before the sum keeps half precision from overflowing on the way.
+        Dividing before the sum avoids overflow in half precision.
         """
-        index, place = self._rounds.layout.place_of[entry]
-        view, gradient = self._rounds.slots[index].own.views[place], self._rounds.parameters[entry].grad
+        index, position = self._rounds.layout.place_of[entry]
+        view, gradient = self._rounds.slots[index].own.views[position], self._rounds.parameters[entry].grad
         if add:
             assert gradient is not None
-            view.add_(gradient, alpha=self._share)
-        elif gradient is None or not self._share:
+            view.add_(gradient, alpha=self._scale)
+        elif gradient is None or not self._scale:
             view.zero_()
         else:
-            torch.mul(gradient, self._share, out=view)
+            torch.mul(gradient, self._scale, out=view)
 
     def launch(self, index: int) -> None:
-        """Sends what a bucket holds."""
+        """Starts the all-reduce of a bucket."""
         rounds, slot = self._rounds, self._rounds.slots[index]
         if self._exchange_id is None:
             self._exchange_id = rounds.grouping.next_exchange_id()
@@ -292,36 +294,36 @@ class Round:
             index=index,
             algorithm=rounds.layout.algorithms[index],
             priority=rounds.layout.priorities[index],
-            parts=[*self._kept[index].values()],
+            parts=[*self._in_place[index].values()],
         )
-        self._kept[index].clear()
+        self._in_place[index].clear()
 
     def send_rest(self, compute_s: float) -> None:
-        """Sends what has not been sent, with gradients as they are now, and what goes along; tells the host.
+        """Launches the remaining buckets, with gradients as they are now, and notifies the host.
 
         Args:
-            compute_s: how long this worker computed for it, in seconds.
+            compute_s: this worker's compute time for the round, in seconds.
         """
         rounds = self._rounds
         self._written = rounds.host.writes.take()
-        self._has = [
-            bool(self._share) and (is_taken or parameter.grad is not None)
-            for is_taken, parameter in zip(self._is_taken, rounds.parameters, strict=True)
+        self._has_gradient = [
+            bool(self._scale) and (is_packed or parameter.grad is not None)
+            for is_packed, parameter in zip(self._is_packed, rounds.parameters, strict=True)
         ]
         with torch.no_grad():
             for index in range(rounds.layout.parcels):
                 if self._pending[index] is None:
                     for entry in rounds.slots[index].entries:
-                        if not self._is_taken[entry]:
+                        if not self._is_packed[entry]:
                             self._pack(entry)
                     self.launch(index)
-            self._send_along()
+            self._send_auxiliary()
         rounds.host.ready(compute_s)
         self.is_sent = True
         rounds.grouping.finish_round([])
 
-    def _send_along(self) -> None:
-        """Sends the buffers, if this worker is the first member, and the epilogue."""
+    def _send_auxiliary(self) -> None:
+        """Launches the auxiliary buckets: buffers, zero on all but the first member, and the trailer."""
         rounds = self._rounds
         buffers, count = rounds.buffers.tensors(), len(rounds.parameters)
         for index in range(rounds.layout.parcels, len(rounds.slots)):
@@ -330,33 +332,35 @@ class Round:
                 if entry == count + len(buffers):
                     lanes = spread(rounds.host.hyperparameters())
                     shared = [0.0] * len(lanes) if rounds.position else lanes
-                    flags = [self._share, len(self._written), rounds.host.is_signalled]
-                    view.copy_(torch.tensor([*flags, *self._has, *shared], dtype=view.dtype, device="cpu"))
+                    flags = [self._scale, len(self._written), rounds.host.is_signalled]
+                    view.copy_(
+                        torch.tensor([*flags, *self._has_gradient, *shared], dtype=view.dtype, device="cpu")
+                    )
                 elif rounds.position:
                     view.zero_()
                 else:
                     view.copy_(buffers[entry - count])
             self.launch(index)
 
-    # The way back --------------------------------------------------------------------------------------
+    # Receiving -----------------------------------------------------------------------------------------
 
     def wait(self, index: int) -> None:
-        """Waits until what a bucket holds has come, and before that for what goes along.
+        """Waits for a bucket's sum, and before that for the auxiliary buckets.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
-        if self._is_there[index]:
+        if self._has_arrived[index]:
             return
         rounds = self._rounds
         rounds.host.timer.switch("communicate")
-        self._wait_along()
+        self._wait_for_auxiliary()
         if index < rounds.layout.parcels:
             self._wait(index)
-            self._is_there[index] = True
+            self._has_arrived[index] = True
 
     def comes(self, index: int) -> bool:
-        """Wait until what a parcel holds has come; return whether it has. For any thread; nobody is told."""
+        """Waits for a bucket's sum; returns False where that failed. Thread-safe."""
         pending = self._pending[index]
         assert pending is not None
         try:
@@ -366,56 +370,56 @@ class Round:
         return True
 
     def settle(self, index: int) -> None:
-        """Makes means of what a parcel holds, when all of it has come."""
-        if self._is_settled[index]:
+        """Turns a bucket's sum, once it has arrived, into means."""
+        if self._is_final[index]:
             return
         assert self.weight is not None
         rounds = self._rounds
-        bank, entries = self._banks[index], rounds.slots[index].entries
+        output, entries = self._outputs[index], rounds.slots[index].entries
         with plainly():
             if self.weight not in (0.0, 1.0):
-                bank.flat.div_(self.weight)
-            for entry, view in zip(entries, bank.views, strict=True):
+                output.flat.div_(self.weight)
+            for entry, view in zip(entries, output.views, strict=True):
                 if entry in self._copies:
                     self._copies[entry].copy_(view)
-        self._is_settled[index] = True
+        self._is_final[index] = True
 
     def learn_used(self) -> list[bool]:
-        """Return by parameter whether anybody has a gradient.
+        """Return by parameter whether a member has a gradient.
 
-        Of those that this worker has no gradient of, only the epilogue tells: then it is waited for.
+        If this worker lacks one, it waits for the trailer, which has the other members' flags.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
-        if all(self._has):
-            return self._has
-        self._wait_along()
+        if all(self._has_gradient):
+            return self._has_gradient
+        self._wait_for_auxiliary()
         return self.used
 
     def mean(self, entry: int) -> torch.Tensor:
-        """Where a parameter's mean will be, laid out as the parameter is; there once it was waited for."""
-        index, place = self._rounds.layout.place_of[entry]
-        view, parameter = self._banks[index].views[place], self._rounds.parameters[entry]
+        """Return the tensor for a parameter's mean, with the parameter's strides; filled by `settle`."""
+        index, position = self._rounds.layout.place_of[entry]
+        view, parameter = self._outputs[index].views[position], self._rounds.parameters[entry]
         if view.stride() == parameter.stride():
             return view
         if entry not in self._copies:
             self._copies[entry] = torch.empty_like(parameter, requires_grad=False)
         return self._copies[entry]
 
-    def _wait_along(self) -> None:
+    def _wait_for_auxiliary(self) -> None:
         for index in range(self._rounds.layout.parcels, len(self._rounds.slots)):
-            self._take_along(index)
+            self._apply_auxiliary(index)
 
-    def _take_along(self, index: int) -> None:
-        """Waits for buffers and epilogue, and makes the first member's buffers the buffers."""
-        if self._is_there[index]:
+    def _apply_auxiliary(self, index: int) -> None:
+        """Waits for an auxiliary bucket, and applies its trailer and the first member's buffers."""
+        if self._has_arrived[index]:
             return
         self._wait(index)
-        self._is_there[index] = True
+        self._has_arrived[index] = True
         rounds = self._rounds
         count, buffers = len(rounds.parameters), rounds.buffers.tensors()
-        for entry, view in zip(rounds.slots[index].entries, self._banks[index].views, strict=True):
+        for entry, view in zip(rounds.slots[index].entries, self._outputs[index].views, strict=True):
             if entry == count + len(buffers):
                 weight, written, signalled, *rest = view.tolist()
                 check_all_wrote(self._written, written, rounds.size)
@@ -425,17 +429,17 @@ class Round:
                 if rounds.position:
                     rounds.host.take_hyperparameters(gathered(rest[count:]), self.settings or None)
             elif rounds.position:
-                # Like the layers that write them, this does not count as a change to autograd.
+                # Through .data: as with the layers' own writes, autograd does not count this as a change.
                 with plainly():
                     buffers[entry - count].data.copy_(view)
 
     def _wait(self, index: int) -> None:
-        """Waits for a bucket's exchange, and takes note of how long that was on its way."""
+        """Waits for a bucket's exchange, and records its duration in the trace."""
         rounds, pending = self._rounds, self._pending[index]
         assert pending is not None
         rounds.wait(pending)
         if rounds.host.tracer is not None and pending.ended_s is not None:
-            what = "what goes along"
+            what = "buffers and trailer"
             if index < rounds.layout.parcels:
                 slot = rounds.slots[index]
                 size = f"{slot.own.flat.nbytes / 1e6:.2f} MB"
