@@ -335,7 +335,7 @@ def test_a_part_may_be_scripted_where_its_layers_are_not_waited_for():
     """Buffers of scripted modules lie in no plain dict."""
     for of_one in zip(*values(run(partly_scripted, WORKERS)), strict=True):
         follows(of_one, alone(do_nothing, PartlyScripted))
-    with pytest.raises(OffbeatError, match="the part 'norm' of the model is compiled"):
+    with pytest.raises(OffbeatError, match="the module 'norm' of the model is compiled"):
         check_layers(PartlyScripted())
 
 

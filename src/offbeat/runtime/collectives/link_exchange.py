@@ -1,7 +1,7 @@
-"""Sums tensors over links: runs the schedules of `offbeat.numerics.schedules`, piece by piece.
+"""Collectives over links: runs the schedules of `offbeat.numerics.schedules`, piece by piece.
 
-`LinkExchange` is called from a worker's threads, and what a schedule does runs in the links' own thread.
-Nothing here decides who takes part, nor by which algorithm.
+`LinkExchange` is called from a worker's threads, and its schedules run in the links' thread. This module
+decides neither on membership nor on the algorithm.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
-_SETTLED_BYTES = 1 << 21  # at once, about a millisecond's work for the links' thread
+_SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the links' thread
 
 
 class LinkExchange:
     """Collectives over links, run piece by piece in the links' own thread.
 
-    A segment's pieces are sent onward as they arrive, so that receiving, adding and sending overlap and
-    the line is never idle between two steps of a schedule.
+    A segment's pieces are forwarded as they arrive, so that receiving, adding and sending overlap and the
+    line is never idle between two steps of a schedule.
 
     Args:
-        endpoint: this worker's links, every member introduced.
+        endpoint: this worker's links, with every member introduced.
         names: the link names of the members, in the group's order.
-        position: this worker's place in `names`.
+        position: this worker's index in `names`.
     """
 
     def __init__(self, endpoint: Endpoint, names: Sequence[str], position: int) -> None:
@@ -64,7 +64,7 @@ class LinkExchange:
         """See `Exchange.all_reduce`."""
         run = self._prepared.pop(_tag(exchange_id, index), None)
         if run is None:
-            run = self._run(into, algorithm, exchange_id, index)
+            run = self._new_run(into, algorithm, exchange_id, index)
         return self._begin(run, Contribution(flat, parts), priority)
 
     def prepare(
@@ -72,12 +72,14 @@ class LinkExchange:
     ) -> None:
         """See `Exchange.prepare`."""
         if self._error is None:
-            run = self._prepared[_tag(exchange_id, index)] = self._run(into, algorithm, exchange_id, index)
+            run = self._prepared[_tag(exchange_id, index)] = self._new_run(
+                into, algorithm, exchange_id, index
+            )
             self._endpoint.call(run.prepare)
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
-        """See `Exchange.broadcast`: pieces hop along a chain that begins at the root."""
-        return self._begin(self._run(flat, root, exchange_id, index), Contribution(flat), 0)
+        """See `Exchange.broadcast`: pieces are forwarded along a chain that begins at the root."""
+        return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0)
 
     def abandon(self, error: WorkerError) -> None:
         """See `Exchange.abandon`."""
@@ -86,37 +88,37 @@ class LinkExchange:
             pending, self._pending = self._pending, set()
         for one in pending:
             one.is_abandoned = True
-        with suppress(LinkError):  # the links may have ended already
+        with suppress(LinkError):  # the links may be closed already
             self._endpoint.forget(0, self._first_unused_tag)
         for one in pending:
             one.fail(self._error)
 
     def _plan(self, what: str | int, length: int) -> _Plan:
-        """The plan of an all-reduce by its algorithm, or of a broadcast by its root."""
+        """The plan of an all-reduce (`what`: its algorithm) or of a broadcast (its root)."""
         plan = self._plans.get((what, length))
         if plan is None:
             members, position = len(self._names), self._position
-            found = (
+            chosen = (
                 schedule(what, members, position)
                 if isinstance(what, str)
                 else chain_broadcast(members, position, what)
             )
-            if len(found.steps) > 1 << _STEP_BITS:
+            if len(chosen.steps) > 1 << _STEP_BITS:
                 raise ValueError(
-                    f"expected at most {1 << _STEP_BITS} steps, got {len(found.steps)}: too many members"
+                    f"expected at most {1 << _STEP_BITS} steps, got {len(chosen.steps)}: too many members"
                 )
-            plan = self._plans[what, length] = _Plan(found, length)
+            plan = self._plans[what, length] = _Plan(chosen, length)
         return plan
 
-    def _run(self, into: torch.Tensor, what: str | int, exchange_id: int, index: int) -> _ScheduleRun:
+    def _new_run(self, into: torch.Tensor, what: str | int, exchange_id: int, index: int) -> _ScheduleRun:
         if what != self._position and self._endpoint.is_read(bytes_of(into)):
-            raise ValueError("expected memory to write into, got some that a member may still read")
+            raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
         plan = self._plan(what, into.numel())
         return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
 
     def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> Pending:
-        pending = _LinkPending(self._ended)
+        pending = _LinkPending(self._discard)
         with self._lock:
             if self._error is None:
                 self._pending.add(pending)
@@ -126,13 +128,13 @@ class LinkExchange:
             self._endpoint.call(partial(run.begin, own, priority, pending))
         return pending
 
-    def _ended(self, pending: _LinkPending) -> None:
+    def _discard(self, pending: _LinkPending) -> None:
         with self._lock:
             self._pending.discard(pending)
 
 
 class _LinkPending:
-    """Done once all was received and all that has to be sent was handed to the kernel.
+    """Done once all data was received, and all data to send was passed to the kernel.
 
     Attributes:
         is_abandoned: it is about to fail, and nothing more may be sent or written for it.
@@ -166,7 +168,7 @@ class _LinkPending:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Elements `start` to `stop` of the vector, sent in step `step` from place `offset` of its message."""
+    """Elements `start` to `stop` of the vector, sent in step `step` at offset `offset` of its message."""
 
     step: int
     start: int
@@ -176,34 +178,34 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Addend:
-    """To elements `start` to `stop` of what step `step` receives is added what they were before it.
+    """Elements `start` to `stop` that step `step` receives, to which their previous values are added.
 
     Attributes:
-        before: the step that received them last; None where they are still this worker's own part.
+        previous: the step that received the previous values; None for this worker's own contribution.
     """
 
     step: int
-    before: int | None
+    previous: int | None
     start: int
     stop: int
 
 
 class _Plan:
-    """A schedule worked out for one length: what may be sent at once, and what each receive sets free.
+    """A schedule compiled for one length: what can be sent immediately, and what each receive enables.
 
-    A step that sends a segment which an earlier step received depends on that step, piece by piece; a
-    step that sends what no earlier step received may begin at once. The same holds of a step that adds.
+    A step that sends a segment which an earlier step received depends on that step, piece by piece; other
+    sends can begin immediately. The same holds for additions.
 
-    What comes goes to its place in the result, and what it is to be added to is added there. Where a later
-    step adds in its turn, it comes to a place of its own beside the result: what comes then may be ahead of
-    what this worker still has to send.
+    Received data is stored in the result, and the previous values are added to it there. If a later step also
+    adds to it, the data is stored in scratch memory instead: the later step's data may arrive before this
+    worker has forwarded the earlier values.
 
     Attributes:
-        first: what is sent of this worker's own part.
-        adds_what_it_sends: of its own part, too.
-        beside: elements of memory beside the result.
-        places: by step, whether what it receives goes beside the result, and where the vector's first element
-            would lie in that memory.
+        own_sends: sends of this worker's own contribution.
+        adds_to_sent: elements of its own contribution are both sent and added to.
+        scratch_elements: the number of elements of scratch memory.
+        locations: by step, whether it receives into scratch memory, and where the vector's first element would
+            lie in that memory.
     """
 
     def __init__(self, schedule: Schedule, length: int) -> None:
@@ -214,48 +216,48 @@ class _Plan:
         self.spans = [span(bounds, step.recv_segment, step.recv_count) for step in self.steps]
         sent = [span(bounds, step.send_segment, step.send_count) for step in self.steps]
         self.sizes = [stop - start for start, stop in sent]
-        self.first: list[_Forward] = []
-        self.after: list[list[_Forward]] = [[] for _ in self.steps]
+        self.own_sends: list[_Forward] = []
+        self.forwards_after: list[list[_Forward]] = [[] for _ in self.steps]
         self.addends: list[list[_Addend]] = [[] for _ in self.steps]
-        self.added_to: list[list[_Addend]] = [[] for _ in self.steps]
-        self.adds_what_it_sends = False
+        self.addends_after: list[list[_Addend]] = [[] for _ in self.steps]
+        self.adds_to_sent = False
         own_sent: set[int] = set()
         writer: dict[int, int] = {}
         for number, step in enumerate(self.steps):
-            for segment in _run_of(step.send_segment, step.send_count):
+            for segment in _segment_range(step.send_segment, step.send_count):
                 start, stop = bounds[segment]
                 if start < stop:
-                    source = self.after[writer[segment]] if segment in writer else self.first
+                    source = self.forwards_after[writer[segment]] if segment in writer else self.own_sends
                     source.append(_Forward(number, start, stop, start - sent[number][0]))
                 if segment not in writer:
                     own_sent.add(segment)
-            received = _run_of(step.recv_segment, step.recv_count)
+            received = _segment_range(step.recv_segment, step.recv_count)
             if step.op == "add":
                 for segment in received:
                     start, stop = bounds[segment]
                     if start < stop:
                         self._add(_Addend(number, writer.get(segment), start, stop))
-                        self.adds_what_it_sends |= segment in own_sent and segment not in writer
+                        self.adds_to_sent |= segment in own_sent and segment not in writer
             writer |= dict.fromkeys(received, number)
-        self.beside = 0
-        self.places = [(False, 0) for _ in self.steps]
-        later: set[int] = set()
+        self.scratch_elements = 0
+        self.locations = [(False, 0) for _ in self.steps]
+        added_later: set[int] = set()
         for number, step in reversed([*enumerate(self.steps)]):
             start, stop = self.spans[number]
-            received = _run_of(step.recv_segment, step.recv_count)
-            if not later.isdisjoint(received):
-                self.places[number] = (True, self.beside - start)
-                self.beside += stop - start
+            received = _segment_range(step.recv_segment, step.recv_count)
+            if not added_later.isdisjoint(received):
+                self.locations[number] = (True, self.scratch_elements - start)
+                self.scratch_elements += stop - start
             if step.op == "add":
-                later.update(received)
+                added_later.update(received)
 
     def _add(self, addend: _Addend) -> None:
         self.addends[addend.step].append(addend)
-        if addend.before is not None:
-            self.added_to[addend.before].append(addend)
+        if addend.previous is not None:
+            self.addends_after[addend.previous].append(addend)
 
 
-def _run_of(segment: int | None, count: int) -> range:
+def _segment_range(segment: int | None, count: int) -> range:
     return range(0) if segment is None else range(segment, segment + count)
 
 
@@ -264,9 +266,9 @@ def _tag(exchange_id: int, index: int) -> int:
 
 
 class _ScheduleRun:
-    """One schedule being executed; every method runs in the links' thread.
+    """One execution of a schedule; every method runs in the links' thread.
 
-    What comes may come before this worker's own part is there, and before what it is to be added to.
+    Data may arrive before this worker's own contribution, and before the values that are added to it.
     """
 
     def __init__(
@@ -277,50 +279,50 @@ class _ScheduleRun:
         self._plan = plan
         self._into = into
         self._into_bytes = bytes_of(into)
-        self._beside = into.new_empty(plan.beside)
-        self._beside_bytes = bytes_of(self._beside)
+        self._scratch = into.new_empty(plan.scratch_elements)
+        self._scratch_bytes = bytes_of(self._scratch)
         self._itemsize = into.element_size()
         self._tag = tag
         self._to_receive = plan.received
         self._to_send = plan.sent
         self._is_prepared = False
-        self._early: list[tuple[int, int, int]] = []  # what came before this worker's own part
-        self._came_of: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
-        self._is_there_of: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
+        self._early: list[tuple[int, int, int]] = []  # received before this worker's own contribution
+        self._received: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
+        self._complete: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
         self._own: Contribution | None = None
         self._priority = 0
         self._pending: _LinkPending
 
     def prepare(self) -> None:
-        """Lets come what this worker's own part will be added to, or replaced by."""
+        """Registers the memory that all steps receive into."""
         self._is_prepared = True
         for number, step in enumerate(self._plan.steps):
             start, stop = self._plan.spans[number]
             if step.recv_from is not None and start < stop:
                 peer, tag = self._names[step.recv_from], self._tag + number
-                on_data, on_shared = partial(self._came, number), partial(self._shown, number)
+                on_data, on_shared = partial(self._on_data, number), partial(self._on_shared, number)
                 self._endpoint.expect(peer, tag, self._bytes(number, start, stop), on_data, on_shared)
 
     def begin(self, own: Contribution, priority: int, pending: _LinkPending) -> None:
-        """Adds and sends this worker's own part; `pending` hears when all is over."""
+        """Adds and sends this worker's own contribution; `pending` is finished at the end."""
         self._priority, self._pending = priority, pending
-        if self._plan.adds_what_it_sends or not self._plan.steps:
+        if self._plan.adds_to_sent or not self._plan.steps:
             own.settle()
         if not self._plan.steps:
             self._into.copy_(own.flat)
-        self._send_own(own, [*reversed(self._plan.first)])
+        self._send_own(own, [*reversed(self._plan.own_sends)])
         if not self._is_prepared:
             self.prepare()
         self._own = own
         for number, first, last in self._early:
-            self._take(number, first, last)
-        self._see_whether_done()
+            self._add_previous(number, first, last)
+        self._finish_if_done()
 
     def _send_own(self, own: Contribution, forwards: list[_Forward]) -> None:
-        """Sends this worker's own part, from the last of these on; others have a turn while it is settled."""
+        """Sends own elements, last entry first; yields to other callbacks while it settles large ones."""
         size = self._itemsize
         whole = bytes_of(own.flat)
-        step = max(1, _SETTLED_BYTES // size)
+        step = max(1, _SETTLE_BYTES_MAX // size)
         while forwards and not self._pending.is_abandoned:
             forward = forwards.pop()
             stop = forward.stop if own.is_settled else min(forward.stop, forward.start + step)
@@ -332,25 +334,25 @@ class _ScheduleRun:
                 self._endpoint.call(self._send_own, own, forwards)
                 return
 
-    def _came(self, number: int, offset: int, length: int) -> None:
-        """Some of what a step receives is in its place."""
+    def _on_data(self, number: int, offset: int, length: int) -> None:
+        """Data of a step has been received into its memory."""
         first, last = self._elements(number, offset, length)
         if self._own is None:
             self._early.append((number, first, last))
         else:
-            self._take(number, first, last)
+            self._add_previous(number, first, last)
 
-    def _shown(self, number: int, offset: int, source: memoryview) -> None:
-        """Some of what a step receives lies in the sender's memory: it is added from there."""
+    def _on_shared(self, number: int, offset: int, source: memoryview) -> None:
+        """Data of a step can be read in the sender's memory: adds it from there, or copies it."""
         first, last = self._elements(number, offset, len(source))
-        theirs = torch.frombuffer(source, dtype=self._into.dtype)
+        values = torch.frombuffer(source, dtype=self._into.dtype)
         addends = self._plan.addends[number]
-        if self._own is not None and addends and all(addend.before is None for addend in addends):
-            self._own.add(theirs, first, last, out=self._values(number, first, last))
+        if self._own is not None and addends and all(addend.previous is None for addend in addends):
+            self._own.add(values, first, last, out=self._values(number, first, last))
             self._arrived(number, first, last)
         else:
-            self._values(number, first, last).copy_(theirs)
-            self._came(number, offset, len(source))
+            self._values(number, first, last).copy_(values)
+            self._on_data(number, offset, len(source))
 
     def _elements(self, number: int, offset: int, length: int) -> tuple[int, int]:
         size = self._itemsize
@@ -360,18 +362,18 @@ class _ScheduleRun:
         return base + offset // size, base + (offset + length) // size
 
     def _values(self, number: int, first: int, last: int) -> torch.Tensor:
-        is_beside, begin = self._plan.places[number]
-        return (self._beside if is_beside else self._into)[begin + first : begin + last]
+        in_scratch, begin = self._plan.locations[number]
+        return (self._scratch if in_scratch else self._into)[begin + first : begin + last]
 
     def _bytes(self, number: int, first: int, last: int) -> memoryview:
-        is_beside, begin = self._plan.places[number]
-        memory = self._beside_bytes if is_beside else self._into_bytes
+        in_scratch, begin = self._plan.locations[number]
+        memory = self._scratch_bytes if in_scratch else self._into_bytes
         return memory[(begin + first) * self._itemsize : (begin + last) * self._itemsize]
 
-    def _take(self, number: int, first: int, last: int) -> None:
-        """Adds to some of what a step has received as much as is there to be added; the rest waits for it."""
+    def _add_previous(self, number: int, first: int, last: int) -> None:
+        """Adds previous values to received elements where these are complete; the rest follows later."""
         assert self._own is not None
-        self._came_of[number].append((first, last))
+        self._received[number].append((first, last))
         addends = self._plan.addends[number]
         if not addends:
             self._arrived(number, first, last)
@@ -379,31 +381,31 @@ class _ScheduleRun:
             start, stop = max(first, addend.start), min(last, addend.stop)
             if start >= stop:
                 continue
-            if addend.before is None:
+            if addend.previous is None:
                 values = self._values(number, start, stop)
                 self._own.add(values, start, stop, out=values)
                 self._arrived(number, start, stop)
                 continue
-            for low, high in _overlaps(self._is_there_of[addend.before], start, stop):
-                self._values(number, low, high).add_(self._values(addend.before, low, high))
+            for low, high in _overlaps(self._complete[addend.previous], start, stop):
+                self._values(number, low, high).add_(self._values(addend.previous, low, high))
                 self._arrived(number, low, high)
 
     def _arrived(self, number: int, first: int, last: int) -> None:
-        """Sends on what a step has made of these elements, and adds it to what later steps have received."""
+        """Forwards elements that a step has completed, and adds them to data that later steps received."""
         due = [(number, first, last)]
-        for number, first, last in due:  # which grows
-            self._is_there_of[number].append((first, last))
-            for addend in self._plan.added_to[number]:
+        for number, first, last in due:  # grows in the loop
+            self._complete[number].append((first, last))
+            for addend in self._plan.addends_after[number]:
                 start, stop = max(first, addend.start), min(last, addend.stop)
-                for low, high in _overlaps(self._came_of[addend.step], start, stop):
+                for low, high in _overlaps(self._received[addend.step], start, stop):
                     self._values(addend.step, low, high).add_(self._values(number, low, high))
                     due.append((addend.step, low, high))
-            for forward in self._plan.after[number]:
+            for forward in self._plan.forwards_after[number]:
                 start, stop = max(first, forward.start), min(last, forward.stop)
                 if start < stop:
                     self._send(forward, self._bytes(number, start, stop), start)
             self._to_receive -= last - first
-        self._see_whether_done()
+        self._finish_if_done()
 
     def _send(self, forward: _Forward, data: memoryview, start: int) -> None:
         receiver = self._plan.steps[forward.step].send_to
@@ -415,20 +417,20 @@ class _ScheduleRun:
             offset=(forward.offset + start - forward.start) * self._itemsize,
             total=self._plan.sizes[forward.step] * self._itemsize,
             priority=self._priority,
-            done=partial(self._sent, len(data) // self._itemsize),
+            done=partial(self._on_sent, len(data) // self._itemsize),
         )
 
-    def _sent(self, elements: int) -> None:
+    def _on_sent(self, elements: int) -> None:
         self._to_send -= elements
-        self._see_whether_done()
+        self._finish_if_done()
 
-    def _see_whether_done(self) -> None:
+    def _finish_if_done(self) -> None:
         if not self._to_receive and not self._to_send:
             self._pending.finish()
 
 
 def _overlaps(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """The parts of these runs of elements that lie within `first` to `last`."""
+    """Clips runs of elements to `first` to `last`, without empty ones."""
     return [
         (max(first, start), min(last, stop)) for start, stop in runs if max(first, start) < min(last, stop)
     ]

@@ -1,9 +1,9 @@
-"""Averages gradients layer by layer, behind the backward pass and the next forward pass.
+"""Averages gradients layer by layer, overlapped with the backward pass and the next forward pass.
 
-A layer's gradients leave as soon as the backward pass has them. Nobody waits for their mean before the next
-forward pass comes to the layer; by then they are applied, to this layer alone (`DeferredStep`). Whoever looks
-at a gradient before that waits for all of them (`Promise`). This module never decides who takes part, nor
-which layers travel together by which all-reduce.
+A layer's gradients are sent as soon as the backward pass has computed them. Their mean is waited for when the
+next forward pass reaches the layer, and the step is then applied to this layer alone (`DeferredStep`). A read
+of a gradient before that waits for all of them (`Promise`). This module never decides on membership, nor
+which layers share a bucket, nor by which all-reduce it is averaged.
 """
 
 from __future__ import annotations
@@ -37,37 +37,38 @@ from offbeat.runtime.training.partial_step import PartialSteps
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 
-_WATCHED_ROUNDS = 2  # the first one warms up
+_WATCHED_ROUNDS = 2  # the first one is a warm-up
 
 
 class LayerAverager:
     """Keeps the gradients of `model` equal on all members of a group that does not change.
 
-    Every backward pass is one round. Two rounds are watched; then the first member plans which gradients
-    travel together, by which algorithm and how urgently, and tells the others.
+    Every backward pass is one round. Two rounds are measured; then the first member plans which gradients
+    share a bucket, by which algorithm and in which order of priority, and sends the plan to all members.
 
-    Source: the layer-overlapping hybrid all-reduce paper, sections 3.1 and 3.2. Deviations: gradients go in
-    the order in which they are needed, not in that in which they appear (`order`); a parameter is waited for
-    by the module that is the first to use it, whosever it is; buffers follow the first member's, as in
-    DistributedDataParallel. Lazy all-reduce (specification 3.7) keeps all gradients as views of one pool and
-    sends it in slices; here slices are parcels, as fixed as those. Into a view a gradient would be added,
-    which moves more bytes than copying it into its parcel does; one of 128 KB or more is not even copied.
+    Source: the layer-overlapping hybrid all-reduce paper, sections 3.1 and 3.2. Deviations: gradients are
+    sent in the order in which they are needed, not in which they are computed (`order`); the first module
+    that uses a parameter waits for it, whichever module owns it; buffers are copied from the first member, as
+    in DistributedDataParallel. Lazy all-reduce (specification 3.7) keeps all gradients as views of one pool
+    and sends it in slices; here the slices are buckets, equally fixed. A gradient would be added into a view,
+    which moves more bytes than copying it into its bucket; one of 128 KB or more is not even copied.
 
     Args:
-        model: parameters that require no gradient now are left alone.
-        optimizers: step its parameters. The steps of several are not put off, since one may come before the
-            others' gradients are computed.
-        grouping: with whom to exchange; more than one member.
+        model: parameters that require no gradient now are ignored.
+        optimizers: step its parameters. The steps of several are not deferred, since one may be called before
+            the gradients of another's parameters are computed.
+        grouping: the binding to the group, which has more than one member.
         host: the session.
-        workers: how many there are.
+        workers: the number of workers.
         policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
-        order: `priority`: what the forward pass needs first overtakes the rest; `fifo`: first come.
-        overlap: `forward`: nothing is waited for before it is needed; `backward`: everything before the
-            optimizer steps; `none`: and nothing leaves before the backward pass is over.
-        deadline_s: how long an exchange may take at most, in seconds.
+        order: `priority`: buckets that the forward pass needs first overtake others; `fifo`: first come,
+            first served.
+        overlap: `forward`: a mean is waited for when it is needed; `backward`: all means before the optimizer
+            steps; `none`: as `backward`, and nothing is sent before the backward pass is over.
+        deadline_s: the longest duration of an exchange, in seconds.
 
     Attributes:
-        line: what a message costs, as measured at the start.
+        line: the cost of a message, as measured at the start.
         is_preempted: see `Averager.is_preempted`.
     """
 
@@ -85,37 +86,39 @@ class LayerAverager:
         overlap: Overlap,
         deadline_s: float,
     ) -> None:
-        self._model, self._optimizers, self._host = model, optimizers, host
+        self._model, self._optimizers, self._context = model, optimizers, host
         self._workers = workers
         self._policy, self._fuse_bytes, self._order, self._overlap = policy, fuse_bytes, order, overlap
-        self._puts_steps_off = overlap == "forward" and len(optimizers) == 1
+        self._defers_steps = overlap == "forward" and len(optimizers) == 1
         self._steps = PartialSteps(optimizers[0])
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forms = Forms(model)
         self._rounds = LayerRounds(model, self._parameters, grouping, host, deadline_s=deadline_s)
         check_layers(model)
         self._uses = Uses(model, self._parameters, time.perf_counter)
-        self._handles: list[RemovableHandle | Scripting] = []
+        self._hook_handles: list[RemovableHandle | Scripting] = []
         self._is_planned = False
-        self._batch_weight, self._fresh_weight = 1.0, 0.0
-        self._quiet = False
-        self._finished = 0  # rounds
+        self._batch_weight, self._unsent_weight = 1.0, 0.0
+        self._skips_exchange = False
+        self._rounds_finished = 0  # rounds
         self._rounds_since_step = self._steps_taken = 0
         self._round: Round | None = None  # under way, or the last one
-        self._deferred: DeferredStep | None = None  # until it has been taken with every parameter
-        self._ahead: StepsAhead | None = None  # from the plan on, where steps are put off
+        self._deferred: DeferredStep | None = None  # until it is applied to all parameters
+        self._step_thread: StepsAhead | None = None  # after planning, where steps are deferred
         self._is_in_forward = self.is_preempted = False
         count = len(self._parameters)
-        self._promised: list[Promise | None] = [None] * count
+        self._pending_gradients: list[Promise | None] = [None] * count
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         held = {id(one) for group in groups for one in group["params"]}
-        self._held = [id(parameter) in held for parameter in self._parameters]
-        # Of the pass under way, and of the one before:
-        self._came_s, self._ended_s = [0.0] * count, 0.0
-        self._pass = BackwardPass(self._end_pass)
+        self._is_held = [id(parameter) in held for parameter in self._parameters]
+        # Of the pass under way and the one before:
+        self._ready_s, self._ended_s = [0.0] * count, 0.0
+        self._backward = BackwardPass(self._end_pass)
         self._has_accumulated = False
-        self._onlookers: Onlookers  # from `attach` on
-        self._stay = False  # the gradients of the pass under way, for somebody may look at them
+        self._observers: Onlookers  # from `attach` on
+        self._leaves_gradients = (
+            False  # in param.grad until the pass ends, as hooks of the program may read it
+        )
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
         self.line = self._rounds.measured_line(workers)
         self._rounds.adopt(plan_by_type(self._parameters), order)
@@ -123,14 +126,14 @@ class LayerAverager:
     # The plan ------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> Plan:
-        """Decides for all, from what this worker has seen."""
+        """Makes the plan for all members from this worker's measurements."""
         return plan_by_layer(
             self._parameters,
             self._uses.order,
             self._uses.modules,
             [
-                self._ended_s - came_s + began_s
-                for came_s, began_s in zip(self._came_s, self._uses.began_s, strict=True)
+                self._ended_s - ready_s + began_s
+                for ready_s, began_s in zip(self._ready_s, self._uses.began_s, strict=True)
             ],
             workers=self._workers,
             line=self.line,
@@ -138,78 +141,78 @@ class LayerAverager:
             fuse_bytes=self._fuse_bytes,
         )
 
-    def _share_plan(self) -> None:
-        """Takes the first member's plan in place of the first one."""
+    def _adopt_shared_plan(self) -> None:
+        """Replaces the initial plan by that of the first member."""
         plan = self._rounds.plan_of_the_first(self._make_plan)
         self._uses.detach()
         self._rounds.adopt(plan, self._order)
         self._is_planned = True
-        if self._puts_steps_off:
+        if self._defers_steps:
             self._hook_modules()
 
     # Hooks ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Puts the hooks on the model."""
+        """Registers the hooks on the model."""
         for entry, parameter in enumerate(self._parameters):
-            self._handles.append(parameter.register_hook(Hook(partial(self._gradient_comes, entry))))
-            came = Hook(partial(self._gradient_came, entry))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(came))
-        drain = Hook(self._drain_first)
+            self._hook_handles.append(parameter.register_hook(Hook(partial(self._before_accumulate, entry))))
+            after_accumulate = Hook(partial(self._after_accumulate, entry))
+            self._hook_handles.append(parameter.register_post_accumulate_grad_hook(after_accumulate))
+        drain = Hook(self._drain_hook)
         stateful: list[Any] = [*self._model.modules(), *self._optimizers]
         for one in stateful:
-            self._handles.append(one.register_state_dict_pre_hook(drain))
-            self._handles.append(one.register_load_state_dict_pre_hook(drain))
-        before = ForwardHook(self._before_forward, self._before_showing)
-        self._handles.append(self._model.register_forward_pre_hook(before))
+            self._hook_handles.append(one.register_state_dict_pre_hook(drain))
+            self._hook_handles.append(one.register_load_state_dict_pre_hook(drain))
+        before = ForwardHook(self._before_forward, self._on_shown)
+        self._hook_handles.append(self._model.register_forward_pre_hook(before))
         after = ForwardHook(self._after_forward)
-        self._handles.append(self._model.register_forward_hook(after, always_call=True))
+        self._hook_handles.append(self._model.register_forward_hook(after, always_call=True))
         self._uses.attach()
-        self._handles.append(Scripting(self._model, self.drain))
-        self._onlookers = Onlookers(self._model, self._parameters)
+        self._hook_handles.append(Scripting(self._model, self.drain))
+        self._observers = Onlookers(self._model, self._parameters)
         _drains[self._model] = of_this_process(self.drain)
         self._model.train = MethodType(train, self._model)  # type: ignore[method-assign]
 
-    def _drain_first(self, *_: Any) -> None:
+    def _drain_hook(self, *_: Any) -> None:
         self.drain()
 
     def detach(self) -> None:
-        """Takes every hook off the model again."""
+        """Removes all hooks from the model."""
         if self._deferred is not None:
             self._deferred.end_ahead()
-        if self._ahead is not None:
-            self._ahead.stop()
+        if self._step_thread is not None:
+            self._step_thread.stop()
         self._uses.detach()
         if _drains.pop(self._model, None) is not None:
             del self._model.train
-        for parameter, promised in zip(self._parameters, self._promised, strict=True):
-            if promised is not None and parameter.grad is promised:  # the job has failed
+        for parameter, pending in zip(self._parameters, self._pending_gradients, strict=True):
+            if pending is not None and parameter.grad is pending:  # the job has failed
                 parameter.grad = None
-        for handle in self._handles:
+        for handle in self._hook_handles:
             handle.remove()
-        self._handles.clear()
+        self._hook_handles.clear()
 
     def _hook_modules(self) -> None:
-        """Lets each module wait for what it owns and for the parameters that it is the first to use."""
+        """Makes each module wait for its own tensors and the parameters that it is the first to use."""
         needs = self._rounds.layout.needs(self._model, self._parameters, self._uses.modules)
         for module, indices in needs.items():
-            hook = ForwardHook(partial(self._before_module, indices), self._before_showing)
-            self._handles.append(module.register_forward_pre_hook(hook))
-        self._ahead = StepsAhead(self._rounds.grouping.start_thread)
+            hook = ForwardHook(partial(self._before_module, indices), self._on_shown)
+            self._hook_handles.append(module.register_forward_pre_hook(hook))
+        self._step_thread = StepsAhead(self._rounds.grouping.start_thread)
 
     # The backward pass ---------------------------------------------------------------------------------
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the exchange comes with the next one outside."""
-        before, self._quiet = self._quiet, True
+        """Backward passes inside accumulate without an exchange, which follows the next one outside."""
+        before, self._skips_exchange = self._skips_exchange, True
         try:
             yield
         finally:
-            self._quiet = before
+            self._skips_exchange = before
 
     def weigh(self, batches: float) -> None:
-        """Says what the next backward passes count, relative to a whole batch."""
+        """Sets the weight of the next backward passes, 1 for a whole batch."""
         self._batch_weight = batches
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
@@ -217,38 +220,38 @@ class LayerAverager:
         self._forms.check()
         if torch.is_grad_enabled():
             self._is_in_forward = True
-            self._host.timer.switch("compute")
+            self._context.timer.switch("compute")
         else:
             self.drain()
 
-    def _before_showing(self) -> None:
-        """A tool records what a forward pass does, in which nothing may be changed."""
+    def _on_shown(self) -> None:
+        """Raises an error if a tool records the forward pass while a step is deferred."""
         if self._deferred is not None:
             raise OffbeatError(
-                "the model is traced or exported while the last step is put off, so that its parameters are "
-                "old ones: call session.refresh() before that"
+                "the model is traced or exported while the last step is deferred, so its parameters are "
+                "outdated: call session.refresh() before that"
             )
 
     def _before_module(self, indices: Sequence[int], *_: Any) -> None:
-        """A module's forward pass begins: what it needs of the last step is done now."""
-        if self._host.tracer is not None:
+        """Applies the deferred step to the buckets that a module needs, before its forward pass."""
+        if self._context.tracer is not None:
             now_s = time.perf_counter()
             for index in [one for one in indices if one < self._rounds.layout.parcels]:
                 name = self._rounds.names[self._rounds.slots[index].entries[0]]
-                self._host.tracer.add("the forward pass comes to", name, now_s, now_s)
+                self._context.tracer.add("the forward pass comes to", name, now_s, now_s)
         step = self._deferred
         if step is not None:
-            part = self._host.timer.part
+            part = self._context.timer.part
             for index in indices:
                 step.reach(index)
-            self._host.timer.switch(part)
-            # Outside a forward pass the program may change settings and parameters.
+            self._context.timer.switch(part)
+            # Outside a forward pass, the program may change hyperparameters and parameters.
             if self._is_in_forward and step.round.weight and not step.is_ahead:
-                assert self._ahead is not None
-                self._ahead.begin(step)
+                assert self._step_thread is not None
+                self._step_thread.begin(step)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """The forward pass is over; where it has raised there is no output."""
+        """Ends the forward pass; one that raised has no output."""
         self._is_in_forward = False
         watch(output, self._backward_begins)
         if self._deferred is not None and self._deferred.is_ahead:
@@ -256,96 +259,96 @@ class LayerAverager:
             if passed:
                 used = leads_to(output, [self._parameters[entry] for entry in passed.values()])
                 if used is not None:
-                    raise self._used_too_early(passed[id(used)])
+                    raise self._early_use_error(passed[id(used)])
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        """A backward pass has begun, if it has not before; those inside it belong to it."""
+        """Begins a backward pass unless one is under way; nested ones belong to it."""
         self._forget_failed_pass()
-        if self._pass.is_under_way:
+        if self._backward.is_under_way:
             return
-        self._pass.begin()
-        if not self._quiet:
-            self._begin_round(self._fresh_weight + self._batch_weight)
+        self._backward.begin()
+        if not self._skips_exchange:
+            self._begin_round(self._unsent_weight + self._batch_weight)
 
     def _begin_round(self, weight: float) -> None:
-        """Begins the next round; the one before is there, if no step was put off with it."""
-        if not self._is_put_off(self._round):
-            self._look(self._round)
+        """Begins the next round; completes the previous one if no step with it is deferred."""
+        if not self._is_deferred(self._round):
+            self._complete_means(self._round)
         self._round = Round(self._rounds, weight / self._workers, self._steps_taken)
 
     def _forget_failed_pass(self) -> None:
-        """A backward pass that raised never ends."""
-        if not self._pass.has_failed:
+        """Resets after a backward pass that raised, and so never ends."""
+        if not self._backward.has_failed:
             return
-        self._pass.forget()
+        self._backward.forget()
         self._has_accumulated = False
         if self._round is not None and not self._round.is_sent:
             if self._round.has_begun:
                 raise OffbeatError(
-                    "a backward pass failed when some of its gradients were on their way, which the others "
-                    "count on: leave the session, or use the strategy bsp, which takes them back"
+                    "a backward pass failed after some of its gradients had been sent, which the other "
+                    "members expect: leave the session, or use the strategy bsp, which sends them again"
                 )
             self._round = None
 
-    def _gradient_comes(self, entry: int, _: torch.Tensor) -> None:
-        """Before a gradient is accumulated: not into one that is still on its way."""
+    def _before_accumulate(self, entry: int, _: torch.Tensor) -> None:
+        """Before a gradient is accumulated, waits for a pending one that it is added to."""
         self._begin_pass()
-        self._keep_promise(entry)
+        self._resolve_gradient(entry)
 
-    def _gradient_came(self, entry: int, parameter: torch.Tensor) -> None:
-        if self._host.timer.part != "compute":
-            self._host.timer.switch("compute")
+    def _after_accumulate(self, entry: int, parameter: torch.Tensor) -> None:
+        if self._context.timer.part != "compute":
+            self._context.timer.switch("compute")
         self._rounds.check()
         check_can_average(parameter.grad)
         self._begin_pass()
         if not self._has_accumulated:
             self._forms.check()
-            self._has_accumulated, self._stay = True, self._onlookers.are_there
+            self._has_accumulated, self._leaves_gradients = True, self._observers.are_there
         index, _ = self._rounds.layout.place_of[entry]
         if self._deferred is not None and not self._deferred.is_reached(index):
-            raise self._used_too_early(entry)
-        if self._quiet:
+            raise self._early_use_error(entry)
+        if self._skips_exchange:
             return
         assert self._round is not None
-        if self._stay or parameter.grad is None:  # somebody's hook may have taken it
+        if self._leaves_gradients or parameter.grad is None:  # a hook may have removed it
             self._round.leave(entry)
             return
-        now_s = self._came_s[entry] = time.perf_counter()
-        if self._host.tracer is not None:
-            self._host.tracer.add("the backward pass has", self._rounds.names[entry], now_s, now_s)
-        self._host.timer.switch("communicate")
+        now_s = self._ready_s[entry] = time.perf_counter()
+        if self._context.tracer is not None:
+            self._context.tracer.add("the backward pass has", self._rounds.names[entry], now_s, now_s)
+        self._context.timer.switch("communicate")
         self._pack_early(entry)
-        self._host.timer.switch("compute")
+        self._context.timer.switch("compute")
 
-    def _used_too_early(self, entry: int) -> OffbeatError:
+    def _early_use_error(self, entry: int) -> OffbeatError:
         return OffbeatError(
-            f"{self._rounds.names[entry]} was used before the last step had reached it, because the "
-            "forward pass came to it in another way than in the first steps: use overlap=backward"
+            f"{self._rounds.names[entry]} was used before the last step was applied to it, because the "
+            "forward pass reached it in another way than in the first steps: use overlap=backward"
         )
 
     def _pack_early(self, entry: int) -> None:
-        """Packs a gradient while the backward pass goes on, and sends what is complete with it."""
+        """Packs a gradient during the backward pass, and launches the bucket that this completes."""
         assert self._round is not None
-        parcel = self._round.take(entry)
-        self._parameters[entry].grad = None  # its memory serves the next layer's gradient
-        if parcel is not None and self._is_planned and self._overlap != "none":
-            self._round.launch(parcel)
+        bucket_index = self._round.take(entry)
+        self._parameters[entry].grad = None  # its memory can hold the next layer's gradient
+        if bucket_index is not None and self._is_planned and self._overlap != "none":
+            self._round.launch(bucket_index)
 
     def _end_pass(self) -> None:
-        if not self._has_accumulated:  # torch.autograd.grad, which leaves `param.grad` alone
+        if not self._has_accumulated:  # torch.autograd.grad, which does not set `param.grad`
             return
         self._has_accumulated = False
         self._ended_s = time.perf_counter()
-        timer = self._host.timer
+        timer = self._context.timer
         timer.switch("compute")
-        self._host.computed(timer.total_s("compute") - self._pass_mark_s)
+        self._context.computed(timer.total_s("compute") - self._pass_mark_s)
         timer.switch("compute")
         self._pass_mark_s = timer.total_s("compute")
-        if self._quiet:
-            self._fresh_weight += self._batch_weight
+        if self._skips_exchange:
+            self._unsent_weight += self._batch_weight
             timer.switch("other")
         else:
             self._send_round()
@@ -354,178 +357,178 @@ class LayerAverager:
 
     @property
     def round(self) -> int:
-        """Rounds finished."""
-        return self._finished
+        """Number of finished rounds."""
+        return self._rounds_finished
 
     @property
     def is_clear(self) -> bool:
         """Whether no gradient has been computed since the last optimizer step."""
-        return not self._fresh_weight and not self._rounds_since_step
+        return not self._unsent_weight and not self._rounds_since_step
 
     def _exchange_now(self) -> None:
-        """Averages what was accumulated or set by hand; every member has to call it."""
+        """Averages gradients that were accumulated or set by hand; every member has to call it."""
         self._forms.check()
-        weight = self._fresh_weight
+        weight = self._unsent_weight
         if not weight and any(parameter.grad is not None for parameter in self._parameters):
             weight = self._batch_weight
         self._begin_round(weight)
         for entry in range(len(self._parameters)):
-            self._keep_promise(entry)
+            self._resolve_gradient(entry)
         self._send_round()
-        self._look(self._round)
+        self._complete_means(self._round)
 
     def _send_round(self) -> None:
-        """The backward pass is over: sends what it has not sent, and promises the means."""
-        round_, timer = self._round, self._host.timer
+        """Sends the remaining buckets after the backward pass, and makes the gradients pending."""
+        round_, timer = self._round, self._context.timer
         assert round_ is not None
         compute_s = timer.total_s("compute") - self._compute_mark_s
-        self.drain()  # where no forward pass has come
+        self.drain()  # where no forward pass applied it
         timer.switch("communicate")
         round_.send_rest(compute_s)
-        self._finished += 1
+        self._rounds_finished += 1
         self._rounds_since_step += 1
         if not self._is_planned:
             self._rounds.fires = [max(1, fired) for fired in round_.fired]
-            if self._finished < _WATCHED_ROUNDS:
+            if self._rounds_finished < _WATCHED_ROUNDS:
                 self._uses.forget()
-        self._fresh_weight = 0.0
-        self._promise(round_)
+        self._unsent_weight = 0.0
+        self._set_pending_gradients(round_)
         self._rounds.turn_banks(are_prepared=self._is_planned)
         self._compute_mark_s = timer.total_s("compute")
         timer.switch("other")
 
-    def _promise(self, round_: Round) -> None:
-        """Makes the means the gradients before they are there."""
+    def _set_pending_gradients(self, round_: Round) -> None:
+        """Sets the gradients to pending ones, before the means have arrived."""
         used = round_.learn_used()
         for entry, parameter in enumerate(self._parameters):
-            self._promised[entry] = parameter.grad = None
+            self._pending_gradients[entry] = parameter.grad = None
             if used[entry]:
-                keep = partial(self._look, round_)
-                self._promised[entry] = parameter.grad = Promise.of(round_.mean(entry), keep)
+                wait = partial(self._complete_means, round_)
+                self._pending_gradients[entry] = parameter.grad = Promise.of(round_.mean(entry), wait)
 
-    def _look(self, round_: Round | None) -> None:
-        """Somebody looks at a gradient of a round: all of them are to be there.
+    def _complete_means(self, round_: Round | None) -> None:
+        """Waits for all means of a round, one of which the program reads.
 
-        Where a step with them was put off it is taken first, for who looks may write.
+        A deferred step with them is applied first, as the program may also write them.
         """
         if round_ is None or round_.was_looked_at or not round_.is_sent:
             return
-        if self._is_put_off(round_):
+        if self._is_deferred(round_):
             self.drain()
-        part = self._host.timer.part
+        part = self._context.timer.part
         for index in range(self._rounds.layout.parcels):
             round_.wait(index)
             round_.settle(index)
-        self._host.timer.switch(part)
+        self._context.timer.switch(part)
         round_.was_looked_at = True
 
-    def _keep_promise(self, entry: int) -> None:
-        """Makes a gradient that was promised a plain one."""
-        promised, self._promised[entry] = self._promised[entry], None
+    def _resolve_gradient(self, entry: int) -> None:
+        """Replaces a pending gradient by a plain tensor; waits for it."""
+        pending, self._pending_gradients[entry] = self._pending_gradients[entry], None
         parameter = self._parameters[entry]
-        if promised is not None and parameter.grad is promised:
-            parameter.grad = promised.kept()
+        if pending is not None and parameter.grad is pending:
+            parameter.grad = pending.kept()
 
     # The step ------------------------------------------------------------------------------------------
 
     def before_step(self, *, has_closure: bool) -> None:
-        """The optimizer is about to step: with nothing yet, if that can be put off, or with all means.
+        """Prepares an optimizer's step: defers it where possible, otherwise waits for all means.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
         self._forget_failed_pass()
         if has_closure:
             return
         self.drain()  # there may be another step before the next pass
-        if self._fresh_weight or not self._rounds_since_step:
+        if self._unsent_weight or not self._rounds_since_step:
             self._exchange_now()
         round_ = self._round
-        if round_ is not None and round_.is_sent and self._can_wait(round_):
-            self._deferred = DeferredStep(self._steps, self._rounds, round_, self._held)
-            for parameter, is_held in zip(self._parameters, self._held, strict=True):
+        if round_ is not None and round_.is_sent and self._can_defer(round_):
+            self._deferred = DeferredStep(self._steps, self._rounds, round_, self._is_held)
+            for parameter, is_held in zip(self._parameters, self._is_held, strict=True):
                 if is_held:
                     parameter.grad = None
         else:
             for entry in range(len(self._parameters)):
-                self._keep_promise(entry)
+                self._resolve_gradient(entry)
 
-    def _can_wait(self, round_: Round) -> bool:
-        """Whether the step may be taken layer by layer: nobody has looked at a gradient or replaced one."""
+    def _can_defer(self, round_: Round) -> bool:
+        """Whether the step can be deferred: the program has read no gradient and replaced none."""
         return (
             self._is_planned
-            and self._puts_steps_off
+            and self._defers_steps
             and not round_.was_looked_at
             and self._steps.are_possible
             and self._rounds_since_step == 1
             and all(
-                parameter.grad is promised
-                for parameter, promised in zip(self._parameters, self._promised, strict=True)
+                parameter.grad is pending
+                for parameter, pending in zip(self._parameters, self._pending_gradients, strict=True)
             )
         )
 
-    def _is_put_off(self, round_: Round | None) -> bool:
-        """Whether the step with a round is yet to be taken with some parameters."""
+    def _is_deferred(self, round_: Round | None) -> bool:
+        """Whether the step with a round's means is still to be applied to some parameters."""
         return self._deferred is not None and self._deferred.round is round_
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """Ends a step."""
         self._rounds_since_step = 0
-        if self._is_put_off(self._round):
-            for parameter, promised, is_held in zip(
-                self._parameters, self._promised, self._held, strict=True
+        if self._is_deferred(self._round):
+            for parameter, pending, is_held in zip(
+                self._parameters, self._pending_gradients, self._is_held, strict=True
             ):
                 if is_held:
-                    parameter.grad = promised
+                    parameter.grad = pending
         else:
-            self._look(self._round)
-            self._host.writes.note()
+            self._complete_means(self._round)
+            self._context.writes.note()
         self._round = None
         first, self._steps_taken = self._rounds.signalled_step, self._steps_taken + 1
-        # What a step's own rounds say may not be here yet, what those of the step before say is everywhere.
+        # Trailers of this step's rounds may not have arrived; those of the step before have, on all members.
         self.is_preempted = first is not None and first < self._steps_taken - 1
-        if not self._is_planned and self._finished >= _WATCHED_ROUNDS:
-            self._share_plan()
+        if not self._is_planned and self._rounds_finished >= _WATCHED_ROUNDS:
+            self._adopt_shared_plan()
 
     @property
     def puts_off(self) -> bool:
-        """See `Averager.puts_off`; a parameter that it is yet to be taken with must not be changed."""
+        """See `Averager.puts_off`; parameters that the step is still to be applied to must not change."""
         return self._deferred is not None
 
     def drain(self) -> None:
-        """Takes what is left of the last step.
+        """Applies the rest of the deferred step.
 
         Raises:
-            WorkerError: a member was lost, or did not come within the deadline.
-            OffbeatError: a parameter has changed its form since join.
+            WorkerError: a member was lost, or did not join the exchange within the deadline.
+            OffbeatError: a parameter has changed its shape, dtype or device since join.
         """
         if self._deferred is not None:
             self._forms.check()
-            part = self._host.timer.part
+            part = self._context.timer.part
             self._deferred.reach_all()
             self._deferred = None
-            self._host.writes.note()
-            self._host.timer.switch(part)
+            self._context.writes.note()
+            self._context.timer.switch(part)
 
     def flush(self) -> None:
-        """The loop is over: takes the last step, and makes promises gradients.
+        """Applies the last step at the end of the loop, and makes pending gradients plain tensors.
 
         Raises:
-            WorkerError: a member was lost, and this worker has not heard so yet.
+            WorkerError: a member was lost, which has not been raised here before.
         """
         if not self._rounds.has_failed:
             self.drain()
             for entry in range(len(self._parameters)):
-                self._keep_promise(entry)
+                self._resolve_gradient(entry)
 
 
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
 def train(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Stands in for `module.train`, and so for `eval`, while it is in a session; in copies it does no more.
+    """Replaces `module.train`, and so `eval`, in a session: applies a deferred step first.
 
-    A model that is set to evaluate is about to be looked at.
+    A copy of the module has no session, and only the original `train` is called.
     """
     drain = _drains.get(module)
     if drain is not None:
