@@ -211,9 +211,9 @@ def test_a_checkpoint_of_groups_in_another_order_goes_to_the_parameters_of_the_s
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        ([NAMES[:3], NAMES[3:]], r"in group 0 1\.weight, which is there now"),
-        ([NAMES[2:], NAMES[:2]], r"in group 0 0\.bias, which is not there now"),
-        ([NAMES], "2 of them where there are 1 now"),
+        ([NAMES[:3], NAMES[3:]], r"in group 0, 1\.weight is new now"),
+        ([NAMES[2:], NAMES[:2]], r"in group 0, 0\.bias is missing now"),
+        ([NAMES], "it has 2 groups, the optimizer has 1"),
     ],
 )
 def test_a_checkpoint_of_groups_with_other_parameters_is_refused(groups, text):
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_number_of_optimizers_is_refused():
         state = session.state_dict()
     with (
         offbeat.join(model, optimizers[:1], AllReduce()) as session,
-        pytest.raises(OffbeatError, match="the state is of 2 optimizers and 1 were given to join"),
+        pytest.raises(OffbeatError, match="the state has 2 optimizers and 1 were given to join"),
     ):
         session.load_state_dict(state)
 

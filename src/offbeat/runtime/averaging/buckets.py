@@ -1,4 +1,36 @@
-"""Where gradients and buffers lie while they are exchanged, and afterwards; nothing is sent from here."""
+"""Memory of gradient buckets, during an exchange and afterwards. This module sends nothing.
+
+Theory of operation
+-------------------
+
+A bucket is a 1-D tensor of one dtype that is all-reduced at once. Its entries are, in this order, parameters'
+gradients, model buffers and the trailer; a `Bank` is the memory of one bucket, with a view for each entry. A
+`Slot` has three banks:
+
+- `own`: this worker's contribution. Gradients are scaled by the worker's weight and packed here. An exchange
+  does not change its values, so that a round can be repeated with them after an exchange was abandoned.
+- `bank`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
+  so nothing is copied out.
+- A second one for sums. `hand_out` exchanges the two, so that the next round does not overwrite this round's
+  gradients. Two rounds later, a bank is written again, unless the program still has a reference to one of its
+  views (`Bank.is_kept`, by reference counts): then it is replaced by a new one.
+
+Workers on one host read each other's banks in shared memory. After an exchange was abandoned, another worker
+may still be reading a bank. `leave_to_readers` replaces such banks; it must be called before anything is
+written.
+
+Buffers need no mean: the first member contributes its values and all other members zeros, so the sum is the
+first member's value.
+
+The trailer is the last entry of all, and carries the numbers of a round that would otherwise need messages of
+their own. Its dtype is float32, or float64 if a parameter has it. All of it is summed over the members:
+
+- their weights (the sum is 0 if no member had a sample), flags and counts;
+- with `GradientAverager`, lists with one number per member, to which that member alone adds;
+- one number per parameter, not 0 if a member has a gradient of it;
+- the hyperparameters, to which the first member alone adds, each split into three float32 numbers that hold a
+  float64.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +46,10 @@ from offbeat.runtime.collectives.interface import Pending
 
 
 class BufferList:
-    """The buffers of a model by the places where they are: layers may put new tensors there."""
+    """The buffers of a model, by module and name: layers may replace the tensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._locations: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._absent: list[tuple[nn.Module, str]] = []
         seen: set[int] = set()
         for module in model.modules():
@@ -26,14 +58,14 @@ class BufferList:
                     self._absent.append((module, name))
                 if buffer is not None and buffer.numel() and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    self._places.append((module, name, torch.empty_like(buffer, device="meta")))
+                    self._locations.append((module, name, torch.empty_like(buffer, device="meta")))
 
     def tensors(self) -> list[torch.Tensor]:
-        """The buffers as they are now.
+        """Return the current buffers.
 
         Raises:
-            OffbeatError: one has changed its form since join, or was none then; but for those that are not
-                saved, which are caches.
+            OffbeatError: one has changed its shape or dtype since join, or was None then and is persistent
+                (those that are not persistent are caches).
         """
         for module, name in self._absent:
             if (buffer := module._buffers.get(name)) is not None:
@@ -41,17 +73,17 @@ class BufferList:
                     f"the buffer {name!r} was None at join and is {buffer.dtype} {list(buffer.shape)}: run "
                     "one batch through the model before join"
                 )
-        found = []
-        for module, name, form in self._places:
+        buffers = []
+        for module, name, template in self._locations:
             buffer = getattr(module, name, None)
-            if buffer is None or buffer.shape != form.shape or buffer.dtype != form.dtype:
-                now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+            if buffer is None or buffer.shape != template.shape or buffer.dtype != template.dtype:
+                current = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
                 raise OffbeatError(
-                    f"the buffer {name!r} was {form.dtype} {list(form.shape)} at join and is {now}: "
-                    "leave the session and join again"
+                    f"the buffer {name!r} was {template.dtype} {list(template.shape)} at join and is "
+                    f"{current}: leave the session and join again"
                 )
-            found.append(buffer)
-        return found
+            buffers.append(buffer)
+        return buffers
 
 
 Zeros = Callable[[int, torch.dtype], torch.Tensor]
@@ -59,7 +91,7 @@ Zeros = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Bank:
-    """A bucket's memory: first gradients, then buffers, then the epilogue."""
+    """A bucket's memory: first gradients, then buffers, then the trailer."""
 
     def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], zeros: Zeros) -> None:
         self.flat = zeros(bucket.elements, bucket.dtype)
@@ -67,11 +99,11 @@ class Bank:
             self.flat[offset : offset + shapes[entry].numel()].view(shapes[entry])
             for entry, offset in zip(bucket.entries, bucket.offsets, strict=True)
         ]
-        self._own_references = self._references()
+        self._initial_references = self._references()
 
     def is_kept(self) -> bool:
-        """Whether somebody outside still holds a view, or a view of one."""
-        return self._references() != self._own_references
+        """Whether a view, or a view of one, is still referenced elsewhere."""
+        return self._references() != self._initial_references
 
     def _references(self) -> list[int]:
         counts = [sys.getrefcount(view) for view in self.views]
@@ -80,11 +112,11 @@ class Bank:
 
 
 class Slot:
-    """A bucket: this worker's own part of a round, and two banks of memory for the sums, used in turn.
+    """A bucket: this worker's contribution to a round, and two banks for the sums, used in turn.
 
-    The means of a round stay where they were summed and become the gradients, so that nothing is copied
-    out. The next round sums in the other bank, so that those gradients stay untouched until it is over; a
-    bank of which somebody still keeps a gradient is left to him and replaced.
+    The means of a round become the gradients where they were summed, without a copy. The next round sums in
+    the other bank, so that these gradients stay unchanged until it is over; a bank that the program still has
+    a gradient of is replaced.
     """
 
     def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: Zeros) -> None:
@@ -93,25 +125,25 @@ class Slot:
         self.gradient_elements = sum(shapes[entry].numel() for entry in bucket.entries[: self.parameters])
         self.missing = self.parameters
         self.pending: Pending | None = None
-        self._plan = bucket, shapes, zeros
-        self.own, self.bank, self._other = (Bank(*self._plan) for _ in range(3))
+        self._bank_arguments = bucket, shapes, zeros
+        self.own, self.bank, self._other = (Bank(*self._bank_arguments) for _ in range(3))
 
     def leave_to_readers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Replaces what another worker may still read (`TensorMemory.is_read`), so that it is not written.
+        """Replaces banks that another worker may still read (`TensorMemory.is_read`).
 
-        Due before anything is written after an exchange was abandoned. This worker's own part keeps its
-        values.
+        To be called after an exchange was abandoned, before anything is written. This worker's contribution
+        keeps its values.
         """
         if is_read(self.own.flat):
-            before, self.own = self.own, Bank(*self._plan)
+            before, self.own = self.own, Bank(*self._bank_arguments)
             self.own.flat.copy_(before.flat)
         if is_read(self.bank.flat):
-            self.bank = Bank(*self._plan)
+            self.bank = Bank(*self._bank_arguments)
         if is_read(self._other.flat):
-            self._other = Bank(*self._plan)
+            self._other = Bank(*self._bank_arguments)
 
     def hand_out(self) -> None:
-        """Leaves the bank to the gradients that lie in it now and turns to the other."""
+        """Switches to the other bank: the current one holds the gradients now."""
         self.bank, self._other = self._other, self.bank
         if self.bank.is_kept():
-            self.bank = Bank(*self._plan)
+            self.bank = Bank(*self._bank_arguments)

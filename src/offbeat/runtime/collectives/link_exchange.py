@@ -204,8 +204,8 @@ class _Plan:
         own_sends: sends of this worker's own contribution.
         adds_to_sent: elements of its own contribution are both sent and added to.
         scratch_elements: the number of elements of scratch memory.
-        locations: by step, whether it receives into scratch memory, and where the vector's first element would
-            lie in that memory.
+        locations: by step, whether it receives into scratch memory, and where the vector's first element
+            would lie in the memory.
     """
 
     def __init__(self, schedule: Schedule, length: int) -> None:

@@ -1,6 +1,6 @@
-"""Sums tensors by `torch.distributed`: NCCL on GPUs, every rank of the process group present.
+"""Collectives by `torch.distributed`: NCCL on GPUs, with every rank of the process group present.
 
-Torch chooses the algorithm and keeps the order of the calls. Nothing here decides who takes part.
+Torch chooses the algorithm and keeps the order of the calls. This module never decides on membership.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from offbeat.runtime.collectives.interface import Pending
 from offbeat.runtime.processes.waiting import Flag
 
 _POLL_S = 0.001
-_REASON_S = 2.0  # torch's own error may be seen before the coordinator says whose it is
+_REASON_TIMEOUT_S = 2.0  # torch's error may precede the coordinator's, which names the worker
 
 
 class TorchExchange:
-    """Collectives by `torch.distributed`: NCCL on GPUs, every rank of the process group present.
+    """Collectives by `torch.distributed`: NCCL on GPUs, with every rank of the process group present.
 
     Args:
         group: a process group of exactly the members.
@@ -54,7 +54,7 @@ class TorchExchange:
     def prepare(
         self, into: torch.Tensor, *, exchange_id: int, index: int = 0, algorithm: str = "ring"
     ) -> None:
-        """See `Exchange.prepare`: torch has its own ways."""
+        """See `Exchange.prepare`: nothing to do with torch."""
 
     def broadcast(self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0) -> Pending:
         """See `Exchange.broadcast`."""
@@ -68,29 +68,29 @@ class TorchExchange:
         if self._is_nccl:
             self._group.abort()
 
-    def _run(self, begin: Callable[[], Any]) -> Pending:
+    def _run(self, start: Callable[[], Any]) -> Pending:
         if self._error is not None:
             return _TorchPending(self, None, self._error)
         try:
-            return _TorchPending(self, begin(), None)
+            return _TorchPending(self, start(), None)
         except RuntimeError as error:
             return _TorchPending(self, None, self.explained(error))
 
     @property
     def error(self) -> WorkerError | None:
-        """Why exchanges end, None while they may run."""
+        """The error that exchanges fail with, None while they may run."""
         return self._error
 
     @property
     def is_nccl(self) -> bool:
-        """Whether the results appear on a GPU's stream, for which the host need not wait."""
+        """Whether results are ordered by a GPU stream, so that the host need not wait."""
         return self._is_nccl
 
     def explained(self, error: RuntimeError) -> WorkerError:
-        """The reason that `abandon` gives, waited for a little, or else what torch says."""
-        self._abandoned.wait(_REASON_S)
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        return self._error or WorkerError(f"a torch.distributed exchange failed: {said}")
+        """Returns the error of `abandon`, waiting for it briefly, or else one with torch's message."""
+        self._abandoned.wait(_REASON_TIMEOUT_S)
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        return self._error or WorkerError(f"a torch.distributed exchange failed: {message}")
 
 
 class _TorchPending:

@@ -116,9 +116,7 @@ class LayerAverager:
         self._backward = BackwardPass(self._end_pass)
         self._has_accumulated = False
         self._observers: Onlookers  # from `attach` on
-        self._leaves_gradients = (
-            False  # in param.grad until the pass ends, as hooks of the program may read it
-        )
+        self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")
         self.line = self._rounds.measured_line(workers)
         self._rounds.adopt(plan_by_type(self._parameters), order)

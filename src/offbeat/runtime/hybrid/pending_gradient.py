@@ -1,4 +1,4 @@
-"""Gradients that are still on their way."""
+"""Gradients whose mean is still being computed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.utils._pytree import tree_map_only
 
 
 class Promise(torch.Tensor):
-    """A gradient whose mean is still to come; whoever looks at it, or computes with it, waits for it.
+    """A gradient whose mean is still being computed; any operation on it waits for the mean.
 
-    So what needs all gradients before the optimizer steps (clipping, a gradient scaler, a print) finds the
-    means there, and who does not look never waits.
+    So code that needs gradients before the optimizer steps (clipping, a gradient scaler, a print) gets the
+    means, and a program without such code never waits.
     """
 
     _keep: Callable[[], None]
 
     @classmethod
     def of(cls, mean: torch.Tensor, keep: Callable[[], None]) -> Self:
-        """Promise what will be in the memory of `mean` once `keep` has returned.
+        """Return a pending gradient whose value is in the memory of `mean` once `keep` has returned.
 
         Args:
-            keep: waits; called at every look.
+            keep: waits for the mean; called by every operation.
         """
         promise = mean.as_subclass(cls)
         promise._keep = keep
@@ -33,7 +33,7 @@ class Promise(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Wait, and then do what is to be done with plain tensors."""
+        """Wait, and call the function with plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map_only(cls, cls.kept, (args, kwargs or {}))
             return function(*args, **kwargs)

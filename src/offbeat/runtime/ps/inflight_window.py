@@ -1,8 +1,8 @@
-"""How many bytes of requests may be under way at once, and the requests that wait until there is room.
+"""Limits the bytes of requests in flight, and queues the requests that have to wait for room.
 
-A server keeps what was pushed until all replicas have it, and what was pulled until the client has received
-it. A client that does not wait for its requests makes them keep less than a limit all the same: a request is
-*admitted* when there is room for it, else it is *held* in the client. Nothing here sends or waits.
+A server keeps pushed data until all replicas have it, and pulled data until the client has received it. The
+window bounds this memory also for a client that does not wait for its requests: a request is *admitted* when
+there is room for it, otherwise it is *held* in the client. This module neither sends nor waits.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
-REQUEST_BYTES: Final = 512  # what a request costs a server besides its numbers, roughly
+REQUEST_BYTES: Final = 512  # approximate memory of a request on a server, without its data
 
 
 class Window:
-    """Bytes of requests that are not answered, up to a limit.
+    """A limit of the bytes of unanswered requests.
 
-    Each request is of an *account*. A request is admitted when that makes no more than `bytes_max` bytes, or
-    when no other request of its account is under way: so a larger one goes alone, and requests of one account
-    never wait for those of others to be answered. Those of one account are admitted in their order.
+    Each request belongs to an *account*. A request is admitted if the total stays within `bytes_max` bytes,
+    or if no other request of its account is in flight. So a larger request goes alone, and an account never
+    waits for the answers of another one. Requests of one account are admitted in order.
 
-    `admit` and `has_room` may be called by any thread, everything else by one.
+    `admit` and `has_room` are thread-safe, all other methods are for one thread.
 
     Args:
-        bytes_max: of all requests that are under way, as far as none goes alone in its account.
+        bytes_max: the limit for all requests in flight, except for one that is alone in its account.
 
     Attributes:
         bytes_max: as given.
-        unacked_bytes: of all requests that are under way.
+        unacked_bytes: the bytes of all requests in flight.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max, self.unacked_bytes = bytes_max, 0
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}  # of requests under way, by account
+        self._counts: dict[str, int] = {}  # requests in flight, by account
         self._held: dict[str, deque[tuple[int, Any]]] = {}  # bytes and requests, by account
 
     @property
@@ -56,12 +56,12 @@ class Window:
             return True
 
     def hold(self, account: str, size_bytes: int, request: Any) -> None:
-        """Keep a request until there is room for it, behind those of its account that are held already."""
+        """Queue a request until there is room for it, behind held requests of its account."""
         with self._lock:
             self._held.setdefault(account, deque()).append((size_bytes, request))
 
     def drop(self, account: str, request: Any) -> bool:
-        """Keep a request no longer; return whether it was held."""
+        """Remove a held request; return whether it was held."""
         with self._lock:
             held = self._held.get(account, deque())
             entry = next((one for one in held if one[1] is request), None)
@@ -73,7 +73,7 @@ class Window:
             return True
 
     def release(self, account: str, size_bytes: int, count: int = 1) -> None:
-        """Some requests that were admitted have been answered, or will not be."""
+        """Free the room of admitted requests that were answered, or will not be."""
         with self._lock:
             self.unacked_bytes -= size_bytes
             self._counts[account] -= count
@@ -81,7 +81,7 @@ class Window:
                 del self._counts[account]
 
     def admit_held(self) -> Iterator[Any]:
-        """Yield those that are held for which there is room now; each is admitted when it is yielded."""
+        """Yield held requests that there is room for now; each is admitted when it is yielded."""
         for account in list(self._held):
             while (request := self._next(account)) is not None:
                 yield request

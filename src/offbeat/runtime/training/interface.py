@@ -1,6 +1,6 @@
-"""What a session asks of whatever keeps its model in step with the others', and what that may ask of it.
+"""Interfaces between a session and the synchronizer of its model.
 
-Nothing here does anything.
+This module has no implementation.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from offbeat.runtime.training.tracing import Tracer
 
 
 class Loop(Protocol):
-    """A worker's training loop, as its session sees it.
+    """What a synchronizer requires of the session, which runs a worker's training loop.
 
     Attributes:
         worker: this worker's id.
-        world: how many workers the job started with.
+        world: the number of workers at the job's start.
         epoch: the epoch under way, from 0.
-        is_newcomer: it came when the job was running.
-        threads: the workers of this process, this one among them.
-        servers: how many the parameter server begins with.
+        is_newcomer: this worker joined a running job.
+        threads: the ids of the workers in this process, including this one.
+        servers: the number of servers that the parameter server starts with.
         timer: splits the worker's wall time into parts.
-        samples: taken from the session since the last optimizer step.
-        tracer: takes note of what happens when, in some steps; None in all others' place.
+        samples: the number of samples taken from the session since the last optimizer step.
+        tracer: records a timeline in some steps; None in all other steps.
     """
 
     worker: int
@@ -47,65 +47,65 @@ class Loop(Protocol):
 
     @property
     def is_signalled(self) -> bool:
-        """Whether this worker knows of a preemption signal, its own or another's."""
+        """Whether this worker knows of a preemption signal, its own or another worker's."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps finished."""
+        """Number of finished optimizer steps."""
 
     @property
     def batch(self) -> int:
-        """Batches of the epoch taken from the session so far."""
+        """Number of batches of the epoch taken from the session so far."""
 
     def check(self) -> None:
-        """Raises if the job has failed."""
+        """Raises an error if the job has failed."""
 
     def computed(self, compute_s: float) -> None:
-        """Hears how long a forward and backward pass computed; may delay its end (injected slowness)."""
+        """Reports the compute time of a forward and backward pass; may block to inject slowness."""
 
     def tell(self, event: Event) -> None:
-        """Tells the coordinator."""
+        """Sends an event to the coordinator."""
 
     def take_loss(self) -> float | None:
-        """The mean loss that the program has said since the last call, None where it said nothing."""
+        """Returns the mean of the losses that the program reported since the last call, or None."""
 
     def place(self, round_: int) -> Place:
-        """Where in the training the state belongs that this worker has."""
+        """Returns the training position of this worker's state."""
 
     def take_place(self, place: Place) -> None:
-        """Goes on where another worker's state belongs."""
+        """Continues at the training position of another worker's state."""
 
 
 class Synchronizer(Protocol):
-    """Keeps one worker's model in step with the others'."""
+    """Synchronizes one worker's model with those of the other workers."""
 
     @property
     def deals(self) -> bool:
-        """Whether samples are dealt as they are needed."""
+        """Whether samples are assigned as they are needed."""
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps finished, by the group; None where this worker's own count is what counts."""
+        """Number of optimizer steps that the group has finished; None where each worker counts its own."""
 
     @property
     def round(self) -> int:
-        """What the model holds: see `Saving.round`."""
+        """The number of rounds in the model: see `Saving.round`."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The workers that this one trains with now; it is not always among them."""
+        """The workers in the current group, which may not include this one."""
 
     @property
     def leads(self) -> bool:
-        """Whether this worker is the one to evaluate, print and save for all."""
+        """Whether this worker evaluates, prints and saves for all workers."""
 
     @property
     def is_current(self) -> bool:
-        """Whether this worker holds the parameters that the others have."""
+        """Whether this worker has the current parameters of the group."""
 
     @property
     def is_common(self) -> bool:
-        """Whether all that are current have the same parameters after a step; else each has its own copy."""
+        """Whether all current workers have the same parameters after a step, not each its own copy."""
 
     @property
     def is_preempted(self) -> bool:
@@ -113,11 +113,11 @@ class Synchronizer(Protocol):
 
     @property
     def late(self) -> LateGradients | None:
-        """What is computed by workers outside for members; None where nobody is ever outside."""
+        """The late gradients of workers outside the group; None where all workers are in it."""
 
     @property
     def blocks_per_round(self) -> int:
-        """How many dealt blocks a round has had so far, at most; 0 where that is not known."""
+        """The largest number of assigned blocks of a round so far; 0 where that is not known."""
 
     @property
     def traffic(self) -> Mapping[str, float]:
@@ -128,86 +128,86 @@ class Synchronizer(Protocol):
         """Whether no gradient has been computed since the last optimizer step."""
 
     def enter(self, member: Member | None, meeting: Meeting | None) -> None:
-        """Takes part in the job, which has started; in a world of one there may be none.
+        """Joins the started job; in a world of one, `member` and `meeting` may be None.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def attach(self) -> None:
-        """Puts hooks on the model."""
+        """Registers hooks on the model."""
 
     def detach(self) -> None:
-        """Takes them off and lets go of everything."""
+        """Removes the hooks and releases all resources."""
 
     def weigh(self, batches: float) -> None:
-        """Says what the next backward passes count, relative to a whole batch; with 0 they leave no trace."""
+        """Sets the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
 
     def batch_of_round(self, batch: int, left_out: int) -> int:
-        """Returns for which batch of the epoch the next round is: for `batch`, or one left out before it.
+        """Returns the batch of the epoch that the next round is for: `batch`, or one skipped before it.
 
         Args:
-            batch: that this worker computes next, counted from 1.
-            left_out: how many before it this worker has left out since its last round.
+            batch: the batch that this worker computes next, counted from 1.
+            left_out: the number of batches before it that this worker has skipped since its last round.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate."""
+        """Backward passes inside accumulate without an exchange."""
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """An optimizer is about to step; `has_closure`: which computes its gradients by itself.
+        """Prepares an optimizer's step; with `has_closure`, a closure computes its gradients.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def after_step(self) -> None:
-        """A step is over: an optimizer, or several, have stepped since the last call.
+        """Ends a step, in which one or several optimizers have stepped.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def resume(self, step: int) -> None:
-        """A state was loaded that had taken so many steps.
+        """Continues from a loaded state of `step` finished steps.
 
         Raises:
             OffbeatError: training has begun already.
         """
 
     def refresh(self) -> None:
-        """Makes model and optimizer what is to be saved.
+        """Completes model and optimizer, so that they can be saved.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def give_up_the_rest(self) -> None:
-        """The loop has left its epoch early."""
+        """Drops work for the rest of the epoch, which the loop has left early."""
 
     def flush(self) -> None:
-        """The loop is over: gives what it still has to give and nobody else has to do with.
+        """Completes this worker's outstanding work at the end of the loop, which needs no other worker.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def finish(self) -> None:
-        """The loop is over, and the coordinator knows: gives what it still has to give.
+        """Completes all outstanding work, after the coordinator was notified of the loop's end.
 
         Raises:
             WorkerError: the job failed.
         """
 
     def settle(self) -> None:
-        """Everybody has finished: takes the final state where it is not there yet.
+        """Receives the final state where it is missing, after all workers have finished.
 
         Raises:
-            WorkerError: it cannot be had.
+            WorkerError: it is not available.
         """
 
     def abandon(self, error: Exception) -> None:
-        """Ends all waiting with `error`; any thread may call it."""
+        """Fails all waiting calls with `error`; thread-safe."""

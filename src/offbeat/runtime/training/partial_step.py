@@ -1,6 +1,6 @@
-"""An optimizer's step, taken with some of its parameters at a time.
+"""Applies an optimizer's step to some of its parameters at a time.
 
-This module never decides when, and knows nothing of where gradients come from.
+This module never decides when, and does not know where gradients come from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_all_optimizers
+from torch.optim import optimizer as global_hooks
 
 from offbeat.errors import OffbeatError
 
@@ -21,35 +21,35 @@ _T = TypeVar("_T")
 _OWN_HOOKS = 1  # the session's, before and after each step
 
 Settings = list[dict[str, Any]]
-"""By group of an optimizer, its hyperparameters."""
+"""By parameter group, the optimizer's hyperparameters."""
 
 
 class PartialSteps:
-    """Steps of an optimizer that were called for at one time and are taken part by part later.
+    """Applies an optimizer's steps in parts, later than `optimizer.step()` was called.
 
     Args:
-        optimizer: steps its parameters.
+        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._steps_alone = _steps_alone(optimizer)
+        self._steps_independently = _steps_independently(optimizer)
 
     @property
     def are_possible(self) -> bool:
-        """Whether the optimizer steps each parameter alone, and nobody else looks on before or after."""
-        own = vars(self._optimizer).get("step")  # a learning rate scheduler's changes nothing
+        """Whether the optimizer steps each parameter independently and only the session has step hooks."""
+        own = vars(self._optimizer).get("step")  # a learning rate scheduler's wrapper is harmless
         return (
-            self._steps_alone
+            self._steps_independently
             and (own is None or getattr(own, "__wrapped__", None) is type(self._optimizer).step)
-            and not of_all_optimizers._global_optimizer_pre_hooks
-            and not of_all_optimizers._global_optimizer_post_hooks
+            and not global_hooks._global_optimizer_pre_hooks
+            and not global_hooks._global_optimizer_post_hooks
             and len(self._optimizer._optimizer_step_pre_hooks) == _OWN_HOOKS
             and len(self._optimizer._optimizer_step_post_hooks) == _OWN_HOOKS
         )
 
     def settings(self) -> Settings:
-        """Return the hyperparameters as they are now."""
+        """Return a copy of the current hyperparameters."""
         return [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -62,43 +62,43 @@ class PartialSteps:
     def take(
         self, chosen: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], settings: Settings
     ) -> None:
-        """Take the step with some parameters; their gradients are what they were before, afterwards.
+        """Apply the step to some parameters; their `grad` is restored afterwards.
 
         Args:
-            chosen: those.
-            gradients: with which to step them.
-            settings: of the time at which the step was called for.
+            chosen: the parameters.
+            gradients: their gradients for the step.
+            settings: the hyperparameters at the time of `optimizer.step()`.
 
         Raises:
-            OffbeatError: the optimizer has other groups of parameters than it had then.
+            OffbeatError: the number of parameter groups has changed since then.
         """
         groups = self._optimizer.param_groups
         if len(groups) != len(settings):
             raise OffbeatError(
-                f"the optimizer had {len(settings)} groups of parameters at its last step and has "
+                f"the optimizer had {len(settings)} parameter groups at its last step and has "
                 f"{len(groups)} now: leave the session and join again"
             )
         ids = {id(parameter) for parameter in chosen}
-        before = [parameter.grad for parameter in chosen]
-        now = [dict(group) for group in groups]
+        old_gradients = [parameter.grad for parameter in chosen]
+        current = [dict(group) for group in groups]
         try:
             for parameter, gradient in zip(chosen, gradients, strict=True):
                 parameter.grad = gradient
-            for group, then in zip(groups, settings, strict=True):
-                group.update(then)
+            for group, saved in zip(groups, settings, strict=True):
+                group.update(saved)
                 group["params"] = [one for one in group["params"] if id(one) in ids]
             kind: Any = type(self._optimizer)
             with plainly(in_inference_mode=self._is_kept_in_inference_mode(chosen)):
-                kind.step.__wrapped__(self._optimizer)  # without the hooks, which have been called
+                kind.step.__wrapped__(self._optimizer)  # without the step hooks, which have been called
         finally:
-            for group, after in zip(groups, now, strict=True):
+            for group, after in zip(groups, current, strict=True):
                 group.clear()
                 group.update(after)
-            for parameter, own in zip(chosen, before, strict=True):
+            for parameter, own in zip(chosen, old_gradients, strict=True):
                 parameter.grad = own
 
     def _is_kept_in_inference_mode(self, chosen: Sequence[torch.Tensor]) -> bool:
-        """Whether the program has stepped these in inference mode, in which alone the state can change."""
+        """Whether these were stepped in inference mode, so that their state can change only in it."""
         states = [self._optimizer.state.get(one, {}) for one in chosen]
         return any(
             isinstance(kept, torch.Tensor) and kept.is_inference()
@@ -109,25 +109,25 @@ class PartialSteps:
 
 @contextmanager
 def plainly(*, in_inference_mode: bool = False) -> Iterator[None]:
-    """Whatever the program does at the moment, numbers are changed as they are between its steps."""
+    """Set the autograd modes of an optimizer step, whichever modes the program is in."""
     with torch.inference_mode(in_inference_mode), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 def out_of_inference_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function that does what `function` does, `plainly` where the program is in inference mode."""
+    """Return a wrapper of `function` that runs it under `plainly` if the program is in inference mode."""
 
     @wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with plainly():
             return function(*args, **kwargs)
 
-    return called
+    return wrapper
 
 
-def _steps_alone(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps each parameter by its own gradient alone, as those of torch do."""
+def _steps_independently(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps each parameter by its own gradient alone, as torch's optimizers do."""
     kind = type(optimizer)
     return f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind.step, "__wrapped__")

@@ -1,4 +1,4 @@
-"""Copies training state from one worker to the others, bit for bit: parameters, buffers, optimizers."""
+"""Copies training state (parameters, buffers, optimizers) between workers, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from offbeat.runtime.collectives.interface import Exchange
 from offbeat.runtime.training.hyperparameters import plain_settings, take_settings
 from offbeat.runtime.training.trained import Trained
 
-_PLAIN = (bool, int, float, str, type(None))
-_SEQUENCES = (list, tuple)
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+_SEQUENCE_TYPES = (list, tuple)
 
 
-class _Mark(msgspec.Struct, frozen=True, tag=True):
-    """Stands for a tensor in the plain part of a state."""
+class _TensorInfo(msgspec.Struct, frozen=True, tag=True):
+    """Describes a tensor of the state, whose data is sent separately."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,14 +28,14 @@ class _Mark(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where in the training a state belongs.
+    """The position in the training that a state belongs to.
 
     Attributes:
-        round: how many rounds are finished.
+        round: the number of finished rounds.
         epoch: the epoch under way.
-        seed: of the order of the data.
-        samples: in that epoch, 0 where that is not known.
-        batch_size, drop_last: likewise.
+        seed: the seed of the order of the data.
+        samples: the number of samples in that epoch, 0 where it is not known.
+        batch_size, drop_last: of that epoch, 0 and False where they are not known.
     """
 
     round: int
@@ -46,8 +46,8 @@ class Place:
     drop_last: bool
 
 
-class _Row(msgspec.Struct, frozen=True):
-    """What an optimizer keeps: of a parameter by name, or under a key of its own."""
+class _StateEntry(msgspec.Struct, frozen=True):
+    """An entry of an optimizer's state: of a parameter, by name, or under another key."""
 
     optimizer: int
     parameter: str | None
@@ -55,11 +55,11 @@ class _Row(msgspec.Struct, frozen=True):
     entries: dict[str, Any]
 
 
-class _Described(msgspec.Struct, frozen=True, kw_only=True):
+class _StateDescription(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
-    rows: list[_Row]
+    rows: list[_StateEntry]
     settings: list[dict[str, Any]]
-    marks: list[_Mark]
+    marks: list[_TensorInfo]
 
 
 class StateCopier:
@@ -67,10 +67,10 @@ class StateCopier:
 
     Args:
         exchange: over the members.
-        trained: what is copied, and where it goes.
-        position: this worker's position; everybody takes the state of the member at 0.
-        deadline_s: how long one transfer may take at most.
-        exchange_id: the id to use; the following 3 are used as well.
+        trained: the model and optimizers that are copied.
+        position: this worker's position; the state of the member at 0 is copied.
+        deadline_s: the longest duration of one transfer, in seconds.
+        exchange_id: the first id to use; the following 3 are used as well.
     """
 
     IDS = 4
@@ -96,27 +96,27 @@ class StateCopier:
         """Makes parameters, buffers, optimizer state and hyperparameters equal to the root's.
 
         Args:
-            place: at the root, where its state belongs.
+            place: the position of the root's state; ignored on other members.
 
         Returns:
             The root's `place`.
 
         Raises:
             WorkerError: a member was lost.
-            OffbeatError: the optimizer keeps something that is neither a tensor nor plain data.
+            OffbeatError: the optimizer's state has a value that is neither a tensor nor plain data.
         """
         model = self._trained.model
-        self._tensors([p.data for p in model.parameters()] + list(model.buffers()), self._exchange_id)
+        self._copy_tensors([p.data for p in model.parameters()] + list(model.buffers()), self._exchange_id)
         return self._optimizer_state(place)
 
-    def _tensors(self, tensors: list[torch.Tensor], exchange_id: int) -> None:
+    def _copy_tensors(self, tensors: list[torch.Tensor], exchange_id: int) -> None:
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
                 groups.setdefault(tensor.dtype, []).append(tensor)
         for index, group in enumerate(groups.values()):
             flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in group])
-            self._send(flat, exchange_id, index)
+            self._broadcast(flat, exchange_id, index)
             if not self._is_root:
                 pieces = flat.split([tensor.numel() for tensor in group])
                 for tensor, piece in zip(group, pieces, strict=True):
@@ -126,13 +126,13 @@ class StateCopier:
         tensors: list[torch.Tensor] = []
         plain = b""
         if self._is_root:
-            described, tensors = _describe(self._trained, place)
+            described, tensors = _describe_state(self._trained, place)
             plain = msgspec.msgpack.encode(described)
-        plain = self._plain(plain)
+        plain = self._broadcast_bytes(plain)
         if self._is_root:
-            self._tensors(tensors, self._exchange_id + 3)
+            self._copy_tensors(tensors, self._exchange_id + 3)
             return place
-        described = msgspec.msgpack.decode(plain, type=_Described)
+        described = msgspec.msgpack.decode(plain, type=_StateDescription)
         tensors = [
             torch.empty(
                 mark.shape,
@@ -141,95 +141,96 @@ class StateCopier:
             )
             for mark in described.marks
         ]
-        self._tensors(tensors, self._exchange_id + 3)
-        self._take(described, tensors)
+        self._copy_tensors(tensors, self._exchange_id + 3)
+        self._restore(described, tensors)
         return described.place
 
-    def _take(self, described: _Described, tensors: list[torch.Tensor]) -> None:
-        """Makes the optimizers' state and hyperparameters what was described."""
+    def _restore(self, described: _StateDescription, tensors: list[torch.Tensor]) -> None:
+        """Restores the optimizers' state and hyperparameters from a description."""
         optimizers = self._trained.optimizers
-        named = dict(self._trained.model.named_parameters())
+        parameters = dict(self._trained.model.named_parameters())
         for optimizer in optimizers:
             optimizer.state.clear()
         for row in described.rows:
-            key: Any = row.key if row.parameter is None else named[row.parameter]
+            key: Any = row.key if row.parameter is None else parameters[row.parameter]
             optimizers[row.optimizer].state[key] = {
-                name: _entry(value, tensors) for name, value in row.entries.items()
+                name: _decode(value, tensors) for name, value in row.entries.items()
             }
         for group, settings in zip(self._trained.groups, described.settings, strict=True):
             take_settings(group, settings)
 
-    def _plain(self, data: bytes) -> bytes:
+    def _broadcast_bytes(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
-        self._send(length, self._exchange_id + 1, 0)
+        self._broadcast(length, self._exchange_id + 1, 0)
         content = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
         if self._is_root and data:
             content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._send(content, self._exchange_id + 2, 0)
+        self._broadcast(content, self._exchange_id + 2, 0)
         return bytes(content.cpu().numpy())
 
-    def _send(self, flat: torch.Tensor, exchange_id: int, index: int) -> None:
+    def _broadcast(self, flat: torch.Tensor, exchange_id: int, index: int) -> None:
         pending = self._exchange.broadcast(flat, root=0, exchange_id=exchange_id, index=index)
         pending.wait(self._deadline_s)
 
 
-def _describe(trained: Trained, place: Place) -> tuple[_Described, list[torch.Tensor]]:
+def _describe_state(trained: Trained, place: Place) -> tuple[_StateDescription, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
-    rows: list[_Row] = []
+    rows: list[_StateEntry] = []
     for number, optimizer in enumerate(trained.optimizers):
         for key, entries in optimizer.state.items():
             name = trained.name_of(key) if isinstance(key, torch.Tensor) else None
             if name is None and not isinstance(key, str | int):
                 raise OffbeatError(f"the optimizer keeps state of {type(key).__name__}, not of a parameter")
-            described = {what: _described_entry(what, value, tensors) for what, value in entries.items()}
-            rows.append(_Row(number, name, None if name is not None else key, described))
+            described = {what: _encode(what, value, tensors) for what, value in entries.items()}
+            rows.append(_StateEntry(number, name, None if name is not None else key, described))
     marks = [
-        _Mark(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type == "cpu") for t in tensors
+        _TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type == "cpu")
+        for t in tensors
     ]
     settings = [plain_settings(group) for group in trained.groups]
-    return _Described(place=place, rows=rows, settings=settings, marks=marks), tensors
+    return _StateDescription(place=place, rows=rows, settings=settings, marks=marks), tensors
 
 
-def _described_entry(name: str, value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Returns what `_entry` makes the value of again; its tensors are added to `tensors`."""
+def _encode(name: str, value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Encodes a value for `_decode`; its tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN_TYPES):
         return {"plain": value}
-    if type(value) in _SEQUENCES:
-        return {type(value).__name__: [_described_entry(name, one, tensors) for one in value]}
-    if type(value) is dict and all(isinstance(key, _PLAIN) for key in value):
-        return {"dict": [(key, _described_entry(name, one, tensors)) for key, one in value.items()]}
+    if type(value) in _SEQUENCE_TYPES:
+        return {type(value).__name__: [_encode(name, one, tensors) for one in value]}
+    if type(value) is dict and all(isinstance(key, _PLAIN_TYPES) for key in value):
+        return {"dict": [(key, _encode(name, one, tensors)) for key, one in value.items()]}
     raise OffbeatError(
         f"the optimizer keeps {name!r} as {type(value).__name__}; only tensors, plain numbers, and lists, "
         "tuples and dicts of these can be copied to other workers"
     )
 
 
-def _entry(described: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+def _decode(described: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
     ((kind, content),) = described.items()
     match kind:
         case "tensor":
             return tensors[content]
         case "list":
-            return [_entry(one, tensors) for one in content]
+            return [_decode(one, tensors) for one in content]
         case "tuple":
-            return tuple(_entry(one, tensors) for one in content)
+            return tuple(_decode(one, tensors) for one in content)
         case "dict":
-            return {key: _entry(one, tensors) for key, one in content}
+            return {key: _decode(one, tensors) for key, one in content}
     return content
 
 
 def check_can_travel(trained: Trained) -> None:
-    """Refuses an optimizer whose state, as it is now, cannot be copied to another worker.
+    """Check that the current state of the optimizers can be copied to another worker.
 
     Raises:
-        OffbeatError: names what it keeps that is none of what `_described_entry` knows.
+        OffbeatError: the state has a value of an unsupported type, which the message names.
     """
     place = Place(round=0, epoch=0, seed=0, samples=0, batch_size=0, drop_last=False)
     try:
-        described, _ = _describe(trained, place)
+        described, _ = _describe_state(trained, place)
         msgspec.msgpack.encode(described)
     except (OffbeatError, TypeError) as error:
         raise OffbeatError(

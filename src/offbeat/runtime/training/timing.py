@@ -1,4 +1,4 @@
-"""Where a worker's wall time goes: one stopwatch that is always in exactly one named part."""
+"""Splits a worker's wall time: a stopwatch that is always in exactly one named part."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class PartTimer:
     At every moment one part is running; `switch` ends it and begins another.
 
     Args:
-        clock: returns seconds that never go back.
+        clock: returns monotonic seconds.
 
     Attributes:
-        on_part: hears of every part that has ended, with its beginning and its end; None for nobody.
+        on_part: called with every part that has ended, its start and its end, in seconds; None for no call.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.on_part: Callable[[Part, float, float], None] | None = None
         self._clock = clock
         self._part: Part = "other"
-        self._since_s = self._lap_began_s = clock()
+        self._part_began_s = self._lap_began_s = clock()
         self._totals_s: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         self._lap_totals_s = dict(self._totals_s)
 
@@ -49,21 +49,21 @@ class PartTimer:
     def switch(self, part: Part) -> float:
         """Ends the running part, begins `part` and returns the time of the change, in seconds."""
         now_s = self._clock()
-        self._totals_s[self._part] += now_s - self._since_s
+        self._totals_s[self._part] += now_s - self._part_began_s
         if self.on_part is not None:
-            self.on_part(self._part, self._since_s, now_s)
-        self._part, self._since_s = part, now_s
+            self.on_part(self._part, self._part_began_s, now_s)
+        self._part, self._part_began_s = part, now_s
         return now_s
 
     def move(self, source: Part, target: Part, amount_s: float) -> None:
-        """Re-labels up to `amount_s` seconds of this lap's `source` as `target`; the sum stays the same."""
-        there_s = self._totals_s[source] - self._lap_totals_s[source]
-        amount_s = max(0.0, min(amount_s, there_s))
+        """Moves up to `amount_s` seconds of this lap from `source` to `target`; the sum stays the same."""
+        available_s = self._totals_s[source] - self._lap_totals_s[source]
+        amount_s = max(0.0, min(amount_s, available_s))
         self._totals_s[source] -= amount_s
         self._totals_s[target] += amount_s
 
     def total_s(self, part: Part) -> float:
-        """Seconds in `part` since the timer was made, the running stretch left out."""
+        """Seconds in `part` since the timer was made, without the running interval."""
         return self._totals_s[part]
 
     def lap(self) -> tuple[float, dict[Part, float]]:

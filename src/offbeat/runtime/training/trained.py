@@ -1,4 +1,4 @@
-"""What a worker trains: a model, and the optimizers that step its parameters, which go by their names."""
+"""A model and the optimizers that step its parameters, which are identified by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Trained:
 
     Attributes:
         model: the same architecture on every worker.
-        optimizers: at least one; on every worker the same, in the same order.
+        optimizers: at least one; the same on every worker, in the same order.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -32,21 +32,21 @@ class Trained:
 
     @property
     def optimizer_of_group(self) -> list[Optimizer]:
-        """Whose each of the `groups` is."""
+        """The optimizer of each of the `groups`."""
         return [optimizer for optimizer in self.optimizers for _ in optimizer.param_groups]
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """By parameter: its first name, in the model's order."""
+        """By the id of a parameter, its first name, in the model's order."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Returns a parameter's name in the model; None where it is not the model's."""
+        """Returns a parameter's name in the model; None if it is not the model's."""
         return self._names.get(id(parameter))
 
     def parameters_of(self, group: Group) -> dict[str, torch.Tensor]:
@@ -70,15 +70,15 @@ class Trained:
         return [self._named_state(optimizer) for optimizer in self.optimizers]
 
     def load_optimizers_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Lets the optimizers go on with what `optimizers_state` returned; parameters are matched by name.
+        """Restores what `optimizers_state` returned; parameters are matched by name.
 
         Raises:
-            OffbeatError: it is of other optimizers, or their groups hold other parameters.
+            OffbeatError: the number of optimizers or the parameters in their groups differ.
         """
         if len(states) != len(self.optimizers):
             raise OffbeatError(
-                f"the state is of {len(states)} optimizers and {len(self.optimizers)} were given to join: "
-                "join with those that the state was taken with"
+                f"the state has {len(states)} optimizers and {len(self.optimizers)} were given to join: "
+                "join with the optimizers of the saved state"
             )
         numbered = [
             self._numbered_state(optimizer, state)
@@ -103,31 +103,34 @@ class Trained:
 
     def _numbered_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         numbers = {name: number for number, name in enumerate(self._names_in_order(optimizer))}
-        theirs = [sorted(group["params"]) for group in state["param_groups"]]
-        own = [sorted(self.parameters_of(group)) for group in optimizer.param_groups]
-        if theirs != own:
+        saved_names = [sorted(group["params"]) for group in state["param_groups"]]
+        current_names = [sorted(self.parameters_of(group)) for group in optimizer.param_groups]
+        if saved_names != current_names:
             raise OffbeatError(
-                f"the state of {type(optimizer).__name__} is of parameter groups with other parameters, "
-                f"{_first_difference(theirs, own)}: make the groups as they were when it was saved"
+                f"the saved state of {type(optimizer).__name__} has other parameters in its groups: "
+                f"{_first_difference(saved_names, current_names)}; make the groups as they were when it was "
+                "saved"
             )
         groups = []
         for saved, group in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
-            kept = {name: group[name] for name in ("params", "param_names") if name in group}
-            groups.append({**saved, **kept})
+            current = {name: group[name] for name in ("params", "param_names") if name in group}
+            groups.append({**saved, **current})
         rows = {numbers.get(key, key): row for key, row in state["state"].items()}
         return {**state, "state": rows, "param_groups": groups}
 
     def _names_in_order(self, optimizer: Optimizer) -> list[str]:
-        """Returns the names of an optimizer's parameters in the order in which it numbers them."""
+        """Returns the names of an optimizer's parameters in the order of its numbering."""
         return [self._names[id(one)] for group in optimizer.param_groups for one in group["params"]]
 
 
-def _first_difference(theirs: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
-    """Says in which group, and by which parameter, two lists of groups differ."""
-    if len(theirs) != len(own):
-        return f"{len(theirs)} of them where there are {len(own)} now"
+def _first_difference(saved_names: Sequence[Sequence[str]], current_names: Sequence[Sequence[str]]) -> str:
+    """Describes the first group and parameter in which two lists of groups differ."""
+    if len(saved_names) != len(current_names):
+        return f"it has {len(saved_names)} groups, the optimizer has {len(current_names)}"
     number, (before, now) = next(
-        (number, pair) for number, pair in enumerate(zip(theirs, own, strict=True)) if pair[0] != pair[1]
+        (number, pair)
+        for number, pair in enumerate(zip(saved_names, current_names, strict=True))
+        if pair[0] != pair[1]
     )
     name = min({*before} ^ {*now})
-    return f"in group {number} {name}, which is {'not ' if name in before else ''}there now"
+    return f"in group {number}, {name} is {'missing' if name in before else 'new'} now"
