@@ -4,20 +4,19 @@ Theory of operation
 -------------------
 
 A bucket is a 1-D tensor of one dtype that is all-reduced at once. Its entries are, in this order, parameters'
-gradients, model buffers and the trailer; a `Bank` is the memory of one bucket, with a view for each entry. A
-`Slot` has three banks:
+gradients, model buffers and the trailer. A `Bank` is memory for one bucket, with a view for each entry. A
+`Slot` has three of them:
 
 - `own`: this worker's contribution. Gradients are scaled by the worker's weight and packed here. An exchange
   does not change its values, so that a round can be repeated with them after an exchange was abandoned.
 - `bank`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
   so nothing is copied out.
 - A second one for sums. `hand_out` exchanges the two, so that the next round does not overwrite this round's
-  gradients. Two rounds later, a bank is written again, unless the program still has a reference to one of its
+  gradients. Two rounds later, memory is written again, unless the program still has a reference to one of its
   views (`Bank.is_kept`, by reference counts): then it is replaced by a new one.
 
-Workers on one host read each other's banks in shared memory. After an exchange was abandoned, another worker
-may still be reading a bank. `leave_to_readers` replaces such banks; it must be called before anything is
-written.
+Workers on one host read each other's memory. After an exchange was abandoned, another worker may still be
+reading. `leave_to_readers` replaces memory that is read so; it must be called before anything is written.
 
 Buffers need no mean: the first member contributes its values and all other members zeros, so the sum is the
 first member's value.
@@ -112,11 +111,11 @@ class Bank:
 
 
 class Slot:
-    """A bucket: this worker's contribution to a round, and two banks for the sums, used in turn.
+    """A bucket: this worker's contribution to a round, and memory for two sums, used in turn.
 
-    The means of a round become the gradients where they were summed, without a copy. The next round sums in
-    the other bank, so that these gradients stay unchanged until it is over; a bank that the program still has
-    a gradient of is replaced.
+    The means of a round become the gradients where they were summed, without a copy. The next round
+    uses the other memory, so that these gradients stay unchanged until it is over; if the program still has a
+    gradient in that memory, it is replaced.
     """
 
     def __init__(self, bucket: Bucket, shapes: Sequence[torch.Size], parameters: int, zeros: Zeros) -> None:
@@ -129,7 +128,7 @@ class Slot:
         self.own, self.bank, self._other = (Bank(*self._bank_arguments) for _ in range(3))
 
     def leave_to_readers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
-        """Replaces banks that another worker may still read (`TensorMemory.is_read`).
+        """Replaces memory that another worker may still read (`TensorMemory.is_read`).
 
         To be called after an exchange was abandoned, before anything is written. This worker's contribution
         keeps its values.
@@ -143,7 +142,7 @@ class Slot:
             self._other = Bank(*self._bank_arguments)
 
     def hand_out(self) -> None:
-        """Switches to the other bank: the current one holds the gradients now."""
+        """Switches to the other memory for sums: the current one holds the gradients now."""
         self.bank, self._other = self._other, self.bank
         if self.bank.is_kept():
             self.bank = Bank(*self._bank_arguments)

@@ -94,9 +94,7 @@ class GradientAverager:
         self._backward = BackwardPass(self._backward_ended)
         self._has_accumulated = False  # in the backward pass under way
         self._observers: Onlookers  # from `attach` on
-        self._leaves_gradients = (
-            False  # in param.grad until the pass ends, as hooks of the program may read it
-        )
+        self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
         self._skips_exchange = False
         self._unsent_weight = 0.0
         self._compute_mark_s = self._pass_mark_s = host.timer.total_s("compute")

@@ -7,27 +7,27 @@ The `Follower` is pure and decides what this worker may do. The links' thread pa
 `Halt` and `Group` actions, under `Member.lock`. This module carries the decisions out in the worker's thread:
 it waits, opens exchanges and transfers state. It never decides on membership.
 
-A `Seat` is the handle of one group: an exchange over its members, with this worker's position and weight. It
-is up to date while its generation is the follower's. `Grouping.seat` asks `Follower.turn` before an exchange:
+A handle (`Seat`) belongs to one group: an exchange over its members, with this worker's position and weight.
+It is current while its generation is the follower's. `Grouping.seat` asks `Follower.turn` before an exchange:
 
-- GO: return the seat, opened first if the group is new. The worker has begun its step's exchange: a `Halt`
-  that does not abandon the exchange lets it finish.
-- WAIT: a change is under way; wait for the next `Group`.
-- TAKE: this worker joins; receive the donor's state, then ask again.
-- OUT: no group has this worker; it exchanges nothing.
+- `Turn.GO`: return the handle, opened first if the group is new. The worker has begun its step's exchange: a
+  `Halt` that does not abandon the exchange lets it finish.
+- `Turn.WAIT`: a change is under way; wait for the next `Group`.
+- `Turn.TAKE`: this worker joins; receive the donor's state, then ask again.
+- `Turn.OUT`: no group has this worker; it exchanges nothing.
 
 A group names its first exchange id. The first `StateCopier.IDS` ids are for the transfer of state; the
 following ones are counted by `next_exchange_id`, in the same order on every member.
 
 State transfer: a new group takes effect at the step that it names. When the donor has finished the step
-before, it opens its seat in the new group and starts a thread that sends the state over a separate exchange,
-of the donor and the joining workers. The donor goes on, but no round of the new group can finish without the
-joining workers, so its state cannot change before they have received it. The receiver sets `has_taken`:
-gradients that it has are those of other parameters.
+before, it opens its handle of the new group and starts a thread that sends the state, over a separate
+exchange of the donor and the joining workers. The donor goes on, but no round of the new group can finish
+without the joining workers, so its state cannot change before they have received it. The receiver sets
+`has_taken`: gradients that it has are those of other parameters.
 
 Failures:
 
-- A `Halt` with `abandon` ends the seat's exchange and the transfer with a `RegroupedError`, and
+- A `Halt` with `abandon` ends the handle's exchange and the transfer with a `RegroupedError`, and
   `finish_round` returns False: the caller repeats the round with the same gradients in the next group, and a
   joining worker waits for that group.
 - If the job has failed, or the group was abandoned, before a new exchange was registered here, the exchange
@@ -102,9 +102,9 @@ class Grouping:
         self._open_exchange = open_exchange
         self._copy_state = copy_state
         self._deadline_s = deadline_s
-        self._seat: Seat | None = None
-        self._seat_generation = -1
-        self._exchange_id = 0  # the first unused one of this seat
+        self._handle: Seat | None = None
+        self._handle_generation = -1
+        self._exchange_id = 0  # the first unused one of this handle
         self._transfer: Exchange | None = None
         self._transfer_thread: threading.Thread | None = None
         self.memory = TensorMemory(member.endpoint)
@@ -122,7 +122,7 @@ class Grouping:
         return self._follower
 
     def seat(self, *, wait: bool, may_take: bool = False) -> Seat | None:
-        """Return this worker's seat for the next exchange, or None if no group has this worker.
+        """Return this worker's handle for the next exchange, or None if no group has this worker.
 
         Args:
             wait: wait for the next group and, if `may_take`, receive its state where needed; otherwise return
@@ -148,19 +148,19 @@ class Grouping:
                 return None
 
     def first_seat(self, world: int) -> Seat | None:
-        """Return the first seat of a worker that started with the job; None if one of the `world` is lost.
+        """Return the first handle of a worker that started with the job; None if one of the `world` is lost.
 
         Raises:
             WorkerError: the job failed, or no group was named within the deadline.
         """
-        seat = self.seat(wait=True)
+        handle = self.seat(wait=True)
         with self._member.lock:
             group = self._follower.group
         is_complete = group is not None and group.members[:world] == tuple(range(world))
-        return seat if is_complete else None
+        return handle if is_complete else None
 
     def seat_of_newcomer(self) -> Seat:
-        """Return the first seat of a worker that joins a running job, after it has received the state.
+        """Return the first handle of a worker that joins a running job, after it has received the state.
 
         Raises:
             WorkerError: the job failed or ended, or no group accepted this worker within the deadline.
@@ -179,14 +179,14 @@ class Grouping:
                 if not is_accepted():
                     worker = self._follower.worker
                     raise WorkerError(f"worker {worker} joined too late: the job has ended without it")
-            seat = self.seat(wait=True, may_take=True)
-            if seat is not None:
-                return seat
+            handle = self.seat(wait=True, may_take=True)
+            if handle is not None:
+                return handle
 
     def next_exchange_id(self) -> int:
         """Return the next exchange id, the same on all members for the same exchange.
 
-        If the group has changed since this seat was opened, its exchanges are abandoned. Then the id is an
+        If the group has changed since this handle was opened, its exchanges are abandoned. Then the id is an
         unused one, not one of the new group.
         """
         with self._member.lock:
@@ -232,20 +232,20 @@ class Grouping:
 
     def abandon(self, error: WorkerError) -> None:
         """Fails all exchanges with `error`; thread-safe."""
-        for exchange in (self._seat.exchange if self._seat else None, self._transfer):
+        for exchange in (self._handle.exchange if self._handle else None, self._transfer):
             if exchange is not None:
                 exchange.abandon(error)
 
     # Internal ------------------------------------------------------------------------------------------
 
     def _is_current(self) -> bool:
-        """Whether the seat is one of the current generation."""
-        return self._seat_generation == self._follower.generation
+        """Whether the handle is one of the current generation."""
+        return self._handle_generation == self._follower.generation
 
     def _enter(self, group: Group) -> Seat:
-        """Returns the seat in a group read under the lock just before; opens it if it is new."""
-        if group.generation != self._seat_generation:
-            self._close_seat()
+        """Returns the handle of a group read under the lock just before; opens it if it is new."""
+        if group.generation != self._handle_generation:
+            self._close_handle()
             joiners: tuple[int, ...] = ()
             with self._member.lock:
                 if self._follower.group is group:
@@ -253,26 +253,26 @@ class Grouping:
                     joiners = self._follower.joiners
             if joiners:
                 self._send_state(group)
-            self._open_seat(group)
-        assert self._seat is not None
-        return self._seat
+            self._open_handle(group)
+        assert self._handle is not None
+        return self._handle
 
-    def _open_seat(self, group: Group) -> None:
+    def _open_handle(self, group: Group) -> None:
         position = group.members.index(self._follower.worker)
         size = len(group.members)
         exchange = self._open_exchange(group.members)
         weight = group.weights[position] * size
-        self._seat = Seat(
+        self._handle = Seat(
             exchange=exchange, position=position, size=size, weight=weight, generation=group.generation
         )
-        self._seat_generation = group.generation
+        self._handle_generation = group.generation
         self._fail_if_job_failed(exchange)
         self._fail_if_superseded(exchange, group)
 
-    def _close_seat(self) -> None:
-        if self._seat is not None:
-            self._seat.exchange.abandon(_regrouped_error())
-            self._seat = None
+    def _close_handle(self) -> None:
+        if self._handle is not None:
+            self._handle.exchange.abandon(_regrouped_error())
+            self._handle = None
 
     def _send_state(self, group: Group) -> None:
         """Sends the state in the background; it cannot change before the joining workers have received it."""

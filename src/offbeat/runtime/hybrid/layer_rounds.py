@@ -64,9 +64,9 @@ class LayerRounds:
     ) -> None:
         self.parameters, self.grouping, self.host = parameters, grouping, host
         self.patience_s = deadline_s + WORD_S
-        seat = grouping.seat(wait=True)
-        assert seat is not None  # the group is complete
-        self.exchange, self.position, self.size = seat.exchange, seat.position, seat.size
+        handle = grouping.seat(wait=True)
+        assert handle is not None  # the group is complete
+        self.exchange, self.position, self.size = handle.exchange, handle.position, handle.size
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [name_of[id(parameter)] for parameter in parameters]
         self.buffers = BufferList(model)
@@ -299,7 +299,7 @@ class Round:
         self._in_place[index].clear()
 
     def send_rest(self, compute_s: float) -> None:
-        """Launches the remaining buckets, with gradients as they are now, and notifies the host.
+        """Launches the remaining buckets, with gradients as they are now, and notifies the session.
 
         Args:
             compute_s: this worker's compute time for the round, in seconds.

@@ -16,17 +16,17 @@ class Promise(torch.Tensor):
     means, and a program without such code never waits.
     """
 
-    _keep: Callable[[], None]
+    _wait: Callable[[], None]
 
     @classmethod
-    def of(cls, mean: torch.Tensor, keep: Callable[[], None]) -> Self:
-        """Return a pending gradient whose value is in the memory of `mean` once `keep` has returned.
+    def of(cls, mean: torch.Tensor, wait: Callable[[], None]) -> Self:
+        """Return a pending gradient whose value is in the memory of `mean` once `wait` has returned.
 
         Args:
-            keep: waits for the mean; called by every operation.
+            wait: waits for the mean; called by every operation.
         """
         promise = mean.as_subclass(cls)
-        promise._keep = keep
+        promise._wait = wait
         return promise
 
     @classmethod
@@ -40,6 +40,6 @@ class Promise(torch.Tensor):
 
     def kept(self) -> torch.Tensor:
         """Wait, and return the gradient as a plain tensor."""
-        self._keep()
+        self._wait()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)

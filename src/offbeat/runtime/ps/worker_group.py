@@ -270,7 +270,7 @@ class WorkerGroup:
         try:
             view = self.progress(_PROGRESS_TIMEOUT_S)
         except OffbeatError:
-            return f"the manager did not say within {_PROGRESS_TIMEOUT_S:g} s which workers are behind"
+            return f"the manager did not report within {_PROGRESS_TIMEOUT_S:g} s which workers are behind"
         behind = [worker.node for worker in view.workers if worker.shards and worker.passes == view.passes]
         if view.waiting:
             behind.append(f"a worker for shards {view.waiting[0][0]} to {view.waiting[-1][1]}")

@@ -133,4 +133,4 @@ def _first_difference(saved_names: Sequence[Sequence[str]], current_names: Seque
         if pair[0] != pair[1]
     )
     name = min({*before} ^ {*now})
-    return f"in group {number}, {name} is {'missing' if name in before else 'new'} now"
+    return f"in group {number}, {name} is {'missing' if name in before else 'new'}"
