@@ -251,7 +251,7 @@ def test_memory_that_a_member_may_still_read_is_not_written_again():
         again = LinkExchange(two.endpoints[0], [one.name for one in two.endpoints], 0)
         assert not memory.is_read(into)
         for begin in partial(again.prepare, own), partial(again.all_reduce, into, own):
-            with pytest.raises(ValueError, match="some that a member may still read"):
+            with pytest.raises(ValueError, match="memory that a member may still read"):
                 begin(exchange_id=two.new_id())
         bucket = Bucket(dtype=torch.float32, entries=(0,), offsets=(0,), elements=2**20)
         slot = Slot(bucket, [torch.Size([2**20])], 1, partial(zeros, two.endpoints[0]))

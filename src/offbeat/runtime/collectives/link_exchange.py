@@ -93,28 +93,30 @@ class LinkExchange:
         for one in pending:
             one.fail(self._error)
 
-    def _plan(self, what: str | int, length: int) -> _Plan:
-        """The plan of an all-reduce (`what`: its algorithm) or of a broadcast (its root)."""
-        plan = self._plans.get((what, length))
+    def _plan(self, operation: str | int, length: int) -> _Plan:
+        """Return the plan of an all-reduce, by its algorithm, or of a broadcast, by its root."""
+        plan = self._plans.get((operation, length))
         if plan is None:
             members, position = len(self._names), self._position
             chosen = (
-                schedule(what, members, position)
-                if isinstance(what, str)
-                else chain_broadcast(members, position, what)
+                schedule(operation, members, position)
+                if isinstance(operation, str)
+                else chain_broadcast(members, position, operation)
             )
             if len(chosen.steps) > 1 << _STEP_BITS:
                 raise ValueError(
                     f"expected at most {1 << _STEP_BITS} steps, got {len(chosen.steps)}: too many members"
                 )
-            plan = self._plans[what, length] = _Plan(chosen, length)
+            plan = self._plans[operation, length] = _Plan(chosen, length)
         return plan
 
-    def _new_run(self, into: torch.Tensor, what: str | int, exchange_id: int, index: int) -> _ScheduleRun:
-        if what != self._position and self._endpoint.is_read(bytes_of(into)):
+    def _new_run(
+        self, into: torch.Tensor, operation: str | int, exchange_id: int, index: int
+    ) -> _ScheduleRun:
+        if operation != self._position and self._endpoint.is_read(bytes_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
-        plan = self._plan(what, into.numel())
+        plan = self._plan(operation, into.numel())
         return _ScheduleRun(self._endpoint, self._names, plan, into, _tag(exchange_id, index))
 
     def _begin(self, run: _ScheduleRun, own: Contribution, priority: int) -> Pending:
@@ -205,7 +207,7 @@ class _Plan:
         adds_to_sent: elements of its own contribution are both sent and added to.
         scratch_elements: the number of elements of scratch memory.
         locations: by step, whether it receives into scratch memory, and where the vector's first element
-            would lie in the memory.
+            would lie in that memory.
     """
 
     def __init__(self, schedule: Schedule, length: int) -> None:

@@ -22,9 +22,7 @@ from torch._C._functorch import maybe_current_level
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-_PREPARE_SCRIPTABLE = (
-    "__prepare_scriptable__"  # torch.jit.script compiles what a module of this attribute returns
-)
+_PREPARE_SCRIPTABLE = "__prepare_scriptable__"  # torch.jit.script compiles what this method returns
 
 
 def do_nothing(*_: Any) -> None:
