@@ -191,9 +191,7 @@ class Round:
         slots = rounds.slots
         self._exchange_id: int | None = None  # None before anything is sent
         self._outputs = [slot.bank for slot in slots]  # memory of the means
-        self._in_place: list[dict[int, Part]] = [
-            {} for _ in slots
-        ]  # by bucket and entry, gradients that are not copied
+        self._in_place: list[dict[int, Part]] = [{} for _ in slots]  # gradients sent without a copy, by entry
         self._missing = [len(slot.entries) for slot in slots]  # gradients still to be computed
         self._pending: list[Pending | None] = [None] * len(slots)
         self._launched_s = [0.0] * len(slots)
