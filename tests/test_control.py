@@ -222,10 +222,10 @@ def leaving(node):
 @pytest.mark.parametrize(
     ("coordinator", "words"),
     [
-        (over, ["nothing listens any more at tcp://", "its process has ended", "see what rank 0 wrote"]),
+        (over, ["nothing listens any more at tcp://", "its process has ended", "see the output of rank 0"]),
         (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall is on the way"]),
         (of_another_job, ["this is job later, not job job", "another process listens", "start it again"]),
-        (leaving, ["it ended before the job did", "see what it wrote where rank 0 runs"]),
+        (leaving, ["it ended before the job did", "see the output of rank 0"]),
     ],
 )
 def test_each_way_to_find_no_coordinator_has_its_own_words(node, coordinator, words):

@@ -263,7 +263,7 @@ def test_a_rank_0_that_dies_before_it_opens_the_job_is_named():
         running.signal(0, signal.SIGKILL)
         for one in running.ends()[1:]:
             assert f"rank {one.rank} lost the job's store at 127.0.0.1:" in one.error
-            assert "before rank 0 opened the job: see what rank 0 wrote" in one.error
+            assert "before rank 0 opened the job: see the output of rank 0" in one.error
 
 
 def joins_twice(rank, say):

@@ -1,19 +1,21 @@
-"""The control path between a worker and the coordinator: nothing that is said on it is lost or heard twice.
+"""Control channel between a worker and the coordinator: exactly-once delivery across reconnects.
 
-Each end counts what it says and what it hears. A worker keeps its events until the coordinator has written
-them down. When the connection breaks, because the coordinator was killed and starts again, they connect anew:
+Each end counts the messages that it sends and receives. A worker keeps its events until the coordinator has
+written them to its journal. When the connection breaks, because the coordinator was killed and is restarted,
+the two resynchronize by exchanging their counts, each in a `Tally`:
 
-    worker                                       coordinator
-    Tally(connection 2, heard 3, said 10)  ──►
-                                           ◄──   Tally(connection 2, heard 8, said 5)
-                                           ◄──   actions 4 and 5
-    events 9 and 10                        ──►
-    Tally(connection 2, heard 5, said 10)  ──►   and with that the worker is back
+    worker                                              coordinator
+    Tally: connection 2, received 3, sent 10      ──►
+                                                  ◄──   Tally: connection 2, received 8, sent 5
+                                                  ◄──   actions 4 and 5
+    events 9 and 10                               ──►
+    Tally: connection 2, received 5, sent 10      ──►   the worker counts as connected again
 
-A Tally names the connection that it was said on, so what is still queued from an earlier one is told apart
-and ignored. Now and then, and before it leaves, a worker says a Tally to be answered by one.
+A Tally names its connection, so that one still queued from an earlier connection is recognized and ignored.
+Every `TALLY_EVERY` messages, and before it leaves, a worker sends a Tally, which the coordinator answers with
+its own.
 
-This module never decides what is said, and never opens a connection: it asks the links to.
+This module never decides what is sent, and never opens a connection: the endpoint does.
 """
 
 from __future__ import annotations
@@ -32,25 +34,26 @@ from offbeat.runtime.processes.waiting import Condition
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.wire.record import decode_actions, encode
 
-TALLY_EVERY: Final = 256  # events or actions: about as many are kept, at either end
-# Why no coordinator is to be found any more and what to do, by the way in which dialling it has failed.
+TALLY_EVERY: Final = 256  # events or actions; about as many are kept for retransmission at either end
+# Why the coordinator cannot be reached and what to do, by how dialling it failed.
 _ADVICE: Final[dict[LinkFailure, str]] = {
-    "ended": "its process has ended, because the job is over or because it failed: see what rank 0 wrote",
-    "unreachable": "its process may be alive: see that its host is up and that no firewall is on the way",
-    "refused": "another process listens where the coordinator did, so this job is over: start it again",
-    "peer has no files": "raise it where rank 0 starts, which starts the coordinator",
-    "no files": "raise it where this worker starts",
+    "ended": "its process has ended, because the job is over or because it failed: see the output of rank 0",
+    "unreachable": "its process may be alive: check that its host is up and that no firewall blocks it",
+    "refused": "another process listens on the coordinator's address, so this job is over: start it again",
+    "peer has no files": "raise it where rank 0 is started, which starts the coordinator",
+    "no files": "raise it where this worker is started",
 }
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Tally(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far a node is with another one.
+    """What one end of a control channel has received and sent.
 
     Attributes:
-        connection: counts the worker's connections to the coordinator, from 0.
-        heard: how many of the other's events or actions this node has; the coordinator, in its journal.
-        said: how many events or actions this node has said, or has to say, in all.
+        connection: number of the worker's connection to the coordinator, from 0.
+        heard: count of events or actions received from the other end; the coordinator counts those in its
+            journal.
+        said: count of events or actions sent, those still queued included.
     """
 
     connection: _Count
@@ -63,15 +66,15 @@ _FIRST_BYTE: Final = msgspec.msgpack.encode(Tally(0, 0, 0))[0]
 
 
 def encode_tally(tally: Tally) -> bytes:
-    """Return a control message that holds this tally."""
+    """Return the control message that holds this tally."""
     return msgspec.msgpack.encode(tally)
 
 
 def decode_tally(data: bytes) -> Tally | None:
-    """Return the tally that a control message holds; None if it holds something else.
+    """Return the tally in a control message; None if the message holds something else.
 
     Raises:
-        ProtocolError: it is none, but begins like one.
+        ProtocolError: the message begins like a tally and cannot be decoded as one.
     """
     if not data or data[0] != _FIRST_BYTE:
         return None
@@ -82,8 +85,8 @@ def decode_tally(data: bytes) -> Tally | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
-    first: int  # how many events were said before it
+class _EventBatch:
+    first: int  # index of its first event among all events sent
     events: tuple[Event, ...]
     payload: bytes
 
@@ -93,13 +96,13 @@ class _Message:
 
 
 class ControlLine:
-    """A worker's line to the coordinator, over as many connections as that takes.
+    """The worker's end of the control channel, over successive connections.
 
     Args:
         endpoint: this worker's links.
         peer: the coordinator's name.
-        addresses: where the coordinator listens, also after it was killed and started again.
-        on_gone: called once, in the links' thread, when there is no coordinator any more, with the cause.
+        addresses: where the coordinator listens, also after a restart.
+        on_gone: called once with the cause, in the links' thread, when the coordinator is gone for good.
     """
 
     def __init__(
@@ -108,39 +111,39 @@ class ControlLine:
         self._endpoint, self._peer, self._addresses = endpoint, peer, tuple(addresses)
         self._on_gone = on_gone
         self._changed = Condition()  # guards what follows
-        self._unsent: deque[_Message] = deque()
-        self._unrecorded: deque[_Message] = deque()  # sent on this connection, not known to be written down
-        self._said = self._recorded = 0
+        self._unsent: deque[_EventBatch] = deque()
+        self._unrecorded: deque[_EventBatch] = deque()  # sent on this connection, not acknowledged
+        self._sent = self._acked = 0
         self._is_gone = False
-        # From here on the links' thread's own.
-        self._heard = self._tallied_heard = self._tallied_said = 0
+        # The links' thread alone uses what follows.
+        self._received = self._reported_received = self._reported_sent = 0
         self._connection = 0
-        self._is_open = True  # the coordinator knows where we are
-        self._owed: int | None = None  # with how many actions heard the worker is back
-        self._asks = False  # a tally is to be sent behind the events
-        self._why_lost = ""
+        self._is_open = True  # the coordinator has answered on this connection
+        self._owed: int | None = None  # count of received actions at which resynchronization is complete
+        self._tally_requested = False  # send a tally after the queued events
+        self._loss_cause = ""
         endpoint.introduce(peer, self._addresses, lasting=True)
 
     @property
     def is_open(self) -> bool:
-        """Whether, as far as is known, the coordinator hears this worker now."""
+        """Whether the coordinator is connected, as far as this worker knows."""
         return self._is_open
 
     def tell(self, *events: Event) -> None:
-        """Sends events to the coordinator, now or when it is back; never blocks. Any thread may call it."""
+        """Sends events to the coordinator, now or after a reconnect; never blocks. Any thread may call it."""
         payload, count = encode(events), len(events)
         with self._changed:
-            message = _Message(self._said, events, payload)
-            self._said += count
-            self._unsent.append(message)  # at once, for a handler of a signal may raise in between calls
-        self._endpoint.call(self._send)  # in the order in which they were said, whichever thread said them
+            message = _EventBatch(self._sent, events, payload)
+            self._sent += count
+            self._unsent.append(message)  # same call: a signal handler may raise between calls
+        self._endpoint.call(self._send)  # in queue order, whichever thread called
 
     def settle(self, timeout_s: float) -> None:
-        """Waits until all that was said is written down, unless nobody is there or that takes too long."""
+        """Waits until the coordinator has recorded all events sent, is gone, or `timeout_s` has passed."""
         until_s = time.monotonic() + timeout_s
-        self._endpoint.call(self._ask)
+        self._endpoint.call(self._request_tally)
         with self._changed:
-            while not (self._is_gone or self._recorded == self._said):
+            while not (self._is_gone or self._acked == self._sent):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     return
@@ -149,34 +152,34 @@ class ControlLine:
     # In the links' thread --------------------------------------------------------------------------------
 
     def hear(self, payload: bytes) -> list[Action]:
-        """Takes a message of the coordinator; returns the actions in it that were not heard before.
+        """Processes a message from the coordinator; returns its actions, each exactly once.
 
         Raises:
-            ProtocolError: that is no message of a coordinator.
+            ProtocolError: the message is not one that a coordinator sends.
         """
         tally = decode_tally(payload)
         if tally is not None:
             if tally.connection == self._connection:
-                self._take(tally)
+                self._on_tally(tally)
             return []
         if not self._is_open:
-            return []  # from before the coordinator knew where we are; it says it again
+            return []  # of an earlier connection; the coordinator sends it again
         actions = decode_actions(payload)
-        self._heard += len(actions)
-        if self._heard - self._tallied_heard >= TALLY_EVERY:
-            self._ask()
+        self._received += len(actions)
+        if self._received - self._reported_received >= TALLY_EVERY:
+            self._request_tally()
         self._report_back()
         return actions
 
     def lost(self, error: LinkError) -> None:
-        """The connection is gone: connects anew, as long as there is somebody to connect to."""
+        """Reconnects after a lost connection; gives up if the coordinator could not be reached."""
         if self._is_gone:
             return
         if not error.was_open:
-            cause = f"{self._why_lost}, and {error}" if self._why_lost else str(error)
-            self._end(f"{cause}; {_ADVICE[error.failure]}")
+            cause = f"{self._loss_cause}, and {error}" if self._loss_cause else str(error)
+            self._give_up(f"{cause}; {_ADVICE[error.failure]}")
             return
-        self._why_lost = str(error)
+        self._loss_cause = str(error)
         self._is_open = False
         self._owed = None
         self._connection += 1
@@ -184,54 +187,54 @@ class ControlLine:
             self._unsent.extendleft(reversed(self._unrecorded))
             self._unrecorded.clear()
         self._endpoint.introduce(self._peer, self._addresses, lasting=True)
-        self._say_tally()
+        self._send_tally()
 
     def left(self) -> None:
-        """The coordinator has said goodbye, and no other comes in its place."""
+        """The coordinator has closed its end in order: it will not be restarted."""
         if not self._is_gone:
-            self._end("it ended before the job did; see what it wrote where rank 0 runs")
+            self._give_up("it ended before the job did; see the output of rank 0")
 
     def abandon(self) -> None:
-        """Nothing more can be said: the links have failed. Any thread may call it."""
+        """Stops waiting for acknowledgements: the links have failed. Any thread may call it."""
         with self._changed:
             self._is_gone = True
             self._changed.notify_all()
 
-    def _end(self, cause: str) -> None:
+    def _give_up(self, cause: str) -> None:
         self.abandon()
         self._on_gone(cause)
 
-    def _take(self, tally: Tally) -> None:
+    def _on_tally(self, tally: Tally) -> None:
         with self._changed:
-            if not self._recorded <= tally.heard <= self._said:
+            if not self._acked <= tally.heard <= self._sent:
                 raise ProtocolError(
-                    f"expected between {self._recorded} and {self._said} events to be recorded, "
+                    f"expected an acknowledgement of between {self._acked} and {self._sent} events, "
                     f"got {tally.heard}"
                 )
-            self._recorded = tally.heard
+            self._acked = tally.heard
             for queue in (self._unrecorded, self._unsent):
                 while queue and queue[0].last <= tally.heard:
                     queue.popleft()
             if not self._is_open and self._unsent and self._unsent[0].first < tally.heard:
                 begun = self._unsent.popleft()
                 rest = begun.events[tally.heard - begun.first :]
-                self._unsent.appendleft(_Message(tally.heard, rest, encode(rest)))
+                self._unsent.appendleft(_EventBatch(tally.heard, rest, encode(rest)))
             self._changed.notify_all()
         if not self._is_open:
             self._is_open = True
-            self._why_lost = ""
+            self._loss_cause = ""
             self._owed = tally.said
             self._report_back()
             self._endpoint.call(self._send)
 
     def _report_back(self) -> None:
-        """Says, once what was missed is heard, and behind the answers to it, that this worker is back."""
-        if self._owed is not None and self._heard >= self._owed:
+        """Sends a tally, after the replies to missed actions, once all of these have been received."""
+        if self._owed is not None and self._received >= self._owed:
             self._owed = None
-            self._ask()
+            self._request_tally()
 
-    def _ask(self) -> None:
-        self._asks = True
+    def _request_tally(self) -> None:
+        self._tally_requested = True
         self._endpoint.call(self._send)
 
     def _send(self) -> None:
@@ -244,11 +247,11 @@ class ControlLine:
                 message = self._unsent.popleft()
                 self._unrecorded.append(message)
             self._endpoint.send(self._peer, message.payload)
-        if self._asks or self._said - self._tallied_said >= TALLY_EVERY:
-            self._asks = False
-            self._say_tally()
+        if self._tally_requested or self._sent - self._reported_sent >= TALLY_EVERY:
+            self._tally_requested = False
+            self._send_tally()
 
-    def _say_tally(self) -> None:
-        self._tallied_heard, self._tallied_said = self._heard, self._said
-        tally = Tally(self._connection, self._heard, self._said)
+    def _send_tally(self) -> None:
+        self._reported_received, self._reported_sent = self._received, self._sent
+        tally = Tally(self._connection, self._received, self._sent)
         self._endpoint.send(self._peer, encode_tally(tally))

@@ -1,4 +1,36 @@
-"""A worker's side of the control path: it tells the coordinator what happened and hears what was decided."""
+"""A worker's client of the coordinator: sends events, applies the actions that come back.
+
+Theory of operation. An `Endpoint` holds the connections to the coordinator and to other workers and serves
+them in one thread, the links' thread. A `ControlLine` makes the connections to the coordinator one reliable
+channel. A `Member` holds the state that actions change, and on which the training loop waits.
+
+Threads. The training loop calls `tell`, `check`, `pause` and `wait_for`, which touch no socket. Messages and
+lost connections are processed in the links' thread, which notifies all waiting threads after every message.
+`follower` and `hand` are protocol objects without I/O; both threads use them under `lock` only. The `on_*`
+callbacks run in the links' thread, outside the lock; all links wait while they run.
+
+Exactly once. Events and actions are counted at both ends. The coordinator appends an event to its journal
+before it sends any action that follows from it, and acknowledges events by their count in the journal. An
+event that is not acknowledged is kept and sent again on the next connection; of a batch of events that is
+recorded in part, only the rest is sent. The coordinator keeps actions in the same way. When the connection
+breaks, the channel opens the next one, with a number higher by one, and sends its counts in a `Tally`. Until
+the coordinator's `Tally` for that connection arrives, incoming actions are dropped, for the coordinator sends
+them again, and outgoing events are queued. A coordinator that was killed is restarted from its journal, so
+that it repeats the same decisions: to a worker a restart looks like a broken connection.
+
+Failures. The first one wins: `_fail` sets `failure` once and calls `on_failure` once; `check`, `pause` and
+`wait_for` raise it in the training loop.
+- The coordinator sends Stop (the job has failed) or Refuse (this worker is out).
+- The coordinator cannot be reached after a lost connection, or closes its end before the job is over.
+- The connection to another worker is lost. Where the strategy survives that, this worker reports it, dials
+  again every second, and leaves the verdict to the coordinator. Where not, the coordinator has one second to
+  send the cause, which it knows better, and longer while it is restarted; then this worker fails by itself.
+  A violation of the protocol, which only this worker has seen, it reports and raises at once.
+- The links' thread, or another thread of this worker (`start_thread`), raises.
+
+Leaving. `tell_end` sends Left or Failed, once. `close` waits until the coordinator has recorded it, and then
+closes all connections.
+"""
 
 from __future__ import annotations
 
@@ -54,47 +86,48 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 _log = logging.getLogger("offbeat")
 _ERROR_CHARACTERS_MAX = 2000
-_COORDINATOR_SAYS_MORE_S = 1.0
+_COORDINATOR_REPORT_S = 1.0
 _ANSWER_MARGIN_S = 5.0
-_GOODBYE_S = 5.0
-# For how long workers that hear nothing of each other leave it to the coordinator, which hears both, to end
-# the job: times `silent_s`. After that they end it themselves.
-_PATIENCE = 3.0
-_REACH_AGAIN_S = 1.0
-_LOOK_S = 0.5  # into the store, for workers that could not tell the coordinator why they do not come
-_LAST_WORD_S = 20.0  # the coordinator may be silent for 10 s, and then has 10 s to be reached again
+_CLOSE_S = 5.0
+# Two workers that receive nothing from each other leave it to the coordinator, which is connected to both, to
+# end the job. After this many times `silent_s` they end it themselves.
+_PEER_SILENCE_FACTOR = 3.0
+_RECONNECT_S = 1.0
+_POLL_S = 0.5  # between looks into the store, for failures of workers that have not reached the coordinator
+_FLUSH_S = 20.0  # the coordinator may be silent for 10 s, and reconnecting may take another 10 s
 
 
 class Member:
-    """One worker as a member of its job.
+    """A worker's client of the coordinator.
 
-    Any failure of the job ends up in one place: `failure` is set once, with whoever caused it named, and
-    `on_failure` is called once, in whatever thread learnt of it.
+    Every failure of the job is reported in one place: `failure` is set once, naming the worker that caused
+    it, and `on_failure` is called once, in the thread that detected it.
 
     Args:
-        meeting: where the job meets.
+        meeting: the rendezvous of the job.
         worker: this worker's id.
-        on_failure: hears of the first failure.
-        step: returns how many optimizer steps this worker has finished.
-        survives: the loss of another worker does not end this one; the coordinator says what it means.
-        silent_s: who has said nothing for so long is lost.
+        on_failure: called with the first failure.
+        step: returns the number of optimizer steps that this worker has finished.
+        survives: the loss of another worker does not end this one; the coordinator decides what follows.
+        silent_s: a peer that has sent nothing for this many seconds is lost.
 
     Attributes:
-        follower: what the coordinator's Halts and Groups allow; to be used under `lock`.
-        hand: the samples that it was dealt; likewise.
-        epochs_ended: how many epochs the group is done with, as far as is known.
-        used: which samples a state holds, the last that was heard.
-        preempt: says which worker is about to be taken away, None where none is.
-        is_dismissed: everybody has finished.
-        grant: the last one; set to None before another is asked for.
-        round_named: for which batch the next round is; likewise.
+        follower: the group protocol: what Halts and Groups allow; to be used under `lock`.
+        hand: the blocks of samples assigned to this worker; to be used under `lock`.
+        epochs_ended: number of epochs that the group has finished, as far as is known.
+        used: the last Used received: which samples the state has consumed.
+        preempt: the last Preempt received, which names the worker about to be preempted; None before.
+        is_dismissed: all workers have finished.
+        grant: the last Grant received; set to None before another is requested.
+        round_named: the last RoundNamed received: the batch of the next round; set to None before another is
+            requested.
         on_grant: called, in the links' thread, with every Grant.
         on_abandon: called, in the links' thread, when exchanges under way cannot be finished.
-        on_loan: called, in the links' thread, with all that is said of loans.
-        on_validation: called, in the links' thread, with all that is said of validations.
-        validated: what the validations of epochs have come to, None for those under way.
-        failure: why the job has failed, None as long as it has not.
-        coordinator_knows: the coordinator is the one who said so, or is gone itself.
+        on_loan: called, in the links' thread, with every action about late gradients.
+        on_validation: called, in the links' thread, with every action about validations.
+        validated: by epoch, the result of its validation, None while that is under way.
+        failure: why the job has failed; None while it has not.
+        coordinator_knows: the coordinator has reported the failure itself, or is gone.
     """
 
     def __init__(
@@ -127,39 +160,39 @@ class Member:
         self._is_closing = False
         self.failure: WorkerError | None = None
         self.coordinator_knows = False
-        self._has_told_end = False
+        self._has_sent_end = False
         self._on_failure, self._step = on_failure, step
         self._changed = Condition()
         self._start: Start | None = None
-        self._peers: dict[str, int] = {}
-        self._names: dict[int, str] = {}
+        self._worker_of_peer: dict[str, int] = {}
+        self._name_of_worker: dict[int, str] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
-        self._reported: set[str] = set()  # whom this worker has reported as unreachable
+        self._reported_unreachable: set[str] = set()  # whom this worker has reported as unreachable
         self._silent_s = silent_s
         self._host, self._start_s, self._meeting_failure = meeting.host, meeting.start_s, meeting.failure
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
             job=meeting.job,
             token=meeting.token,
-            on_message=self._hear,
-            on_lost=self._lose,
-            on_left=self._miss,
-            on_unreachable=self._report,
-            on_reachable=self._withdraw_report,
-            on_error=self._fail_with_the_links,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            on_left=self._on_left,
+            on_unreachable=self._report_unreachable,
+            on_reachable=self._report_reachable,
+            on_error=self._on_links_failed,
             host=meeting.host,
             silent_s=silent_s,
         )
         self._notes = OutageNotes(f"worker {worker}", self.endpoint.later)
         self._line = ControlLine(
-            self.endpoint, Coordinator.NAME, meeting.coordinator, on_gone=self._lose_coordinator
+            self.endpoint, Coordinator.NAME, meeting.coordinator, on_gone=self._on_coordinator_gone
         )
 
     def join(self, *, world: int, place: str, model: tuple[str, ...], strategy: str) -> Start:
-        """Asks to take part and waits until everybody is here.
+        """Joins the job and waits until all workers have joined.
 
         Raises:
-            WorkerError: the job did not come together; says who is missing or what does not fit.
+            WorkerError: the job did not start; names the workers that are missing or what does not match.
         """
         self.tell(
             Joined(
@@ -175,17 +208,19 @@ class Member:
         )
         deadline_s = self._start_s + _ANSWER_MARGIN_S
         limit_s = time.monotonic() + deadline_s
-        while not self._has_started(min(_LOOK_S, limit_s - time.monotonic())):
+        while not self._has_started(min(_POLL_S, limit_s - time.monotonic())):
             if (cause := self._meeting_failure()) is not None:
                 raise WorkerError(cause)
             if time.monotonic() > limit_s:
                 what = "the coordinator to start the job"
-                raise WorkerError(f"worker {self.worker} waited {deadline_s:g} s for {what} in vain")
+                raise WorkerError(
+                    f"worker {self.worker}: timed out after {deadline_s:g} s waiting for {what}"
+                )
         assert self._start is not None
         return self._start
 
     def _has_started(self, wait_s: float) -> bool:
-        """Waits for the start, for so many seconds at most, and returns whether it has come."""
+        """Waits up to `wait_s` seconds for the start; returns whether the job has started."""
         with self._changed:
             self._changed.wait_for(lambda: self._start is not None or self.failure is not None, wait_s)
         self.check()
@@ -193,30 +228,30 @@ class Member:
 
     @property
     def lock(self) -> Condition:
-        """Held while `follower` or `hand` is asked or told something."""
+        """To be held while `follower` or `hand` is used."""
         return self._changed
 
     def name_of(self, worker: int) -> str:
-        """The link name of a worker that has come."""
-        return self._names[worker]
+        """The link name of a worker that has joined."""
+        return self._name_of_worker[worker]
 
     def tell(self, *events: Event) -> None:
-        """Sends events to the coordinator, which puts its own time on them; never blocks."""
+        """Sends events to the coordinator, which sets their time; never blocks."""
         self._line.tell(*events)
 
     def tell_end(self, error: BaseException | None, *before: Event) -> None:
-        """Tells the coordinator, once, that this worker is done, or of which error it ends.
+        """Sends the coordinator, once, that this worker has finished, or the error with which it ends.
 
-        Any thread may call it; nothing is told to a coordinator that knows.
+        Any thread may call it. Nothing is sent if `coordinator_knows`.
 
         Args:
-            error: None where the worker is done.
-            before: what is still to be told first.
+            error: None if the worker has finished.
+            before: events to send first.
         """
         with self._changed:
-            if self.coordinator_knows or self._has_told_end:
+            if self.coordinator_knows or self._has_sent_end:
                 return
-            self._has_told_end = True
+            self._has_sent_end = True
         with suppress(LinkError):
             if error is None:
                 self.tell(*before, Left(now_s=0.0, worker=self.worker, step=self._step()))
@@ -225,15 +260,15 @@ class Member:
                 self.tell(*before, Failed(now_s=0.0, worker=self.worker, step=self._step(), error=text))
 
     def start_thread(self, name: str, run: Callable[[], object]) -> threading.Thread:
-        """Starts a thread of this worker: what it raises fails the job, as what the loop raises does.
+        """Starts a thread of this worker whose exceptions fail the job, as those of the training loop do.
 
-        This worker's loop ends with a WorkerError that names the thread and the error, and the coordinator is
-        told at once, whatever the loop does meanwhile.
+        The training loop ends with a WorkerError that names the thread and the error. The coordinator is
+        informed at once, whatever the loop is doing.
         """
         return start_thread(name, run, partial(self.fail_in, name))
 
     def fail_in(self, thread: str, error: BaseException) -> None:
-        """A thread of this worker has died of an error; see `start_thread`."""
+        """Fails the job with the error that ended a thread of this worker; see `start_thread`."""
         self.tell_end(error)
         failure = WorkerError(
             f"worker {self.worker} failed in its thread {thread!r}: {in_one_line(error)}",
@@ -254,37 +289,42 @@ class Member:
         if os.getpid() != self._pid:
             raise OffbeatError(
                 f"this process was forked from worker {self.worker}, which alone takes part in the job: use "
-                "the session there, and here no more of it than the model"
+                "the session there, and only the model here"
             )
 
     def pause(self, duration_s: float) -> None:
         """Waits for `duration_s` seconds, or until the job fails.
 
         Raises:
-            WorkerError: the job failed meanwhile.
+            WorkerError: the job failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, duration_s)
         self.check()
 
     def close(self) -> None:
-        """Hands out what is still queued, unless nobody waits for it, and closes every link in order."""
+        """Sends what is queued, unless `coordinator_knows`, and closes every link in order."""
         self._is_closing = True
         if not self.coordinator_knows:
-            self._line.settle(_LAST_WORD_S)
-            self.endpoint.flush(_GOODBYE_S)
+            self._line.settle(_FLUSH_S)
+            self.endpoint.flush(_CLOSE_S)
         self.endpoint.close()
 
     @property
     def has_raised(self) -> bool:
-        """Whether the program has met the job's failure already."""
+        """Whether the job's failure has been raised in the program already."""
         return self.failure is not None and self.failure.__traceback__ is not None
 
     def wait_for(self, condition: Callable[[], bool], deadline_s: float, what: str) -> None:
-        """Waits until what was heard makes the condition true.
+        """Waits until actions received make the condition true.
+
+        Args:
+            condition: evaluated under `lock`.
+            deadline_s: for how long, in seconds.
+            what: what is waited for, for the error message.
 
         Raises:
-            WorkerError: the job failed, or that took longer than `deadline_s` seconds.
+            WorkerError: the job failed, or the wait took longer than `deadline_s` seconds.
         """
         limit_s = time.monotonic() + deadline_s
         with self._changed:
@@ -292,24 +332,26 @@ class Member:
                 self.check()
                 left_s = limit_s - time.monotonic()
                 if left_s <= 0:
-                    raise WorkerError(f"worker {self.worker} waited {deadline_s:g} s for {what} in vain")
+                    raise WorkerError(
+                        f"worker {self.worker}: timed out after {deadline_s:g} s waiting for {what}"
+                    )
                 self._changed.wait(left_s)
 
-    def _hear(self, peer: str, payload: bytes) -> None:
+    def _on_message(self, peer: str, payload: bytes) -> None:
         if peer != Coordinator.NAME:
             return
         try:
             actions = self._line.hear(payload)
         except ProtocolError as error:
-            self._fail(WorkerError(f"the coordinator said something that is not understood: {error}"))
+            self._fail(WorkerError(f"the coordinator sent a message that cannot be decoded: {error}"))
             return
         for action in actions:
             match action:
                 case Start():
-                    self._meet_peers(action.peers)
+                    self._add_peers(action.peers)
                     self._start = action
                 case Halt():
-                    self._halt(action)
+                    self._on_halt(action)
                 case Group():
                     with self._changed:
                         self.follower.hear_group(action)
@@ -347,7 +389,7 @@ class Member:
                     self.coordinator_knows = True
                     self._fail(WorkerError(action.reason, worker=action.worker, step=action.step))
                 case WorkerLost():
-                    self._forget(self._names.get(action.worker, ""))
+                    self._forget_peer(self._name_of_worker.get(action.worker, ""))
                     if self.failure is None and not (self.is_dismissed or self._is_closing):
                         _log.warning(action.reason)
                 case Refuse():
@@ -356,44 +398,46 @@ class Member:
         with self._changed:
             self._changed.notify_all()
 
-    def _meet_peers(self, peers: tuple[Peer, ...]) -> None:
+    def _add_peers(self, peers: tuple[Peer, ...]) -> None:
         for peer in peers:
-            if peer.name in self._peers:
+            if peer.name in self._worker_of_peer:
                 continue
-            self._peers[peer.name] = peer.worker
-            self._names[peer.worker] = peer.name
+            self._worker_of_peer[peer.name] = peer.worker
+            self._name_of_worker[peer.worker] = peer.name
             if peer.name != self.endpoint.name:
                 self._addresses[peer.name] = peer.addresses
                 self._introduce(peer.name)
 
     def _introduce(self, peer: str) -> None:
-        """Lets the links dial another worker; whether it is lost, the coordinator says first."""
-        silent_s = _PATIENCE * self._silent_s
+        """Lets the links dial another worker; the coordinator is the first to declare it lost."""
+        silent_s = _PEER_SILENCE_FACTOR * self._silent_s
         self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=silent_s)
 
-    def _report(self, peer: str, cause: str) -> None:
-        """Writes that nothing comes from a peer; tells the coordinator, where that is another worker."""
+    def _report_unreachable(self, peer: str, cause: str) -> None:
+        """Logs that a peer is unreachable; reports it to the coordinator if the peer is a worker."""
         with self._changed:
             cause = f"{cause}, in step {self.follower.step}"
         if not self._is_closing and (peer == Coordinator.NAME or peer in self._addresses):
-            self._notes.begin(self._spoken_name(peer), cause)
-        if peer in self._addresses and peer not in self._reported:
-            self._reported.add(peer)
-            self.tell(PeerUnreachable(now_s=0.0, worker=self.worker, peer=self._peers[peer], cause=cause))
+            self._notes.begin(self._display_name(peer), cause)
+        if peer in self._addresses and peer not in self._reported_unreachable:
+            self._reported_unreachable.add(peer)
+            self.tell(
+                PeerUnreachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer], cause=cause)
+            )
 
-    def _withdraw_report(self, peer: str) -> None:
-        self._notes.end(self._spoken_name(peer))
-        if peer in self._reported:
-            self._reported.remove(peer)
-            self.tell(PeerReachable(now_s=0.0, worker=self.worker, peer=self._peers[peer]))
+    def _report_reachable(self, peer: str) -> None:
+        self._notes.end(self._display_name(peer))
+        if peer in self._reported_unreachable:
+            self._reported_unreachable.remove(peer)
+            self.tell(PeerReachable(now_s=0.0, worker=self.worker, peer=self._worker_of_peer[peer]))
 
-    def _reach_again(self, peer: str) -> None:
-        """Tries again to reach a worker that is said to take part."""
+    def _reconnect(self, peer: str) -> None:
+        """Dials a worker again, unless it has left the job."""
         if peer in self._addresses and not self._is_closing:
             self._introduce(peer)
             self.endpoint.reach(peer)
 
-    def _halt(self, halt: Halt) -> None:
+    def _on_halt(self, halt: Halt) -> None:
         with self._changed:
             answer = self.follower.hear_halt(halt)
         if answer is not None:
@@ -401,28 +445,28 @@ class Member:
             if halt.abandon:
                 self.on_abandon()
 
-    def _lose(self, error: LinkError) -> None:
+    def _on_lost(self, error: LinkError) -> None:
         if error.peer == Coordinator.NAME:
             self._line.lost(error)
-        elif error.failure == "no files":  # whoever the peer is, it is not the peer's fault
+        elif error.failure == "no files":  # a limit of this process: the peer is not at fault
             failure = OffbeatError(f"worker {self.worker}: {error}")
             self.tell_end(failure)
             self._fail(WorkerError(str(failure), worker=self.worker))
         elif error.peer in self._addresses and self._survives:
-            self._report(error.peer, str(error))
-            self.endpoint.later(_REACH_AGAIN_S, partial(self._reach_again, error.peer))
-        elif error.peer in self._peers and not self._survives:
-            worker = self._peers[error.peer]
+            self._report_unreachable(error.peer, str(error))
+            self.endpoint.later(_RECONNECT_S, partial(self._reconnect, error.peer))
+        elif error.peer in self._worker_of_peer and not self._survives:
+            worker = self._worker_of_peer[error.peer]
             text = f"worker {worker} was lost: {error} (noticed by worker {self.worker})"
             failure = WorkerError(text, worker=worker)
-            if error.failure == "protocol":  # of which the coordinator does not know
+            if error.failure == "protocol":  # only this worker has seen it
                 self.tell_end(failure)
                 self._fail(failure)
             else:
                 self._fail_soon(failure)
 
     def _fail_soon(self, error: WorkerError) -> None:
-        """Fails unless the coordinator, which knows more, says so first; waits while it is started again."""
+        """Fails unless the coordinator reports the cause first; waits while that restarts."""
 
         def fail() -> None:
             if self._line.is_open:
@@ -430,33 +474,33 @@ class Member:
             elif self.failure is None:
                 self._fail_soon(error)
 
-        self.endpoint.later(_COORDINATOR_SAYS_MORE_S, fail)
+        self.endpoint.later(_COORDINATOR_REPORT_S, fail)
 
-    def _miss(self, peer: str) -> None:
-        """A peer has left in order; the coordinator does so before its workers only if it fails."""
+    def _on_left(self, peer: str) -> None:
+        """Handles a link closed in order; the coordinator closes before its workers only if it fails."""
         if peer == Coordinator.NAME:
             self._line.left()
         else:
-            self._forget(peer)
+            self._forget_peer(peer)
 
-    def _forget(self, peer: str) -> None:
-        """This worker takes part no more: nobody tries to reach it again."""
+    def _forget_peer(self, peer: str) -> None:
+        """Forgets a worker that has left the job: it is not dialled again."""
         self._addresses.pop(peer, None)
-        self._reported.discard(peer)
-        self._notes.forget(self._spoken_name(peer))
+        self._reported_unreachable.discard(peer)
+        self._notes.forget(self._display_name(peer))
 
-    def _spoken_name(self, peer: str) -> str:
-        return f"worker {self._peers[peer]}" if peer in self._peers else "the coordinator"
+    def _display_name(self, peer: str) -> str:
+        return f"worker {self._worker_of_peer[peer]}" if peer in self._worker_of_peer else "the coordinator"
 
-    def _lose_coordinator(self, cause: str) -> None:
-        if self._is_closing:  # the coordinator ends when it has heard the last worker
+    def _on_coordinator_gone(self, cause: str) -> None:
+        if self._is_closing:  # the coordinator ends once the last worker has left
             return
         self.coordinator_knows = True
         self._fail(WorkerError(f"worker {self.worker} lost the coordinator: {cause}"))
 
-    def _fail_with_the_links(self, error: BaseException) -> None:
+    def _on_links_failed(self, error: BaseException) -> None:
         self._line.abandon()
-        self._fail(WorkerError(f"the links of worker {self.worker} failed: {error!r}"))
+        self._fail(WorkerError(f"worker {self.worker}: its links failed: {error!r}"))
 
     def _fail(self, error: WorkerError) -> None:
         with self._changed:
@@ -468,7 +512,7 @@ class Member:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns the type of an error and the first line of what it says, for the other workers."""
+    """Returns the type of an error and the first line of its message, to send to other workers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])[:_ERROR_CHARACTERS_MAX]
 
