@@ -94,7 +94,7 @@ def saves_outside(rank, say):
 def test_a_worker_that_is_left_out_has_nothing_to_save():
     first, second, third = run(saves_outside, 3, env={"OFFBEAT_SLOW": "1:20"})
     assert second.error_type == "OffbeatError"
-    assert "worker 1 is left out of the group, and its parameters are old ones" in second.error
+    assert "worker 1 is excluded from the group, and its parameters are outdated" in second.error
     assert "session.leads" in second.error
     once([first, third])
 
@@ -102,8 +102,8 @@ def test_a_worker_that_is_left_out_has_nothing_to_save():
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        (CALM, AllReduce(), "dealt as they were needed: use a strategy that does the same"),
-        (EQUAL, CALM, "shared out equally: use a strategy that does the same"),
+        (CALM, AllReduce(), "assigned on demand: use a strategy that does the same"),
+        (EQUAL, CALM, "split equally: use a strategy that does the same"),
     ],
 )
 def test_samples_that_were_shared_out_otherwise_are_refused(before, after, words, tmp_path):

@@ -1,4 +1,37 @@
-"""`join`: an existing training loop becomes one worker of a job, and is itself again afterwards."""
+"""`join` makes an existing training loop one worker of a job, for as long as its `Session` lasts.
+
+Theory of operation. A `Session` puts hooks on the model and on each optimizer and passes what they observe to
+a `Synchronizer`, which the strategy makes and which keeps this worker's model in step with those of the other
+workers. It exchanges events and actions with the coordinator through a `Member`; a job of one worker
+may do without. One step of the user's loop:
+
+1. `batches` asks for a batch. If an optimizer has stepped, the step before ends here (6). `Pairing` takes the
+   next batch from `DealtBatches` or from this worker's equal shard, and counts it. `weigh` sets what the
+   gradients of this batch count, relative to a full batch.
+2. Forward pass. In training mode a step that has not ended ends here. Where programs may skip batches,
+   `Pairing` finds out whether this batch stands in for one that was skipped; its weight is 0 then. The
+   synchronizer's hooks follow, which may wait for parameters.
+3. Backward pass. The synchronizer's hooks collect the gradients and may begin to exchange them; it calls
+   `computed`, which marks the batch as used and adds injected slowness.
+4. `optimizer.step()`, before. Raises the job's failure and errors such as parameters added since `join`. A
+   second step of one optimizer ends the step before. `before_step` lets the synchronizer complete what the
+   optimizer is about to use.
+5. `optimizer.step()`, after. Once every optimizer has stepped, the step ends.
+6. `_end_step`, once per step: sends a preemption signal that has arrived, calls `after_step`, counts the
+   step, reads whether the workers agree on a preemption, and queues a StepTimed, which travels with the next
+   event. Where only some optimizers step, the next batch, training-mode forward pass, `validate`, `refresh`
+   or `leave` ends the step.
+
+Invariants. State (`state_dict`) is that of the last step that has ended; a batch taken since is not in it.
+Hooks do nothing in a forked process. Methods that wait raise a WorkerError if a signal handler calls them
+within a step.
+
+Failures. The member's failure ends all waits of synchronizer and validator (`_abandon`) and is raised by the
+next `check`, in (1), (4) or a wait. An exception of the loop leaves the session, and the coordinator is sent
+Failed. After a loop that ends well, `_finish` ends the last step, sends what the synchronizer still holds,
+sends Finished, and waits for the other workers, which may still need this worker's state; then Left is sent,
+and the hooks are removed.
+"""
 
 from __future__ import annotations
 
@@ -49,48 +82,48 @@ from offbeat.runtime.validation.validator import Validator
 
 _STATE_VERSION = 2
 _SILENT_S = 10.0
-_STAY_S = 10.0  # at most, for others to finish, where nobody needs this worker any more
+_STAY_S = 10.0  # longest wait for other workers to finish where none of them needs this one
 _COUNT_EVERY_S = 0.005
 _SILENT_AND_TAKEN_BACK_S = 300.0
 _VALIDATION = PolicySpec(path="offbeat.policies.validation.shared_schedule:SharedValidation")
 _PREEMPTION = PolicySpec(path="offbeat.policies.membership.preemption:Preemption")
-_joined: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
+_in_session: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 
 class Strategy(Protocol):
-    """How a job is kept together; its constructor arguments are its whole configuration."""
+    """How the workers of a job synchronize; the constructor arguments are the whole configuration."""
 
     @property
     def deadline_s(self) -> float:
-        """How long a worker may keep the others waiting, in seconds."""
+        """How long a worker may keep other workers waiting, in seconds."""
 
     @property
     def survives(self) -> bool:
-        """Whether the others go on when a worker is lost."""
+        """Whether training continues when a worker is lost."""
 
     @property
     def takes_back(self) -> bool:
-        """Whether nobody waits for a worker that falls silent, so that it may come back; else it is lost."""
+        """Whether a worker that falls silent may return, since no worker waits for it; else it is lost."""
 
     @property
     def shards(self) -> Literal["dynamic", "equal"]:
-        """Whether samples are dealt as they are needed, or shared out before."""
+        """Whether samples are assigned on demand ("dynamic") or split equally in advance ("equal")."""
 
     @property
     def needs_coordinator(self) -> bool:
-        """Whether there is something to decide also where there is one worker."""
+        """Whether a job of one worker needs a coordinator, too."""
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
-        """The policies that the coordinator asks, in order.
+        """The policies that the coordinator runs, in order.
 
         Args:
-            world: how many workers make up the job at its start.
-            start_s: how long after the first the last one may come, in seconds.
-            servers: of the parameter server, where the strategy has one.
+            world: number of workers with which the job starts.
+            start_s: how long after the first worker the last one may join, in seconds.
+            servers: number of server processes of the parameter server, where the strategy has one.
         """
 
     def synchronizer(self, loop: Loop, trained: Trained) -> Synchronizer:
-        """What keeps this worker's model in step with the others'."""
+        """Makes the object that keeps this worker's model in step with those of other workers."""
 
 
 def join(
@@ -105,33 +138,34 @@ def join(
 ) -> Session:
     """Makes this process a worker of the job that its launcher started.
 
+    Puts hooks on the model and the optimizer: after `backward()` the gradients are the mean over the workers.
+    Copies rank 0's parameters, buffers and optimizer state to all workers. Leaving the `with` block removes
+    the hooks.
+
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun, Ray Train, Slurm or Kubeflow set them;
-    with none of them set it is a world of one. With OFFBEAT_NEWCOMER=1 and the MASTER_ADDR and MASTER_PORT of
-    a job that runs, this process becomes a new worker of that one, with the state that the others have and in
-    the epoch in which they are. OFFBEAT_JOB, or torchrun's run id, keeps jobs apart that meet at one address.
-    Else copies rank 0's parameters, buffers and optimizer state to
-    everybody. Puts hooks on the model and the optimizer: after `backward()` the gradients are the mean
-    over the workers. Leaving the `with` block takes the hooks off again.
+    with none of them set the job has one worker. With OFFBEAT_NEWCOMER=1 and the MASTER_ADDR and MASTER_PORT
+    of a running job, this process joins that job as a new worker, with the current state and in the current
+    epoch of its workers. OFFBEAT_JOB, or torchrun's run id, separates jobs that use one address.
 
     Args:
-        model: what is trained; the same architecture on every worker, on one device.
-        optimizer: steps the model's parameters; or several that do, each some of them. A step is over when
-            each of them has stepped, or when the model is called again after some have.
-        strategy: how the workers keep together, equal on every worker.
-        run_log: where rank 0's coordinator writes the run log; by default where the launcher said, if it did.
-        run_log_bytes_max: what the log may take, at least 1 MiB: it is written in parts then, of which the
-            oldest are removed. By default what the launcher said; without that, one file without a bound.
-        thread, threads: with a parameter server, a process may have several worker threads, each with a
-            model, an optimizer and a loop of its own: which one this is, from 0, and how many each process
-            has.
+        model: the model to train; the same architecture on every worker, on one device.
+        optimizer: the optimizer of the model's parameters, or several, each for some of them. A step is over
+            when each of them has stepped, or when the model is called again after some have.
+        strategy: how the workers synchronize; equal on every worker.
+        run_log: path of the run log, which rank 0's coordinator writes; by default the launcher's setting.
+        run_log_bytes_max: size limit of the log in bytes, at least 1 MiB: the log is then written in parts,
+            and the oldest are removed. By default the launcher's setting; without that, one file without
+            a limit.
+        thread, threads: with a parameter server, a process may run several worker threads, each with its own
+            model, optimizer and loop: the index of this one, from 0, and how many each process has.
 
     Returns:
         The session, to be used in a `with` statement.
 
     Raises:
-        OffbeatError: model, optimizer or environment are not fit for it; says what to do.
-        WorkerError: the job did not come together within 30 s (or OFFBEAT_START_S); names who is missing or
-            differs. Or it takes no newcomers, or not this one; says why.
+        OffbeatError: model, optimizer or environment are not usable; says what to do.
+        WorkerError: the job did not start within 30 s (or OFFBEAT_START_S); names the workers that are
+            missing or that differ. Or the job does not accept newcomers, or not this one; says why.
     """
     environment = read_environment()
     if run_log is not None:
@@ -150,13 +184,13 @@ class Session:
         worker: this worker's id.
         world: how many workers the job started with.
         epoch: the epoch under way, from 0.
-        is_newcomer: this worker came when the job was running.
-        threads: the workers of this process, this one among them.
-        servers: how many the parameter server begins with, where the strategy has one.
+        is_newcomer: this worker joined when the job was running.
+        threads: the ids of the workers in this process, including this one.
+        servers: number of server processes at the start, where the strategy has a parameter server.
         timer: splits the wall time into parts.
-        samples: taken from `batches` since the last optimizer step.
-        tracer: takes note of what happens when, in the steps that OFFBEAT_TRACE names.
-        validator: validates for `validate`, from its first call on; None before.
+        samples: number of samples taken from `batches` since the last optimizer step.
+        tracer: records a timeline of the steps that OFFBEAT_TRACE names.
+        validator: runs the validations of `validate`; None before its first call.
     """
 
     def __init__(
@@ -168,45 +202,48 @@ class Session:
         check_trainable(trained)
         if strategy.survives:
             check_all_stepped(trained)
-        self._joins: list[Optimizer | nn.Module] = [*trained.optimizers, *_trained_parts(trained.model)]
-        if not _joined.isdisjoint(self._joins):
+        self._held: list[Optimizer | nn.Module] = [
+            *trained.optimizers,
+            *_modules_with_parameters(trained.model),
+        ]
+        if not _in_session.isdisjoint(self._held):
             raise OffbeatError(
-                "this optimizer, or a part of this model, is in a session already: leave that one before you "
-                "join again"
+                "this optimizer, or a part of this model, is in a session already: leave that session before "
+                "joining again"
             )
         self.worker, self.world = environment.rank, environment.world
         self.is_newcomer, self.threads = environment.is_newcomer, environment.threads
         self.servers = environment.servers
         self.epoch = 0
-        self._steps_taken = 0  # by this worker's own count, also where no group counts on it
+        self._steps_taken = 0  # by this worker alone, also while it is excluded from the group
         self.timer = PartTimer(time.perf_counter)
         self.tracer: Tracer | None = None
         self._trained, self._strategy = trained, strategy
-        self._stepped: set[Optimizer] = set()  # since the last step was over
+        self._stepped: set[Optimizer] = set()  # since the last step ended
         self._seed, self._start_s = environment.seed, environment.start_s
-        self._is_dealing = False
+        self._is_iterating = False
         self._slowness = _read_slowness(environment)
         self._pairing = Pairing(lambda batch, left_out: self._synchronizer.batch_of_round(batch, left_out))
-        self._batches_used = 0  # in the epoch, by the last step
+        self._batches_used = 0  # of the epoch, up to the last step that ended
         self._batches_in_epoch: int | None = None
         self._samples_in_epoch = self._batch_size = 0
         self._drop_last = False
-        self._joined_at: Place | None = None  # a newcomer, until it has begun its first epoch
-        # By epoch: ranges of positions that the state has used that was loaded.
+        self._joined_at: Place | None = None  # of a newcomer, until its first epoch begins
+        # By epoch: ranges of positions that the loaded state has consumed.
         self._used: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._samples_loaded = 0  # in an epoch, when that was saved
-        self._is_used_up = False  # the epoch's batches
+        self._samples_loaded = 0  # per epoch, in the loaded state
+        self._is_used_up = False  # no batch of the epoch is left
         self._last_epoch: int | None = None
-        self._has_given_up = False  # the rest of the epoch before
+        self._has_left_epoch_early = False  # the loop left the epoch before early
         self.samples = 0
         self._losses: list[float] = []
-        self._timed: list[StepTimed] = []  # told with the next event, to spare messages
+        self._timed: list[StepTimed] = []  # sent with the next event, to save messages
         self._left = False
         self._pid = os.getpid()
         self._signals = PreemptionSignals()
-        self._has_told_signal = self._is_preempted = self._has_seen_preemption = False
+        self._has_sent_signal = self._is_preempted = self._has_seen_preemption = False
         self.validator: Validator | None = None
-        self._validated_with: tuple[Any, ...] = ()
+        self._validation_arguments: tuple[Any, ...] = ()
         self._meeting: Meeting | None = None
         self._member: Member | None = None
         self._synchronizer = strategy.synchronizer(self, trained)
@@ -222,9 +259,9 @@ class Session:
                 self._meeting.outlast_the_late()
             raise
         self._meeting = None
-        _joined.update(self._joins)
+        _in_session.update(self._held)
 
-    # Coming and going ----------------------------------------------------------------------------------
+    # Joining and leaving ---------------------------------------------------------------------------------
 
     def _enter(self, environment: Environment) -> None:
         has_log = environment.run_log is not None
@@ -253,7 +290,7 @@ class Session:
         if self.is_newcomer:
             self._steps_taken = self.step
         self._watch = Watch(self._trained)
-        hook = ForwardHook(self._before_forward)  # before those of the synchronizer, to which a step begins
+        hook = ForwardHook(self._before_forward)  # before the synchronizer's hooks, which begin a step
         self._handles.append(self._trained.model.register_forward_pre_hook(hook))
         self._synchronizer.attach()
         self._handles += [
@@ -272,7 +309,7 @@ class Session:
             self._trace()
 
     def _trace(self) -> None:
-        """A step begins."""
+        """Records in the trace that a step begins."""
         if self.tracer is None:
             return
         was_on = self.tracer.is_on
@@ -314,7 +351,7 @@ class Session:
         )
 
     def place(self, round_: int) -> Place:
-        """Where in the training the state belongs that this worker has."""
+        """The position in the training that this worker's state belongs to."""
         return Place(
             round=round_,
             epoch=self.epoch,
@@ -325,38 +362,38 @@ class Session:
         )
 
     def take_place(self, place: Place) -> None:
-        """Goes on where another worker's state belongs."""
+        """Continues at the position that another worker's state belongs to."""
         self.epoch, self._seed = place.epoch, place.seed
         self._joined_at = place
 
     @property
     def step(self) -> int:
-        """Optimizer steps finished, by the group where this worker belongs to one."""
+        """Optimizer steps finished: the group's count where this worker belongs to one, else its own."""
         step = self._synchronizer.step
         return self._steps_taken if step is None else step
 
     @property
     def batch(self) -> int:
-        """The batch of the epoch under way that training has come to, of those from `batches`, from 1."""
+        """The batch of the current epoch, of those from `batches`, that training has reached, from 1."""
         return self._pairing.batch
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The workers that train with one another now; this one is not always among them."""
+        """The workers that train together now; this one is not always among them."""
         return self._synchronizer.members
 
     @property
     def leads(self) -> bool:
-        """Whether this worker is the one to evaluate, print and save for all."""
+        """Whether this worker is the one to evaluate, print and save for the job."""
         return self._synchronizer.leads
 
     @property
     def preempted(self) -> bool:
-        """Whether a worker's process will soon be taken away: SIGTERM or SIGUSR1 has reached it.
+        """Whether a worker's process is about to be preempted: it has received SIGTERM or SIGUSR1.
 
-        The first time that it is read, in the main thread, it installs handlers of these signals, which
-        take note, and then run those that were there before; on leaving the session these are put back. Read
-        it after every optimizer step, on all workers alike:
+        The first read, in the main thread, installs handlers of these signals, which record the signal and
+        then run the handlers installed before; leaving the session restores those. Read it after every
+        optimizer step, on all workers:
 
             optimizer.step()
             if session.preempted:
@@ -364,23 +401,23 @@ class Session:
                     torch.save(session.state_dict(), path)
                 break
 
-        `epochs` ends, too, once it was seen to be true. It changes as an optimizer step ends, and stays true:
+        `epochs` ends, too, once this has been read as true. The value changes when an optimizer step ends,
+        and stays true:
 
-        - where gradients are averaged, as the same step ends for all members of the group, which is the step
-          in whose exchange the first of them told of the signal. Under `Hybrid` the step after that one:
-          what is told there arrives along with what is put off. A member whose exchange was broken off by
-          the loss of another one may see it one step later.
-        - for a worker that is left out of the group, as a step of its own ends, soon; when it is back, or is
+        - where gradients are averaged: when the same step ends for all members of the group, the one in
+          whose exchange the first of them announced the signal. Under `Hybrid` one step later: the
+          announcement arrives with the deferred part. A member whose exchange was aborted by the loss of
+          another may see it one step later.
+        - for a worker excluded from the group: soon, when one of its own steps ends; for one that returns, or
           a newcomer, with its first step at the latest.
-        - on a parameter server with a bound on staleness, as each worker ends its last step at the latest
-          clock that was under way when the coordinator heard of the signal, so that all stop at the same
-          clock. One that waits for samples then may take another step.
-        - on a parameter server without a bound, as each worker ends its next step after that.
-        - in a world of one, as the step ends in which the signal has come.
+        - on a parameter server with a bound on staleness: when each worker ends its last step at the latest
+          clock that was under way when the coordinator received the signal, so that all stop at the same
+          clock. A worker that is waiting for samples at that time may take another step.
+        - on a parameter server without a bound: when each worker ends its next step after that.
+        - in a job of one worker: when the step ends in which the signal arrived.
 
-        A worker that ends its step tells of its signal then; while it waits for others it does not end, and
-        goes on waiting. A worker whose session is not in its process's main thread hears no signals of its
-        own.
+        A worker announces its signal when its step ends; the signal does not interrupt a wait for other
+        workers. A worker whose session is not in its process's main thread receives no signals of its own.
         """
         if not self._left:
             self._signals.install()
@@ -389,9 +426,9 @@ class Session:
 
     @property
     def is_signalled(self) -> bool:
-        """Whether this worker knows of a preemption signal, its own or another's; not all know at once."""
-        hears = self._member is not None and self._member.preempt is not None
-        return self._signals.name is not None or hears
+        """Whether this worker knows of a preemption signal, its own or another's; workers may differ in this."""
+        is_announced = self._member is not None and self._member.preempt is not None
+        return self._signals.name is not None or is_announced
 
     def __enter__(self) -> Self:
         return self
@@ -402,20 +439,21 @@ class Session:
         self._leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Takes the hooks off and says goodbye to the others; again is harmless.
+        """Removes the hooks and leaves the job; repeated calls have no effect.
 
         Args:
-            error: why, where this worker leaves because it failed; the others then end naming it.
+            error: why this worker failed, None if it did not; other workers then fail with an error that
+                names it.
 
         Raises:
-            WorkerError: a signal handler or a hook calls it in the midst of a step.
+            WorkerError: a signal handler or a hook calls it within a step.
         """
         if not self._left:
             check_between_steps("session.leave()", self.worker, self.step)
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._left or os.getpid() != self._pid:  # a forked process leaves its parent's session alone
+        if self._left or os.getpid() != self._pid:  # a forked process does not touch its parent's session
             return
         self._left = True
         if error is None:
@@ -423,10 +461,10 @@ class Session:
         if self._member is not None:
             has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
             self._member.tell_end(error if has_failed else None, *self._timed)
-        self._disband()
+        self._tear_down()
 
     def _finish(self) -> None:
-        """Gives what is still to be given, and stays for those who may still need this worker."""
+        """Sends what is still to be sent, and waits for the workers that may still need this one."""
         try:
             self._end_step()
             self._synchronizer.flush()
@@ -439,39 +477,41 @@ class Session:
             raise
 
     def _wait_for_the_others(self) -> None:
-        """Stays until everybody has finished.
+        """Waits until all workers have finished.
 
-        Who is behind takes the final state from who is not. In lockstep nobody is, unless workers have had
-        different numbers of batches; whoever had fewer hears of it if it stays a little.
+        Workers that are behind copy the final state from workers that are not. In lockstep none is, unless
+        workers had different numbers of batches; a worker that had fewer learns of it during a short wait.
         """
         is_alone = self.world == 1 and not self._strategy.needs_coordinator
         if is_alone or self._member is None:
             return
         if self._member.has_raised and not self._strategy.survives:
-            return  # the program has caught that, and leaves in order
+            return  # the program caught the failure and leaves in order
         epoch = max(0, self.epoch - 1) if self._batches_in_epoch is None else self.epoch
         self.tell(Finished(now_s=0.0, worker=self.worker, epoch=epoch, step=self.step))
         if not self._strategy.survives:
             until_s = time.monotonic() + _STAY_S
             self._member.wait_for(
-                lambda: self._dismissed() or time.monotonic() >= until_s, 2 * _STAY_S, "everybody to finish"
+                lambda: self._is_dismissed() or time.monotonic() >= until_s,
+                2 * _STAY_S,
+                "all workers to finish",
             )
             return
         self._synchronizer.finish()
-        what = "everybody to finish"
-        self._member.wait_for(self._dismissed, self._strategy.deadline_s, what)
+        what = "all workers to finish"
+        self._member.wait_for(self._is_dismissed, self._strategy.deadline_s, what)
         self._synchronizer.settle()
 
-    def _dismissed(self) -> bool:
+    def _is_dismissed(self) -> bool:
         return self._member is not None and self._member.is_dismissed
 
-    def _disband(self) -> None:
+    def _tear_down(self) -> None:
         if self.validator is not None:
             self.validator.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        _joined.difference_update(self._joins)
+        _in_session.difference_update(self._held)
         self._signals.restore()
         if self.tracer is not None:
             self.tracer.close()
@@ -486,24 +526,24 @@ class Session:
         if isinstance(self.validator, SharedValidator):
             self.validator.abandon(error)
 
-    # The loop ------------------------------------------------------------------------------------------
+    # The loop --------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` says stop.
+        """Yields the epochs from the first unfinished one to `count` - 1, or until `validate` stops the run.
 
-        Also ends where all others have finished, for who came when they had stopped, and where `preempted`
-        was seen to be true.
+        Also ends once the job is over, for a worker that joined after the others had stopped, and once
+        `preempted` has been read as true.
         """
         self._last_epoch = count - 1
-        while self.epoch < count and not self._is_to_stop():
+        while self.epoch < count and not self._should_stop():
             epoch = self.epoch
             yield epoch
             if self.epoch == epoch:
                 self._finish_epoch()
 
-    def _is_to_stop(self) -> bool:
+    def _should_stop(self) -> bool:
         has_stopped = self.validator is not None and self.validator.stopped
-        return has_stopped or self._dismissed() or self._has_seen_preemption
+        return has_stopped or self._is_dismissed() or self._has_seen_preemption
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
@@ -521,52 +561,52 @@ class Session:
         drop_last: bool = False,
         **loader_options: Any,
     ) -> Iterator[Any]:
-        """Yields this worker's batches of the current epoch; over all workers each sample comes once.
+        """Yields this worker's batches of the current epoch; over all workers each sample occurs once.
 
-        Where the strategy deals samples as they are needed, a worker gets as many as it has time for, and
-        what a lost one had goes to others; one that is left out, or that others wait for at the end, gets a
-        batch that it had before, which counts for nothing. Else every worker gets the same number of batches,
-        and which samples they hold depends on the seed and the epoch alone.
+        Where the strategy assigns samples on demand, a worker gets as many as it has time for, and those of a
+        lost worker go to others; a worker that is excluded, or that others wait for at the end, gets one of
+        its earlier batches, with weight 0. Else every worker gets the same number of batches, and their
+        samples depend on the seed and the epoch alone.
 
-        The last batches of an epoch may be smaller. With a batch size of 2 or more and at least two samples a
-        worker none holds a single sample, with which BatchNorm cannot train; for that, what is left over may
-        join batches of 2 or 3, which then hold up to two more.
+        The last batches of an epoch may be smaller. With a batch size of 2 or more and at least two samples
+        per worker none holds a single sample, with which BatchNorm cannot train; for that, the remainder may
+        be added to batches of 2 or 3, which then hold up to two more.
 
-        A batch may be left out, with `continue` before the backward pass: where its loss is not finite, say.
-        Where all take part in every round, the others use theirs, and this worker takes the same step with
-        the batch that follows, or, at the epoch's end, with one that it has used: it counts for nothing there
-        and comes again. Where all workers leave the same batch out, there is no step.
+        A batch may be skipped, with `continue` before the backward pass: where its loss is not finite, say.
+        Where all workers take part in every round, the others use their batches, and this worker takes the
+        same step with the batch that follows, or, at the epoch's end, with one that it has used: that batch
+        has weight 0 there and is yielded again. Where all workers skip the same batch, there is no step.
 
-        A batch that is smaller than others counts for less in the mean; which one a backward pass belongs to
-        is taken to be the last one that was taken, so do not take batches ahead. A loop that breaks off gives
-        up the rest of the epoch. Where samples are dealt as they are needed, workers may get one batch more
-        or less than others: a loop that takes a step every few batches wants `no_sync`, or shards="equal".
+        A batch that is smaller than others has a smaller weight in the mean. A backward pass is assumed to
+        belong to the batch taken last, so do not take batches ahead. A loop that breaks off skips the rest
+        of the epoch. Where samples are assigned on demand, workers may get one batch more or less than
+        others: a loop that steps every few batches needs `no_sync`, or shards="equal".
 
         Args:
             dataset: map-style, the same on every worker.
             batch_size: samples in this worker's batch, the same on every worker.
             shuffle: draw a new order every epoch.
             drop_last: every batch holds `batch_size` samples. The end of the epoch's order that does not fill
-                a batch of each worker is left out; where samples are dealt as they are needed, what does not
-                fill one batch. So with `shuffle` other samples are left out every epoch.
+                a batch of each worker is dropped; where samples are assigned on demand, what does not fill
+                one batch. So with `shuffle` other samples are dropped every epoch.
             loader_options: for torch's DataLoader, such as `num_workers` or `collate_fn`.
 
         Raises:
             ValueError: fewer samples than workers, or with `drop_last` than a batch each, or a batch size
                 below 1.
-            OffbeatError: the data set has no length, an option is the session's own to decide, or the epoch's
-                batches are being dealt already or are used up.
+            OffbeatError: the data set has no length, an option is one that the session sets itself, or the
+                epoch's batches are being iterated already or are used up.
         """
         if not hasattr(dataset, "__len__"):
             raise OffbeatError(
                 "session.batches needs a data set with a length; for an iterable one use your own loader, "
                 "with the same number of batches on every worker"
             )
-        if self._is_dealing:
+        if self._is_iterating:
             raise OffbeatError("session.batches is being iterated already: finish that one first")
         if self._is_used_up:
             raise OffbeatError(
-                f"the samples of epoch {self.epoch} are used up: begin the next one with session.epochs"
+                f"the samples of epoch {self.epoch} are used up: begin the next epoch with session.epochs"
             )
         shards = EqualShards(
             samples=len(dataset),
@@ -581,11 +621,11 @@ class Session:
         self._batches_in_epoch, self._samples_in_epoch = shards.steps, shards.samples
         self._batch_size, self._drop_last = batch_size, drop_last
         taken = (
-            self._dealt(dataset, batch_size, shuffle, drop_last, loader_options)
+            self._assigned_batches(dataset, batch_size, shuffle, drop_last, loader_options)
             if self._synchronizer.deals
-            else self._shared_out(dataset, shards, loader_options)
+            else self._equal_batches(dataset, shards, loader_options)
         )
-        self._is_dealing = True
+        self._is_iterating = True
         try:
             self._begin_batch()
             for batch, samples in self._pairing.each(taken):
@@ -601,22 +641,22 @@ class Session:
             self.check()
             self._is_used_up = True
         finally:
-            self._is_dealing = False
+            self._is_iterating = False
             self._synchronizer.weigh(1.0)
             self.timer.switch("other")
             if not self._is_used_up:
-                self._give_up_the_rest()
+                self._drop_rest_of_epoch()
 
     def _begin_batch(self) -> None:
         self._end_step()
         self.timer.switch("batch")
 
     def _check_data(self, samples: int, batch_size: int, drop_last: bool) -> None:
-        """Fails a worker that has other data than what it goes on from, before anybody hears of its own."""
+        """Refuses data that differ from those of the state to continue from, before any are announced."""
         if self._used.get(self.epoch) and samples != self._samples_loaded:
             raise OffbeatError(
-                f"the state was taken in the middle of an epoch of {self._samples_loaded} samples, and the "
-                f"data set has {samples}: use the same one, or a state from an epoch's end"
+                f"the state was saved within an epoch of {self._samples_loaded} samples, and the "
+                f"data set has {samples}: use the same data set, or a state from an epoch's end"
             )
         place, self._joined_at = self._joined_at, None
         if place is None or not place.samples or place.epoch != self.epoch:
@@ -630,10 +670,10 @@ class Session:
                 "set, batch size and drop_last"
             )
 
-    def _shared_out(
+    def _equal_batches(
         self, dataset: Dataset[Any], shards: EqualShards, loader_options: dict[str, Any]
     ) -> Iterator[tuple[Any, int]]:
-        """Yields this worker's equal part, with sizes."""
+        """Yields the batches of this worker's equal shard, with their sizes."""
         indices = shards.batches(self.worker)[self._pairing.taken :]
         seed = (self._seed, self.epoch, self.worker)
         loaded = load_batches(dataset, indices, seed=seed, loader_options=loader_options)
@@ -642,7 +682,7 @@ class Session:
                 break
             yield next(loaded), len(taken)
 
-    def _dealt(
+    def _assigned_batches(
         self,
         dataset: Dataset[Any],
         batch_size: int,
@@ -650,7 +690,7 @@ class Session:
         drop_last: bool,
         loader_options: dict[str, Any],
     ) -> Iterator[tuple[Any, int]]:
-        """Yields what this worker is dealt, with sizes."""
+        """Yields the batches assigned to this worker, with their sizes."""
         assert self._member is not None
         samples = len(dataset)  # type: ignore[arg-type]
         dealt = DealtBatches(
@@ -663,79 +703,79 @@ class Session:
             loader_options=loader_options,
             seed=(self._seed, self.epoch, self.worker),
             is_last=self._last_epoch is None or self.epoch >= self._last_epoch,
-            skips=self._has_given_up,
+            skips=self._has_left_epoch_early,
             used=self._used.get(self.epoch, ()),
             late=self._synchronizer.late,
             is_clear=lambda: self._synchronizer.is_clear,
             blocks_per_round=self._synchronizer.blocks_per_round,
             deadline_s=self._strategy.deadline_s,
         )
-        self._has_given_up = False
+        self._has_left_epoch_early = False
         return iter(dealt)
 
-    def _give_up_the_rest(self) -> None:
-        """The loop has left the epoch early."""
+    def _drop_rest_of_epoch(self) -> None:
+        """Drops the rest of the epoch, which the loop has left early."""
         if self._synchronizer.deals and self._member is not None:
-            self._has_given_up = True
+            self._has_left_epoch_early = True
             with self._member.lock:
                 self._member.hand.throw_away()
                 self._synchronizer.give_up_the_rest()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate gradients; the next one outside exchanges them all.
+        """Within this context backward passes only accumulate; the next one outside exchanges the sum.
 
-        Accumulation is right without it too, at the price of an exchange a backward pass.
+        Without it accumulation gives the same result, at the cost of one exchange per backward pass.
         """
         return self._synchronizer.quiet()
 
     def observe(self, loss: float | Tensor) -> None:
-        """Says the mean training loss of a batch, or its accuracy, for strategies that go by it.
+        """Records the mean training loss of a batch, or its accuracy, for strategies that use it.
 
         Args:
-            loss: a number, or a tensor that holds one.
+            loss: a number, or a tensor of one element.
         """
         self._losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
 
     def take_loss(self) -> float | None:
-        """The mean of what was observed since the last call, None where that is nothing."""
+        """Returns the mean of the values observed since the last call, None if there are none."""
         losses, self._losses = self._losses, []
         return sum(losses) / len(losses) if losses else None
 
     def report(self, **metrics: float) -> None:
-        """Puts numbers about the current epoch (accuracy, loss, …) into the run log."""
+        """Writes metrics of the current epoch (accuracy, loss, …) to the run log."""
         plain = {name: float(value) for name, value in metrics.items()}
         self.tell(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
 
     def validate(self, evaluate: Evaluate, dataset: Data, **options: Any) -> Validation:
-        """Has the epoch validated that ends now, while the next one trains; all workers call it.
+        """Validates the epoch that ends now while the next one trains; all workers call it.
 
-        With several workers each evaluates the parts of the set that it is dealt, as many as it has time for,
-        with the same snapshot of the model; all get the metrics of the whole set. No exchange of the training
-        is used. Leaving the session waits for what is under way.
+        With several workers each evaluates the parts of the set assigned to it, as many as it has time for,
+        with the same snapshot of the model; all get the metrics of the whole set. The exchanges of the
+        training are not used. Leaving the session waits for validations under way.
 
         Args:
             evaluate, dataset: see `Validator`; the same, and the same options, at every epoch.
             options: of `Validator`. With several workers "auto" is "thread"; metrics are means and counts;
-                metrics are acted on once `max_pending` + 1 further epochs have been validated, by all workers
+                metrics take effect once `max_pending` + 1 further epochs have been validated, on all workers
                 at the same point; "skip" is refused. "rollback" is for early stopping alone, and for
-                strategies that leave nobody out.
+                strategies that exclude no worker.
 
         Returns:
-            What will come of it. `session.validator` has the history, `stopped` and the best snapshot;
-            `session.epochs` ends when a monitor says that it is time to stop.
+            The result, available later. `session.validator` has the history, `stopped` and the best snapshot;
+            `session.epochs` ends when a monitor stops the run.
 
         Raises:
-            ValueError: an option out of range, or one that does not go with several workers.
-            OffbeatError: what is given is not fit for it, or another than at the last epoch.
-            WorkerError: the job failed, or a signal handler or a hook calls it in the midst of a step.
+            ValueError: an option is out of range, or not available with several workers.
+            OffbeatError: an argument is not usable, or not the same as at the last epoch.
+            WorkerError: the job failed, or a signal handler or a hook calls it within a step.
             Exception: what `evaluate` raised for an earlier epoch.
         """
         check_between_steps("session.validate()", self.worker, self.step)
         given = (evaluate, dataset, options)
         if self.validator is None:
             self.validator = self._validator(evaluate, dataset, options)
-            self._validated_with = given
-        same = self._validated_with
+            self._validation_arguments = given
+        same = self._validation_arguments
         if evaluate != same[0] or dataset is not same[1] or options != same[2]:
             raise OffbeatError(
                 "expected session.validate to be called with the same evaluate, data set and options at "
@@ -743,7 +783,7 @@ class Session:
             )
         self.check()
         self._end_step()
-        if self._is_validated_with():
+        if self._has_model_to_validate():
             self._synchronizer.refresh()
         return self.validator.validate(self.epoch)
 
@@ -751,8 +791,8 @@ class Session:
         common = self._synchronizer.is_common
         if options.get("decision") == "rollback" and options.get("plateau") is not None:
             raise ValueError(
-                "expected a decision of sync or lag with a plateau in a session, got 'rollback': an epoch "
-                "whose samples were dealt is not dealt again"
+                "expected a decision of sync or lag with a plateau in a session, got 'rollback': the samples of "
+                "an epoch are assigned once"
             )
         is_shared = self.world > 1 or self.is_newcomer or self._strategy.survives
         if self._member is None or not is_shared:
@@ -762,34 +802,34 @@ class Session:
             evaluate,
             dataset,
             member=self._member,
-            is_current=self._is_validated_with,
+            is_current=self._has_model_to_validate,
             goes_back=common and not self._strategy.survives,
             has_rates=common,
             is_alone=len(self.threads) == 1,
             **options,
         )
 
-    def _is_validated_with(self) -> bool:
-        """Whether this worker's model is one to validate with: the others', or that of the one that leads."""
+    def _has_model_to_validate(self) -> bool:
+        """Whether to validate this worker's model: a current replica, or the leader's where copies differ."""
         one = self._synchronizer
         return one.is_current if one.is_common else one.leads
 
     @property
     def traffic(self) -> Mapping[str, float]:
-        """What has gone between this process, all its worker threads together, and a parameter server.
+        """Traffic between this process, all its worker threads together, and the parameter server.
 
-        `pulls_count` and `pulled_bytes` are parameters that a step waited for, `traffic_bytes` all that was
-        sent and received; empty without a parameter server.
+        `pulls_count` and `pulled_bytes` count the parameters that a step waited for, `traffic_bytes` all
+        bytes sent and received; empty without a parameter server.
         """
         return self._synchronizer.traffic
 
     def tell(self, event: Event) -> None:
-        """Tells the coordinator, together with where the time of steps went."""
+        """Sends an event to the coordinator, after the times of the steps since the last one."""
         if self._member is not None:
             self._member.tell(*self._timed, event)
             self._timed.clear()
 
-    # What the synchronizer asks for ------------------------------------------------------------------------
+    # What the synchronizer calls -------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises the job's failure, if there is one.
@@ -801,7 +841,7 @@ class Session:
             self._member.check()
 
     def computed(self, compute_s: float) -> None:
-        """Makes this worker as slow as it was told to be, by waiting a multiple of what it computed."""
+        """Marks the batch as used; waits a multiple of `compute_s` where slowness is configured."""
         self._pairing.is_used = True
         if self._slowness is None:
             return
@@ -814,14 +854,16 @@ class Session:
                 self._steps_taken,
             )
         except ValueError as error:
-            raise OffbeatError(f"{error}; session.batches knows it, your own loader does not") from error
+            raise OffbeatError(
+                f"{error}; use session.batches, which provides it, instead of your own loader"
+            ) from error
         if factor > 1 and self._member is not None:
             self._member.pause((factor - 1) * compute_s)
         elif factor > 1:
             time.sleep((factor - 1) * compute_s)
 
     def _step_in_epoch(self) -> int:
-        """How far the epoch is, in steps of all workers; by what all have done where samples are dealt."""
+        """Steps of the epoch done; derived from the samples used where these are assigned on demand."""
         if not self._synchronizer.deals or self._batches_in_epoch is None or self._member is None:
             return max(0, self._pairing.batch - 1)
         return self._member.hand.used * self._batches_in_epoch // self._samples_in_epoch
@@ -833,7 +875,7 @@ class Session:
         if torch._C._current_graph_task_id() != -1:
             raise OffbeatError(
                 "expected optimizer.step() after the backward pass, got it within one, before gradients are "
-                "averaged: take the step when backward() has returned"
+                "averaged: call it when backward() has returned"
             )
         if optimizer in self._stepped:
             self._end_step()
@@ -853,17 +895,17 @@ class Session:
             return
         if model.training:
             self._end_step()
-        if self._is_dealing and self._pairing.begins_to_stand_in():
+        if self._is_iterating and self._pairing.begins_to_stand_in():
             self.samples = 0
             self._synchronizer.weigh(0)
 
     def _end_step(self) -> None:
-        """Ends the step under way, if an optimizer has stepped."""
+        """Ends the current step, if an optimizer has stepped."""
         if not self._stepped:
             return
         self._stepped.clear()
         step = self.step
-        self._tell_signal()
+        self._send_signal()
         self._synchronizer.after_step()
         self._steps_taken += 1
         self._pairing.is_used = True
@@ -885,27 +927,27 @@ class Session:
         self._losses.clear()
         self._trace()
 
-    def _tell_signal(self) -> None:
-        """Tells the coordinator of a signal that has come; here, for in a handler nothing may be told."""
-        if self._signals.name is not None and not self._has_told_signal:
-            self._has_told_signal = True
+    def _send_signal(self) -> None:
+        """Reports a signal that has arrived; not from its handler, which must not send."""
+        if self._signals.name is not None and not self._has_sent_signal:
+            self._has_sent_signal = True
             self.tell(
                 Preempted(now_s=0.0, worker=self.worker, step=self._steps_taken, signal=self._signals.name)
             )
 
-    # Saving and restoring ------------------------------------------------------------------------------
+    # Saving and restoring --------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Makes model and optimizer state what all workers have made of them, up to where this worker is.
+        """Brings model and optimizer state up to date with all workers' steps, up to this worker's step.
 
-        Call it before evaluating or saving the model in the midst of training on a parameter server, where a
-        worker's own copy lacks the others' latest steps. It waits for those who are behind, and what it
-        fetches goes up to the clock of this worker's next step. Under `Hybrid` it takes what is put off of
-        the last step. Else, and after training, the model is that already. `state_dict` calls it.
+        Call it before evaluating or saving the model during training on a parameter server, where a worker's
+        copy lacks the other workers' latest steps. It waits for workers that are behind, and fetches the
+        parameters up to the clock of this worker's next step. Under `Hybrid` it applies the deferred part of
+        the last step. Else, and after training, the model is up to date already. `state_dict` calls it.
 
         Raises:
-            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
-            WorkerError: the job failed, or a signal handler or a hook calls it in the midst of a step.
+            OffbeatError: this worker is excluded from the group, so that its parameters are outdated.
+            WorkerError: the job failed, or a signal handler or a hook calls it within a step.
         """
         check_between_steps("session.refresh()", self.worker, self.step)
         self._refresh()
@@ -913,25 +955,25 @@ class Session:
     def _refresh(self) -> None:
         self._end_step()
         if not self._synchronizer.is_current:
-            raise OffbeatError(self._why_old())
+            raise OffbeatError(self._outdated_message())
         self._synchronizer.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on: model, optimizer, and where in the data it is.
+        """Returns all that a run needs to continue: model, optimizers, and the position in the data.
 
-        Call it between optimizer steps, on the worker that `leads`: that of every other member is the same
-        but for the order of the bytes on disk. It is the state of the last finished step: of a batch that was
-        taken since it knows nothing. To save when a signal comes, read `preempted`.
+        Call it between optimizer steps, on the worker that `leads`: the state of every other member is the
+        same but for the order of the bytes on disk. It is the state after the last finished step, without a
+        batch taken since. To save when a signal arrives, read `preempted`.
 
         Raises:
-            OffbeatError: this worker is left out of the group, so that its parameters are old ones.
-            WorkerError: the job failed, or a signal handler or a hook calls it in the midst of a step.
+            OffbeatError: this worker is excluded from the group, so that its parameters are outdated.
+            WorkerError: the job failed, or a signal handler or a hook calls it within a step.
         """
         check_between_steps("session.state_dict()", self.worker, self.step)
         self._refresh()
         whole = self._is_used_up or self._batches_used == self._batches_in_epoch
         if self._synchronizer.deals:
-            epoch, used = self._ask_what_is_used()
+            epoch, used = self._query_consumed()
             taken = 0
         else:
             epoch, used, taken = self.epoch + whole, {}, 0 if whole else self._batches_used
@@ -948,8 +990,8 @@ class Session:
             "world": self.world,
         }
 
-    def _ask_what_is_used(self) -> tuple[int, dict[int, tuple[tuple[int, int], ...]]]:
-        """The epoch in which the state is, and which positions of that and later ones it has used."""
+    def _query_consumed(self) -> tuple[int, dict[int, tuple[tuple[int, int], ...]]]:
+        """Returns the state's epoch, and the positions that it has consumed of that and later epochs."""
         assert self._member is not None
         if self._member.hand.epoch < 0:  # nothing since the start
             return self.epoch, self._used
@@ -960,29 +1002,28 @@ class Session:
 
         member.used = None
         self.tell(Saving(now_s=0.0, worker=self.worker, round=round_))
-        what = "the coordinator to say which samples the state holds"
+        what = "the coordinator to report which samples the state has consumed"
         member.wait_for(has_heard, self._strategy.deadline_s, what)
         assert member.used is not None
         if not member.used.is_current:
-            raise OffbeatError(self._why_old())
+            raise OffbeatError(self._outdated_message())
         return member.used.epoch, dict(member.used.used)
 
-    def _why_old(self) -> str:
+    def _outdated_message(self) -> str:
         return (
-            f"worker {self.worker} is left out of the group, and its parameters are old ones: save on the "
+            f"worker {self.worker} is excluded from the group, and its parameters are outdated: save on the "
             "worker on which session.leads is true"
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; every worker calls it before its loop, with the same state.
+        """Continues where `state` was saved; every worker calls it before its loop, with the same state.
 
-        In a newcomer this does nothing: it has taken the state that the others have now. There may be
-        another number of workers than there was, except in the middle of an epoch that was shared out
-        equally.
+        In a newcomer this does nothing: it has the current state of the other workers already. The number
+        of workers may differ from the saved one, except within an epoch that was split equally.
 
         Raises:
-            OffbeatError: the state is of another version, or in the middle of an epoch with another number
-                of workers, or with samples that were dealt in another way.
+            OffbeatError: the state is of another version, or was saved within an epoch with another number
+                of workers, or with samples assigned in another way.
         """
         if state.get("version") != _STATE_VERSION:
             raise OffbeatError(
@@ -990,15 +1031,15 @@ class Session:
             )
         if state["batches_taken"] and state["world"] != self.world:
             raise OffbeatError(
-                f"the state was taken in the middle of an epoch with {state['world']} workers and there are "
+                f"the state was saved within an epoch with {state['world']} workers and there are "
                 f"{self.world} now: use as many, or a state from an epoch's end"
             )
         if (state["batches_taken"] and self._synchronizer.deals) or (
             any(state["used"].values()) and not self._synchronizer.deals
         ):
-            how = "shared out equally" if self._synchronizer.deals else "dealt as they were needed"
+            how = "split equally" if self._synchronizer.deals else "assigned on demand"
             raise OffbeatError(
-                f"the state was taken in the middle of an epoch whose samples were {how}: use a strategy "
+                f"the state was saved within an epoch whose samples were {how}: use a strategy "
                 "that does the same, or a state from an epoch's end"
             )
         if self.is_newcomer:
@@ -1018,8 +1059,8 @@ class Session:
         self._samples_loaded = state["samples"]
 
 
-def _trained_parts(model: nn.Module) -> list[nn.Module]:
-    """The modules that have parameters of their own that require a gradient."""
+def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:
+    """The modules that directly own parameters that require a gradient."""
     return [
         module
         for module in model.modules()
@@ -1028,7 +1069,7 @@ def _trained_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def _read_slowness(environment: Environment) -> Slowness | None:
-    if not environment.slow or environment.is_newcomer:  # which no rule can name
+    if not environment.slow or environment.is_newcomer:  # rules cannot name it
         return None
     try:
         rules = [parse(text) for text in environment.slow]
