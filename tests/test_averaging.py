@@ -318,7 +318,7 @@ def test_batches_without_epochs_and_two_at_once_are_refused():
         with pytest.raises(OffbeatError, match="iterated already"):
             next(session.batches(dataset, 2))
         assert len(list(first)) == 3
-        with pytest.raises(OffbeatError, match=r"used up: begin the next one with session\.epochs"):
+        with pytest.raises(OffbeatError, match=r"used up: begin the next epoch with session\.epochs"):
             next(session.batches(dataset, 2))
 
 

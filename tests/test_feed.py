@@ -115,7 +115,7 @@ def test_fewer_samples_than_workers_and_empty_batches_are_refused():
         shards(3, 4, 1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         shards(3, 1, 0)
-    with pytest.raises(ValueError, match="drop_last leaves nothing of 7 samples for 2 workers, which fill 8"):
+    with pytest.raises(ValueError, match="drop_last leaves nothing of 7 samples: 2 workers need 8"):
         shards(7, 2, 4, drop_last=True)
 
 

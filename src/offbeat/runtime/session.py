@@ -426,7 +426,7 @@ class Session:
 
     @property
     def is_signalled(self) -> bool:
-        """Whether this worker knows of a preemption signal, its own or another's; workers may differ in this."""
+        """Whether this worker knows of a preemption signal, its own or another's; others may not know yet."""
         is_announced = self._member is not None and self._member.preempt is not None
         return self._signals.name is not None or is_announced
 
@@ -791,8 +791,8 @@ class Session:
         common = self._synchronizer.is_common
         if options.get("decision") == "rollback" and options.get("plateau") is not None:
             raise ValueError(
-                "expected a decision of sync or lag with a plateau in a session, got 'rollback': the samples of "
-                "an epoch are assigned once"
+                "expected a decision of sync or lag with a plateau in a session, got 'rollback': the samples "
+                "of an epoch are assigned once"
             )
         is_shared = self.world > 1 or self.is_newcomer or self._strategy.survives
         if self._member is None or not is_shared:

@@ -1,6 +1,37 @@
-"""One epoch's batches of one worker, as the coordinator deals them.
+"""One epoch's batches of one worker, from the blocks that the coordinator assigns to it.
 
-Nothing here decides who gets what, nor computes with it.
+Theory of operation: the life of a block, as a worker sees it. A block is one batch: positions in the order of
+an epoch, with an id that is never used again.
+
+1. Requested. `_request` sends Wants: the epoch, how many blocks this worker can hold at once, and the ids
+   that it has taken since it last announced a contribution. It is sent as the epoch begins, and when there is
+   nothing to yield; once, until a batch has been yielded.
+2. Assigned. A Deal appends blocks to the `Hand`, in the links' thread. If it says `anew`, the blocks queued
+   before are not this worker's any more.
+3. Loaded. The sampler of a DataLoader fetches the next block that is not being loaded yet and turns its
+   positions into samples. The loader's processes work ahead of the loop. A loader cannot wait for samples
+   without holding back those that it has loaded, so where no block is queued it gets an empty item.
+4. Taken. The loaded batch is yielded if its block still heads the queue, else dropped: it was withdrawn
+   while it was loading. The id is now among those taken.
+5. Contributed. When a gradient is ready, the synchronizer calls `Hand.contribute` and sends the ids to the
+   coordinator, which counts the blocks as used once the contribution is final. If the worker is lost before
+   that, the positions go to another worker, as a block with another id.
+
+What is yielded where no block is at hand, by `_choose`:
+- A placeholder, with 0 samples: the batch yielded last, or the first of the data set. This worker is excluded
+  from the group and computes only to be timed; or others wait for its part in a round; or only a round of
+  its own can count a gradient that another worker has computed for it.
+- A late block: this worker is excluded, and computes with a member's parameters and block on that member's
+  behalf (see `LateGradients`).
+- The end: nothing is left of the epoch for this worker, or all workers have finished; for an excluded one,
+  the group has finished the epoch.
+Else the worker waits, for a limited time, until a Deal changes that.
+
+A loop that leaves its epoch early discards its queue, and ignores assignments until one says `anew`; the next
+Wants says `skips`.
+
+Nothing here decides which worker gets which samples, nor computes with them. `Hand` is used under the
+member's lock only.
 """
 
 from __future__ import annotations
@@ -19,45 +50,42 @@ from offbeat.runtime.control.client import Member
 from offbeat.runtime.data.equal_shards import check_options, loader_generator
 from offbeat.runtime.data.late_gradients import LateGradients
 
-_PARAMETERS_S = 10.0  # how long one that is left out waits for them before it computes to be timed
-_PREFETCH = 2  # a DataLoader's own default, batches a process
+_PARAMETERS_S = 10.0  # how long an excluded worker waits for parameters before it computes to be timed
+_PREFETCH = 2  # a DataLoader's own default, in batches per process
 
 
-class _Next(Enum):
+class _Source(Enum):
     BLOCK = auto()
-    BORROWED = auto()
-    LENT = auto()
+    PLACEHOLDER = auto()
+    LATE_BLOCK = auto()
     END = auto()
 
 
 class DealtBatches:
     """Yields (batch, samples) until nothing is left of the epoch for this worker.
 
-    A worker that is left out computes what a member lends it, with the parameters that came along (see
-    `LateGradients`). With 0 samples a batch is one that it had before, or the first of the data set: the
-    worker is left out and computes only to be timed, or the others wait for it and it has nothing to give.
-
-    A DataLoader's processes load what has been dealt before it is asked for. Since a loader cannot wait for
-    samples without keeping back those that it has loaded, it is given nothing to load where nothing is dealt.
+    With 0 samples the batch is a placeholder and has weight 0. The samples of a late block (see
+    `LateGradients`) do count.
 
     Args:
-        member: the control side.
+        member: this worker's client of the coordinator.
         order: maps an epoch to the samples at its positions, int64.
         dataset: map-style.
-        batch_size: samples in a batch at most.
-        drop_last: samples in a batch, always; what does not fill one is left out.
+        batch_size: most samples in a batch.
+        drop_last: every batch holds `batch_size` samples; what does not fill one is dropped.
         loader_options: for torch's DataLoader.
         seed: of the loader's processes.
         is_last: the loop has no epoch after this one.
         skips: the loop has left the epoch before early.
-        used: positions of the epoch, as ranges, that the state that was loaded has used.
-        late: what this worker is lent, and what others bring; None where nobody is ever left out.
+        used: positions of the epoch, as ranges, that the loaded state has consumed.
+        late: blocks to compute on behalf of members, and gradients computed on this worker's behalf; None
+            where no worker is ever excluded.
         is_clear: whether no gradient has been computed since the last optimizer step.
-        blocks_per_round: how many batches a round has had so far, at most.
+        blocks_per_round: most batches that a round has had so far.
         deadline_s: how long to wait for samples, in seconds.
 
     Raises:
-        OffbeatError: an option is not the loop's to decide.
+        OffbeatError: a loader option is one that the session sets itself.
     """
 
     def __init__(
@@ -92,101 +120,103 @@ class DealtBatches:
         ahead = processes * (options.get("prefetch_factor") or _PREFETCH) + 1 if processes else 0
         self._ahead = max(ahead, blocks_per_round + 1 if blocks_per_round > 1 else 0)
         self._samples = len(dataset)  # type: ignore[arg-type]
-        self._batches = _Batches(dataset, options.pop("collate_fn", None) or default_collate)
+        self._dataset = _BatchDataset(dataset, options.pop("collate_fn", None) or default_collate)
         self._seed, self._options = seed, options
-        self._last: Any = None
-        self._has_asked = False
+        self._last_batch: Any = None
+        self._has_requested = False
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         with self._member.lock:
             self._hand.begin(self._epoch)
-        self._ask()
-        # A local, so that it ends with this generator: a DataLoader's processes that are left to the garbage
-        # collector, in a cycle with what feeds them, miss their goodbye and are waited for 5 s each.
+        self._request()
+        # A local, so that it ends with this generator: processes of a DataLoader that the garbage collector
+        # has to end, in a cycle with their sampler, do not get its message to stop; each then costs 5 s.
         loaded = iter(
             DataLoader(
-                self._batches,
+                self._dataset,
                 batch_size=None,
-                sampler=self._to_load(),
-                collate_fn=_as_it_is,
+                sampler=self._blocks_to_load(),
+                collate_fn=_identity,
                 generator=loader_generator(self._seed),
                 **self._options,
             )
         )
-        while (following := self._next()) is not _Next.END:
-            if following is _Next.BORROWED:
-                self._has_asked = False
-                yield self._borrowed(), 0
+        while (source := self._wait_for_next()) is not _Source.END:
+            if source is _Source.PLACEHOLDER:
+                self._has_requested = False
+                yield self._placeholder(), 0
                 continue
-            if following is _Next.LENT:
+            if source is _Source.LATE_BLOCK:
                 assert self._late is not None
                 block = self._late.begin()
                 if block is not None:
-                    _, samples, self._last = self._batches[block.id, self._samples_of(block)]
-                    yield self._last, samples
+                    _, samples, self._last_batch = self._dataset[block.id, self._samples_of(block)]
+                    yield self._last_batch, samples
                 continue
             block_id, samples, batch = next(loaded)
             with self._member.lock:
                 is_mine = block_id is not None and self._hand.take(block_id)
             if is_mine:
-                self._has_asked = False
-                self._last = batch
+                self._has_requested = False
+                self._last_batch = batch
                 yield batch, samples
 
-    def _next(self) -> _Next:
-        """Waits for samples, or for a reason to go on without."""
-        following = self._what_is_next()
-        if following is None and self._is_outside:
+    def _wait_for_next(self) -> _Source:
+        """Waits until there is something to yield, or nothing is left; returns which."""
+        source = self._choose()
+        if source is None and self._is_excluded:
             limit_s = time.monotonic() + _PARAMETERS_S
             self._member.wait_for(
-                lambda: self._what_is_next() is not None or time.monotonic() >= limit_s,
+                lambda: self._choose() is not None or time.monotonic() >= limit_s,
                 2 * _PARAMETERS_S,
                 "parameters",
             )
-            following = self._what_is_next() or _Next.BORROWED
-        if following is None:
-            self._ask()
+            source = self._choose() or _Source.PLACEHOLDER
+        if source is None:
+            self._request()
             what = f"samples of epoch {self._epoch}"
-            self._member.wait_for(lambda: self._what_is_next() is not None, self._deadline_s, what)
-            following = self._what_is_next()
-            assert following is not None
-        if following is _Next.BORROWED:
+            self._member.wait_for(lambda: self._choose() is not None, self._deadline_s, what)
+            source = self._choose()
+            assert source is not None
+        if source is _Source.PLACEHOLDER:
             self._hand.is_awaited = False
-        return following
+        return source
 
     @property
-    def _is_outside(self) -> bool:
+    def _is_excluded(self) -> bool:
         return self._late is not None and not self._follower.is_member
 
-    def _what_is_next(self) -> _Next | None:
+    def _choose(self) -> _Source | None:
         with self._member.lock:
-            if self._late is not None and self._is_outside:  # it is dealt for when it has the members' state
+            if (
+                self._late is not None and self._is_excluded
+            ):  # blocks of its own follow once it has the members' state
                 is_over = self._is_over() or self._member.epochs_ended > self._epoch
                 if is_over or not self._is_clear():
-                    return _Next.END if is_over else _Next.BORROWED
+                    return _Source.END if is_over else _Source.PLACEHOLDER
                 if self._late.is_awaited:
                     return None
-                return _Next.LENT if self._late.is_lent else _Next.BORROWED
+                return _Source.LATE_BLOCK if self._late.is_lent else _Source.PLACEHOLDER
             if len(self._hand):
-                return _Next.BLOCK
+                return _Source.BLOCK
             has_brought = self._late is not None and self._late.has_brought
             if has_brought and (self._is_last or not self._hand.is_over):
-                return _Next.BORROWED
+                return _Source.PLACEHOLDER
             if self._is_over():
-                return _Next.END
-            return _Next.BORROWED if self._hand.is_awaited else None
+                return _Source.END
+            return _Source.PLACEHOLDER if self._hand.is_awaited else None
 
     def _is_over(self) -> bool:
-        """Nothing more of the epoch will be dealt: it is used up, or everybody has finished without it."""
+        """Whether no more of the epoch will be assigned: it is used up, or all workers have finished."""
         return self._hand.is_over or self._member.is_dismissed
 
-    def _ask(self) -> None:
-        if self._has_asked:
+    def _request(self) -> None:
+        if self._has_requested:
             return
-        self._has_asked = True
+        self._has_requested = True
         with self._member.lock:
             taken, round_ = self._hand.taken, self._follower.round
-            if self._late is not None and self._is_outside:
+            if self._late is not None and self._is_excluded:
                 self._late.ask()
         self._member.tell(
             Wants(
@@ -206,8 +236,8 @@ class DealtBatches:
         )
         self._skips = False
 
-    def _to_load(self) -> Iterator[tuple[int | None, list[int]]]:
-        """Yields ids and samples of blocks, and nothing in their place where none are dealt."""
+    def _blocks_to_load(self) -> Iterator[tuple[int | None, list[int]]]:
+        """Yields ids and samples of blocks, and (None, []) where no block is assigned."""
         while True:
             with self._member.lock:
                 block = self._hand.load()
@@ -223,14 +253,14 @@ class DealtBatches:
         parts = [order[start:stop] for start, stop in block.ranges]
         return torch.cat(parts).tolist()
 
-    def _borrowed(self) -> Any:
-        if self._last is None:
-            _, _, self._last = self._batches[0, list(range(min(self._batch_size, self._samples)))]
-        return self._last
+    def _placeholder(self) -> Any:
+        if self._last_batch is None:
+            _, _, self._last_batch = self._dataset[0, list(range(min(self._batch_size, self._samples)))]
+        return self._last_batch
 
 
-class _Batches(Dataset[Any]):
-    """A data set of whole batches."""
+class _BatchDataset(Dataset[Any]):
+    """A data set whose items are whole batches."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate
@@ -246,5 +276,5 @@ class _Batches(Dataset[Any]):
         return block_id, len(samples), self._collate([self._dataset[sample] for sample in samples])
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

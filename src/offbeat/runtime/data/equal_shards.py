@@ -1,4 +1,4 @@
-"""Deals a data set out to the workers: every sample once an epoch, the same number of steps for everybody.
+"""Splits a data set among the workers: each sample once per epoch, the same number of steps for each worker.
 
 The order depends on (seed, epoch) alone and draws nothing from the global generators.
 """
@@ -21,16 +21,16 @@ from offbeat.numerics.collectives.schedules import segments
 class EqualShards:
     """One epoch's batches for every worker.
 
-    Step s takes the next `workers * batch_size` samples of the epoch's order and gives each worker an equal
-    part of them, so that training in lockstep equals training with the large batch. What is left at the end
-    makes a smaller step. Where that would give a worker one sample or none, the last two steps share what
-    they have equally, since layers that normalise over a batch need two; where batches of 3 or less are too
-    small for that, it joins the step before, whose batches then hold up to two more.
+    Step s splits the next `workers * batch_size` samples of the epoch's order equally among the workers, so
+    that training in lockstep equals training with the large batch. The remainder at the end makes a smaller
+    step. Where that would leave a worker one sample or none, the last two steps share their samples equally,
+    since layers that normalise over a batch need two; where batches of 3 or less are too small for that, the
+    remainder is added to the step before, whose batches then hold up to two more.
 
     Args:
-        samples: samples in the data set, at least one a worker; with `drop_last`, a whole batch a worker.
-        batch_size: samples a worker and step.
-        drop_last: what does not fill a batch of every worker is left out.
+        samples: samples in the data set, at least one per worker; with `drop_last`, a full batch per worker.
+        batch_size: samples per worker and step.
+        drop_last: drop the remainder that does not fill a batch of every worker.
     """
 
     samples: int
@@ -50,28 +50,28 @@ class EqualShards:
             )
         if self.drop_last and self.samples < self.workers * self.batch_size:
             raise ValueError(
-                f"drop_last leaves nothing of {self.samples} samples for {self.workers} workers, which fill "
-                f"{self.workers * self.batch_size} with batches of {self.batch_size}: give a smaller "
-                "batch_size, or leave drop_last out"
+                f"drop_last leaves nothing of {self.samples} samples: {self.workers} workers need "
+                f"{self.workers * self.batch_size} for batches of {self.batch_size}: use a smaller "
+                "batch_size, or omit drop_last"
             )
 
     @property
     def steps(self) -> int:
-        """Steps in the epoch, the same for all workers."""
+        """Number of steps in the epoch, the same for all workers."""
         return len(self._sizes())
 
     def batches(self, worker: int) -> list[list[int]]:
         """The sample indices of each of the worker's batches, in order."""
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         sizes = self._sizes()
-        dealt = []
-        for taken in order[: sum(sizes)].split(sizes):
-            start, stop = segments(len(taken), self.workers)[worker]
-            dealt.append(taken[start:stop].tolist())
-        return dealt
+        batches = []
+        for step in order[: sum(sizes)].split(sizes):
+            start, stop = segments(len(step), self.workers)[worker]
+            batches.append(step[start:stop].tolist())
+        return batches
 
     def _sizes(self) -> list[int]:
-        """Samples of all workers together, step by step."""
+        """Samples of all workers together, per step."""
         stride, least = self.workers * self.batch_size, self.workers * min(2, self.batch_size)
         whole, left = divmod(self.samples, stride)
         if self.drop_last or not left:
@@ -83,7 +83,7 @@ class EqualShards:
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """Which sample stands at each position of an epoch, int64 (samples,)."""
+    """Returns the sample at each position of an epoch, int64 (samples,)."""
     if not shuffle:
         return torch.arange(samples, device="cpu")
     generator = torch.Generator().manual_seed(_mixed(seed, epoch))
@@ -91,7 +91,7 @@ def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor
 
 
 def _mixed(*numbers: int) -> int:
-    """One seed of several numbers."""
+    """Combines several numbers into one seed."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number) % 2**63
@@ -103,11 +103,12 @@ def load_batches(
 ) -> Iterator[Any]:
     """Yields the batches of `dataset` at the given indices.
 
-    A TensorDataset is indexed directly; anything else goes through a torch DataLoader, with options passed
-    on (`num_workers`, `collate_fn`, `pin_memory`, …), whose workers draw from `seed`.
+    A TensorDataset without loader options is indexed directly; anything else is loaded by a torch DataLoader
+    with the given options (`num_workers`, `collate_fn`, `pin_memory`, …), whose processes are seeded by
+    `seed`.
 
     Raises:
-        OffbeatError: an option contradicts what the session decides itself.
+        OffbeatError: an option is one that the session sets itself.
     """
     check_options(loader_options)
     if type(dataset) is TensorDataset and not loader_options:
@@ -118,16 +119,16 @@ def load_batches(
 
 
 def check_options(loader_options: dict[str, Any]) -> None:
-    """Sees that a DataLoader's options leave to the session what it decides itself.
+    """Refuses options of a DataLoader that the session sets itself.
 
     Raises:
-        OffbeatError: one does not.
+        OffbeatError: names such an option.
     """
-    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "generator"} & set(loader_options)
-    if taken:
-        raise OffbeatError(f"session.batches decides {sorted(taken)[0]!r} itself: leave it out")
+    reserved = {"batch_size", "shuffle", "sampler", "batch_sampler", "generator"} & set(loader_options)
+    if reserved:
+        raise OffbeatError(f"session.batches sets {sorted(reserved)[0]!r} itself: omit it")
 
 
 def loader_generator(seed: tuple[int, ...]) -> torch.Generator:
-    """From which a DataLoader's workers draw, instead of from the global one."""
+    """Returns the generator that seeds a DataLoader's processes, instead of the global one."""
     return torch.Generator().manual_seed(_mixed(*seed))

@@ -1,10 +1,10 @@
-"""Which batch of an epoch a worker's next round is for, where programs may leave batches out.
+"""Which batch of an epoch a worker's next round is for, where programs may skip batches.
 
-A batch that was taken and not used on one worker may be used on others, who then wait for that worker's part
-in a round. Before its next backward pass the worker learns for which batch the round is. Where that is one
-that it has left out, the batch at hand stands in for it: it counts for nothing, and comes again.
+A batch that one worker has taken and skipped may be used by other workers, which then wait for that worker's
+contribution to a round. Before its next backward pass the worker learns for which batch the round is. Where
+it has skipped that batch, the current batch stands in: its weight is 0 in this round, and it is yielded again.
 
-This module never asks the coordinator itself, and never looks into a batch.
+This module never queries the coordinator itself, and never looks into a batch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 NameRound: TypeAlias = Callable[[int, int], int]
-"""(batch, left out before it) -> for which batch of the epoch the next round is; see `Synchronizer`."""
+"""(batch, number skipped before it) -> the batch of the epoch that the next round is for."""
 
 
 class Pairing:
-    """A worker's batches of an epoch, counted from 1, and those that it has left out.
+    """A worker's batches of an epoch, counted from 1, and those that it has skipped.
 
     Args:
-        name_round: says for which batch the next round is.
+        name_round: returns the batch that the next round is for; see `Synchronizer.batch_of_round`.
 
     Attributes:
-        taken: how many batches of the epoch were taken, or are in the state that was loaded.
-        is_used: a backward pass or a step has used the batch at hand.
+        taken: number of batches of the epoch that were taken, those in a loaded state included.
+        is_used: a backward pass or a step has used the current batch.
     """
 
     def __init__(self, name_round: NameRound) -> None:
@@ -32,58 +32,58 @@ class Pairing:
         self.begin(0)
 
     def begin(self, taken: int) -> None:
-        """Begin an epoch, or go on in one of which so many batches were taken."""
-        self.taken = self._following = taken  # the latter: one more than there are, at the epoch's end
-        self._left_out = 0  # before that one, since the last round
-        self._stands_in = False  # the batch at hand, for the first of those
+        """Begin an epoch, or continue in one of which `taken` batches were taken."""
+        self.taken = self._current = taken  # the latter: one more than the last batch, at the epoch's end
+        self._skipped = 0  # skipped before `_current`, since the last round
+        self._stands_in = False  # the current batch, for the first of those skipped
         self.is_used = True
 
     @property
     def batch(self) -> int:
-        """The batch of the epoch that training has come to."""
-        return self._following - self._left_out if self._stands_in else self.taken
+        """The batch of the epoch that training has reached."""
+        return self._current - self._skipped if self._stands_in else self.taken
 
     def each(self, batches: Iterator[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
-        """Yield batches with the numbers of samples that count, those that have stood in for others again."""
-        at_hand: tuple[Any, int] | None = None
+        """Yield batches with their numbers of samples; a batch that stood in for another is yielded again."""
+        current: tuple[Any, int] | None = None
         used: tuple[Any, int] | None = None
-        comes_again = False
+        is_repeated = False
         while True:
-            if not comes_again:
-                at_hand = next(batches, None)
-            if at_hand is None:
+            if not is_repeated:
+                current = next(batches, None)
+            if current is None:
                 break
             self.taken += 1
-            self._following = self.taken
+            self._current = self.taken
             self.is_used = False
             try:
-                yield at_hand
-            finally:  # also where the loop breaks off, and perhaps begins again in this epoch
-                comes_again = self._settle()
-                self.taken -= comes_again
+                yield current
+            finally:  # also if the loop breaks off, for it may start again in this epoch
+                is_repeated = self._finish_batch()
+                self.taken -= is_repeated
             if self.is_used:
-                used = at_hand
-        self._following = self.taken + 1
+                used = current
+        self._current = self.taken + 1
         while used is not None and self.begins_to_stand_in():
             self.is_used = False
             yield used[0], 0
             if not self.is_used:
                 break
-            self._settle()
+            self._finish_batch()
 
     def begins_to_stand_in(self) -> bool:
-        """Whether the batch at hand, from now on, takes part in the round of one that was left out."""
-        if not self._left_out or self._stands_in:
+        """Let the current batch stand in for a skipped one if the next round is for that; return whether."""
+        if not self._skipped or self._stands_in:
             return False
-        self._left_out = self._following - self._name_round(self._following, self._left_out)
-        self._stands_in = self._left_out > 0
+        self._skipped = self._current - self._name_round(self._current, self._skipped)
+        self._stands_in = self._skipped > 0
         return self._stands_in
 
-    def _settle(self) -> bool:
-        """Take note of what became of the batch at hand; return whether it comes again."""
+    def _finish_batch(self) -> bool:
+        """Record what became of the current batch; return whether it is to be yielded again."""
         has_stood_in, self._stands_in = self._stands_in and self.is_used, False
         if has_stood_in:
-            self._left_out -= 1
+            self._skipped -= 1
         else:
-            self._left_out = 0 if self.is_used else self._left_out + 1
+            self._skipped = 0 if self.is_used else self._skipped + 1
         return has_stood_in

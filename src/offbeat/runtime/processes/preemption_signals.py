@@ -1,7 +1,7 @@
-"""Signals that say that this process will soon be taken away: SIGTERM and SIGUSR1.
+"""Signals that announce the preemption of this process: SIGTERM and SIGUSR1.
 
-Schedulers of clusters send them some seconds or minutes before they kill. Nothing here ends anything or tells
-anybody: it takes note.
+Cluster schedulers send them some seconds or minutes before they kill the process. Nothing here ends the
+process or sends a message: it records the signal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class PreemptionSignals:
-    """Takes note of preemption signals of this process, from `install` to `restore`.
+    """Records preemption signals of this process, from `install` to `restore`.
 
-    The handlers that the program had run as well, after that. The default, which ends the process, does not.
-    A handler that Python does not know, since a C library has installed it, is left alone.
+    The program's own handlers run afterwards; the default action, which ends the process, does not. A
+    handler unknown to Python, since a C library has installed it, is left in place.
 
     Attributes:
-        name: of the first signal that has come, None before that.
+        name: name of the first signal that has arrived, None before that.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class PreemptionSignals:
         self._is_restored = False
 
     def install(self) -> None:
-        """Begins to take note; in other threads than the main one, where no handler runs, this does nothing.
+        """Installs the handlers; does nothing outside the main thread, where no handler runs.
 
-        Again is harmless.
+        Repeated calls have no effect.
         """
         if self._before or self._is_restored or threading.current_thread() is not threading.main_thread():
             return
@@ -45,24 +45,24 @@ class PreemptionSignals:
             before = signal.getsignal(number)
             if before is not None:
                 self._before[number] = before
-                signal.signal(number, self._take)
+                signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
-        """Puts the program's handlers back, unless it has installed others meanwhile."""
+        """Restores the program's handlers, except where it has installed others since."""
         self._is_restored = True
         for number, before in self._before.items():
-            if signal.getsignal(number) == self._take:
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        is_for_me = (
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_recorded = (
             os.getpid() == self._pid and not self._is_restored
-        )  # else a fork's, or kept by the program
-        if is_for_me and self.name is None:
+        )  # else in a forked process, or called by a handler of the program
+        if is_recorded and self.name is None:
             self.name = signal.Signals(number).name
         before = self._before[number]
         if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL and not is_for_me:
+        elif before == signal.SIG_DFL and not is_recorded:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
