@@ -348,6 +348,6 @@ def test_what_the_coordinator_keeps_for_a_worker_is_dropped_when_it_was_heard(tm
             worker.line.tell(timed(number))
         worker.line.settle(DEADLINE_S)
         worker.links.send(Coordinator.NAME, encode_tally(Tally(0, 0, 0)))
-        assert "expected between 2 and 2 actions to be heard, got 0" in worker.action().reason
+        assert "expected an acknowledgement of between 2 and 2 actions, got 0" in worker.action().reason
         worker.links.close()
         assert process.ended()[0] == 0

@@ -470,4 +470,4 @@ def test_every_survivor_writes_once_who_was_lost_and_why_and_who_goes_on(misdeed
         ended = running.ends()
     for one in ended[:2] + ended[3:]:
         (line,) = one.value
-        assert re.fullmatch(f"worker 2 was lost: {cause}; training goes on with workers 0, 1 and 3", line)
+        assert re.fullmatch(f"worker 2 was lost: {cause}; training continues with workers 0, 1 and 3", line)

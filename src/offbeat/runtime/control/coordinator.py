@@ -1,11 +1,11 @@
-"""The coordinator: one small process that hears every worker, asks the policies and tells the workers.
+"""The coordinator: one small process that passes events of all workers to policies and sends their actions.
 
-It holds no tensor and never imports torch. All it decides comes from policies; all that goes in and out is
+It holds no tensor and never imports torch. All decisions are the policies'; all events and actions are
 recorded. Run as `python -m offbeat.runtime.coordinator`: it reads its configuration, one JSON object, from
 standard input, answers with its addresses on standard output and then serves until the job is over.
 
-What it hears is written to a journal before anybody is told what follows from it, so that a coordinator that
-is killed can be started again (see `offbeat.runtime.supervisor`) and go on as if nothing had happened.
+An event is written to a journal before any action that follows from it is sent, so that a coordinator that
+is killed can be restarted (see `offbeat.runtime.supervisor`) and continue in the same state.
 """
 
 from __future__ import annotations
@@ -84,26 +84,26 @@ from offbeat.wire.record import (
 
 
 class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Which policy to build: `path` is `module:Class` inside `offbeat.policies`."""
+    """The policy to build: `path` is `module:Class` inside `offbeat.policies`."""
 
     path: str
     arguments: dict[str, Any] = {}
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a coordinator is told.
+    """The configuration of a coordinator.
 
     Attributes:
-        host: the address to listen on and to be reached at.
-        log_path: where the run log goes, None for no log.
-        log_bytes_max: what it may take, all parts together; None for one file without a bound.
+        host: the address on which it listens and is reached.
+        log_path: path of the run log, None for no log.
+        log_bytes_max: size limit of the log in bytes, all parts together; None for one file without a limit.
         about: further plain data for the log's header.
-        tick_s: how often policies hear that time passed.
-        silent_s: a worker from whom nothing came for so long is lost.
-        stay_s: how long after its start a coordinator that has not started the job stays for workers who may
-            still come, to tell them why; as long as they are waited for.
-        journal_events: after how many events the journal begins anew with the state of the policies. So many
-            are replayed at most when the coordinator is started again (10 000 took 0.2 s on one core).
+        tick_s: interval of the policies' Tick events, in seconds.
+        silent_s: a worker from which nothing was received for this many seconds is lost.
+        stay_s: how long after its start, in seconds, a coordinator that has not started the job stays for
+            workers that may still join, to send them the reason; as long as it waits for them.
+        journal_events: after this many events the journal is replaced by the state of the policies. At most
+            this many are replayed when the coordinator is restarted (10 000 took 0.2 s on one core).
     """
 
     job: str
@@ -119,67 +119,67 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     journal_events: int = 10_000
 
 
-_BACK_S = 15.0  # reaching a worker may take 10 s, and what it has missed has to be heard
+_RECONNECT_S = 15.0  # reaching a worker may take 10 s, and it then has to receive what it has missed
 _NAMED_MAX = 16  # workers
-_TEXT_MAX = 10_000  # characters; what a reason quotes must fit into a control message
-_LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not try again
+_TEXT_MAX = 10_000  # characters; a text quoted in a reason must fit into a control message
+_LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not reopen the log
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _Received:
     peer: str
     payload: bytes
 
 
 @dataclass(frozen=True)
-class _Silence:
-    """Nothing comes from a peer; or something comes again, where there is no cause."""
+class _SilenceChange:
+    """A peer has fallen silent; or, with an empty cause, sends again."""
 
     peer: str
     cause: str
 
 
 @dataclass
-class _Member:
-    """A peer that has joined, whether it takes part or not.
+class _PeerRecord:
+    """A peer that has joined, whether it still takes part or not.
 
     Attributes:
-        speaker: the worker, by its id, or the node, by its name, for which it speaks.
+        sender: id of the worker, or name of the node, that this peer is.
         addresses: where it listens.
-        is_present: it has neither left, failed nor been lost, and was not refused.
-        is_refused: nothing that it says counts.
-        recorded: how many events were heard of it.
-        told: how many actions it was told.
-        unheard: the last of them, which it has not said it has heard.
-        is_silent: the policies have been told that nothing comes from it.
+        is_present: it has neither left, failed, been lost nor been refused.
+        is_refused: its messages are ignored.
+        is_silent: the policies have been informed that nothing is received from it.
+        recorded: number of events recorded from it.
+        sent: number of actions sent to it.
+        unacked: the last of these, which it has not acknowledged.
     """
 
-    speaker: int | str
+    sender: int | str
     addresses: tuple[str, ...]
     is_present: bool = True
     is_refused: bool = False
     is_silent: bool = False
     recorded: int = 0
-    told: int = 0
-    unheard: deque[Action] = field(default_factory=deque)
+    sent: int = 0
+    unacked: deque[Action] = field(default_factory=deque)
 
 
 class Coordinator:
-    """Feeds what arrives to the policies and sends out what they decide.
+    """Passes received events to the policies and sends the actions that they return.
 
-    It listens from the beginning and serves later, perhaps in a child of the process that made it, and in
-    another child if that one was killed: each begins with what the journal says.
+    It listens from construction on, and serves later: possibly in a child of the process that made it, and
+    in another child if that one is killed. Each begins by replaying the journal.
 
     Args:
         configuration: see `Configuration`.
 
     Attributes:
         addresses: where workers reach it, best first.
-        journal: all that a successor needs.
+        journal: the state that a successor needs.
 
     Raises:
-        ValueError: the configuration makes no sense.
-        OSError: it is impossible to listen there, or to begin the log.
+        ValueError: the configuration is invalid.
+        OSError: it cannot listen on the host, or cannot begin the log.
     """
 
     NAME = "coordinator"
@@ -187,27 +187,29 @@ class Coordinator:
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
         self._policies = [build_policy(spec.path, spec.arguments) for spec in configuration.policies]
-        self._inbox: queue.SimpleQueue[_Arrival | _Silence | BaseException] = queue.SimpleQueue()
-        self._members: dict[str, _Member] = {}  # by link name
+        self._inbox: queue.SimpleQueue[_Received | _SilenceChange | BaseException] = queue.SimpleQueue()
+        self._peers: dict[str, _PeerRecord] = {}  # by link name
         self._present: set[str] = set()
-        self._strangers: set[str] = set()  # turned away before they joined
-        self._connections: dict[str, int] = {}  # of those who have said a tally
-        self._away: dict[str, float] = {}  # present, and to be heard of before time passes; until when
-        self._expected = 0  # workers, as the one says that expects most
+        self._rejected: set[str] = set()  # refused before they joined
+        self._connections: dict[str, int] = {}  # by peer, the number of the connection of its last tally
+        self._reconnecting: dict[
+            str, float
+        ] = {}  # present, to reconnect before the next Tick; by peer, the deadline
+        self._expected_workers = 0  # workers; the largest world that a worker has announced
         self._has_started = False
-        self._opened_s = self._ticked_s = self._turned_s = time.monotonic()
-        self._held_up_s = float("-inf")
+        self._opened_s = self._last_tick_s = self._last_turn_s = time.monotonic()
+        self._stalled_s = float("-inf")
         self._endpoint: Endpoint | None = None
         self.journal = Journal()
         self._log = self._open_log()
-        self._log_begins = self._log.place
+        self._log_start = self._log.place
         self._listeners = places.listen(configuration.host)
         self.addresses = tuple(address for _, address in self._listeners)
 
     def serve(self) -> None:
-        """Runs until every worker has gone, or, before the start, nobody is to be waited for any more.
+        """Serves until all workers have gone, or, before the start, none is waited for any more.
 
-        An error of its own ends the job: every worker is told, and then it is raised.
+        An exception of the coordinator ends the job: it is sent to every worker and then raised.
 
         Raises:
             OffbeatError: the journal of an earlier coordinator of this job cannot be replayed.
@@ -218,157 +220,162 @@ class Coordinator:
             self.NAME,
             job=configuration.job,
             token=configuration.token,
-            on_message=lambda peer, payload: self._inbox.put(_Arrival(peer, payload)),
+            on_message=lambda peer, payload: self._inbox.put(_Received(peer, payload)),
             on_lost=self._inbox.put,
-            on_left=lambda peer: self._inbox.put(LinkError(peer, "it hung up before it left the job")),
-            on_unreachable=lambda peer, cause: self._inbox.put(_Silence(peer, cause)),
-            on_reachable=lambda peer: self._inbox.put(_Silence(peer, "")),
+            on_left=lambda peer: self._inbox.put(
+                LinkError(peer, "it closed the connection before it left the job")
+            ),
+            on_unreachable=lambda peer, cause: self._inbox.put(_SilenceChange(peer, cause)),
+            on_reachable=lambda peer: self._inbox.put(_SilenceChange(peer, "")),
             on_error=self._inbox.put,
             listeners=self._listeners,
             silent_s=configuration.silent_s,
         )
         try:
             for peer in sorted(self._present):
-                self._call_back(peer)
-            self._turned_s = self._ticked_s = time.monotonic()
+                self._reconnect(peer)
+            self._last_turn_s = self._last_tick_s = time.monotonic()
             while self._present or not self._is_over():
                 for event, peer in self._next():
                     self._handle(event, peer)
-            self._flush()  # a goodbye says that everything has been heard
+            self._flush()  # before the links close: closing implies that all events are recorded
         except Exception as error:
             with suppress(LinkError):
                 text = f"the coordinator failed: {type(error).__name__}: {error}"[:_TEXT_MAX]
-                self._tell([Stop(worker=None, step=None, reason=text)])
+                self._dispatch([Stop(worker=None, step=None, reason=text)])
             raise
         finally:
             self._endpoint.close()
             self._log.close()
 
     def _is_over(self) -> bool:
-        everybody_came = 0 < self._expected <= len(self._members)
+        everybody_came = 0 < self._expected_workers <= len(self._peers)
         return (
             self._has_started
             or everybody_came
             or time.monotonic() - self._opened_s > self._configuration.stay_s
         )
 
-    # What is heard ---------------------------------------------------------------------------------------
+    # Receiving events ------------------------------------------------------------------------------------
 
     def _next(self) -> Iterator[tuple[Event, str]]:
-        """Yields what happened next, with the peer that it is about ("" where it is about nobody)."""
-        wait_s = self._ticked_s + self._configuration.tick_s - time.monotonic()
+        """Yields the next events, each with the peer that it concerns ("" where there is none)."""
+        wait_s = self._last_tick_s + self._configuration.tick_s - time.monotonic()
         try:
-            if wait_s <= 0:  # time passes also where there is always something to hear
+            if wait_s <= 0:  # ticks are due also while messages never stop
                 raise queue.Empty
             item = self._inbox.get(timeout=wait_s)
         except queue.Empty:
             yield from self._tick()
             return
-        self._see_whether_held_up()
+        self._check_for_stall()
         match item:
-            case _Arrival() if item.peer not in self._strangers:
+            case _Received() if item.peer not in self._rejected:
                 try:
                     tally = decode_tally(item.payload)
                     if tally is not None:
-                        self._answer(item.peer, tally)
+                        self._on_tally(item.peer, tally)
                         return
                     for event in decode_events(item.payload, time.monotonic()):
-                        if self._may_say(event, item.peer):
+                        if self._accept(event, item.peer):
                             yield event, item.peer
                 except ProtocolError as error:
-                    self._expel(item.peer, str(error))
-            case _Silence() if item.peer in self._present:
-                if self._members[item.peer].is_silent == (not item.cause):
-                    yield self._silence(item.peer, item.cause), item.peer
+                    self._reject(item.peer, str(error))
+            case _SilenceChange() if item.peer in self._present:
+                if self._peers[item.peer].is_silent == (not item.cause):
+                    yield self._silence_event(item.peer, item.cause), item.peer
             case LinkError() if item.peer in self._present:
-                # Where this process was held up itself, it is called back; where it has given the session up
-                # and begins another one, it is there.
-                is_own_fault = time.monotonic() - self._held_up_s < self._configuration.silent_s
-                if (is_own_fault or item.failure == "replaced") and item.peer not in self._away:
-                    self._call_back(item.peer)
+                # If this process was stalled itself, the peer is given time to reconnect; a peer that
+                # replaces its connection is alive.
+                is_own_fault = time.monotonic() - self._stalled_s < self._configuration.silent_s
+                if (is_own_fault or item.failure == "replaced") and item.peer not in self._reconnecting:
+                    self._reconnect(item.peer)
                 else:
-                    yield self._lost(item.peer, str(item)), item.peer
+                    yield self._lost_event(item.peer, str(item)), item.peer
             case BaseException() if not isinstance(item, LinkError):
                 raise item
 
     def _tick(self) -> Iterator[tuple[Event, str]]:
-        """Time has passed; policies hear of it once everybody can be heard."""
-        self._see_whether_held_up()
+        """Yields the loss of peers that did not reconnect in time, and a Tick once none is reconnecting."""
+        self._check_for_stall()
         now_s = time.monotonic()
-        if now_s - self._ticked_s < self._configuration.tick_s:
+        if now_s - self._last_tick_s < self._configuration.tick_s:
             return
-        self._ticked_s = now_s
+        self._last_tick_s = now_s
         self._flush()
-        for peer in [peer for peer, until_s in self._away.items() if now_s > until_s]:
-            yield self._lost(peer, f"it was not heard of again within {_BACK_S:g} s"), peer
-        if not self._away:
+        for peer in [peer for peer, until_s in self._reconnecting.items() if now_s > until_s]:
+            yield self._lost_event(peer, f"it did not reconnect within {_RECONNECT_S:g} s"), peer
+        if not self._reconnecting:
             yield Tick(now_s=now_s), ""
 
-    def _see_whether_held_up(self) -> None:
-        """Where this process was held up itself, others are not to blame for what it has not heard."""
+    def _check_for_stall(self) -> None:
+        """Detects that this process was stalled: silence of peers is then not held against them."""
         now_s = time.monotonic()
-        gap_s, self._turned_s = now_s - self._turned_s, now_s
+        gap_s, self._last_turn_s = now_s - self._last_turn_s, now_s
         if gap_s > 4 * self._configuration.tick_s:
-            self._ticked_s = now_s
+            self._last_tick_s = now_s
         if gap_s > self._configuration.silent_s / 2:
-            self._held_up_s = now_s
+            self._stalled_s = now_s
 
-    def _may_say(self, event: Event, peer: str) -> bool:
-        """A peer joins first, once, and then speaks for the worker or node as which it joined."""
-        known = self._members.get(peer)
-        if peer in self._strangers or (known is not None and known.is_refused):
+    def _accept(self, event: Event, peer: str) -> bool:
+        """Accepts an event of a peer; rejects the peer if the event violates the protocol."""
+        known = self._peers.get(peer)
+        if peer in self._rejected or (known is not None and known.is_refused):
             return False
-        wrong = self._wrong(event, peer)
+        wrong = self._violation(event, peer)
         if wrong is not None:
-            self._expel(peer, wrong)
+            self._reject(peer, wrong)
         return wrong is None
 
-    def _wrong(self, event: Event, peer: str) -> str | None:
+    def _violation(self, event: Event, peer: str) -> str | None:
         kind = type(event).__name__
         if _is_observed(event):
-            return f"a worker or node must not send {kind}, which the coordinator observes itself"
-        known = self._members.get(peer)
-        speaker = _speaker(event)
+            return f"a worker or node must not send {kind}, which only the coordinator observes"
+        known = self._peers.get(peer)
+        sender = _sender(event)
         if (known is None) != isinstance(event, Joined | NodeJoined):
             expected = "Joined or NodeJoined, once, as its first event"
             return f"expected {expected}, got {kind} from {peer}"
         if isinstance(event, NodeJoined) and event.node != peer:
-            return f"{peer} may not join as {event.node}"
-        if known is not None and known.speaker != speaker:
-            return f"{peer} joined as {_named(known.speaker)} and may not speak for {_named(speaker)}"
+            return f"{peer} must not join as {event.node}"
+        if known is not None and known.sender != sender:
+            return (
+                f"{peer} joined as {_display_name(known.sender)} and must not send events of "
+                f"{_display_name(sender)}"
+            )
         longest = max(map(len, _texts(event)), default=0)
         if longest > _TEXT_MAX:
             return f"expected texts of at most {_TEXT_MAX} characters, got {longest} in {kind} from {peer}"
         return None
 
-    def _lost(self, peer: str, cause: str) -> Lost | NodeLost:
-        speaker = self._members[peer].speaker
-        if isinstance(speaker, str):
-            return NodeLost(now_s=time.monotonic(), node=speaker, cause=cause)
-        return Lost(now_s=time.monotonic(), worker=speaker, cause=f"{cause} (noticed by the coordinator)")
+    def _lost_event(self, peer: str, cause: str) -> Lost | NodeLost:
+        sender = self._peers[peer].sender
+        if isinstance(sender, str):
+            return NodeLost(now_s=time.monotonic(), node=sender, cause=cause)
+        return Lost(now_s=time.monotonic(), worker=sender, cause=f"{cause} (noticed by the coordinator)")
 
-    def _silence(self, peer: str, cause: str) -> Event:
-        """What the policies are told of a peer from which nothing comes, or something comes again."""
-        now_s, speaker = time.monotonic(), self._members[peer].speaker
-        if isinstance(speaker, str):
+    def _silence_event(self, peer: str, cause: str) -> Event:
+        """The event for the policies about a peer that has fallen silent or sends again."""
+        now_s, sender = time.monotonic(), self._peers[peer].sender
+        if isinstance(sender, str):
             if cause:
-                return NodeSilent(now_s=now_s, node=speaker, silent_s=UNREACHABLE_S)
-            return NodeHeard(now_s=now_s, node=speaker)
+                return NodeSilent(now_s=now_s, node=sender, silent_s=UNREACHABLE_S)
+            return NodeHeard(now_s=now_s, node=sender)
         if cause:
-            return PeerUnreachable(now_s=now_s, worker=None, peer=speaker, cause=cause)
-        return PeerReachable(now_s=now_s, worker=None, peer=speaker)
+            return PeerUnreachable(now_s=now_s, worker=None, peer=sender, cause=cause)
+        return PeerReachable(now_s=now_s, worker=None, peer=sender)
 
-    def _expel(self, peer: str, reason: str) -> None:
-        """Turns a peer away that broke the protocol; if it takes part in the job, that has lost a worker."""
+    def _reject(self, peer: str, reason: str) -> None:
+        """Refuses a peer that broke the protocol; one that takes part in the job counts as lost."""
         if peer in self._present:
-            self._handle(self._lost(peer, f"it broke the protocol: {reason}"), peer)
-        elif peer not in self._members:
-            self._strangers.add(peer)
+            self._handle(self._lost_event(peer, f"it broke the protocol: {reason}"), peer)
+        elif peer not in self._peers:
+            self._rejected.add(peer)
             self._send(peer, encode_actions([Refuse(peer=peer, reason=reason)]))
-        elif not self._members[peer].is_refused:
-            self._tell([Refuse(peer=peer, reason=reason)])
+        elif not self._peers[peer].is_refused:
+            self._dispatch([Refuse(peer=peer, reason=reason)])
 
-    # What follows ----------------------------------------------------------------------------------------
+    # Processing events -----------------------------------------------------------------------------------
 
     def _handle(self, event: Event, peer: str) -> None:
         if isinstance(event, Joined):
@@ -377,83 +384,83 @@ class Coordinator:
         answers = encode_actions(actions) if actions else b""
         self.journal.add(msgspec.msgpack.encode((peer, to_plain(event), answers)))
         self._write(event, actions)
-        if self._tell(self._told(event, peer, actions)):
+        if self._dispatch(self._outgoing(event, peer, actions)):
             self._flush()
         if self.journal.records >= self._configuration.journal_events or self._log.is_part_over:
-            self._renew()
+            self._compact()
 
     def _decide(self, event: Event, peer: str) -> list[Action]:
-        self._note(event, peer)
+        self._track(event, peer)
         actions = decide(self._policies, event)
         self._has_started |= any(isinstance(action, Start | Viewed) for action in actions)
         return actions
 
-    def _note(self, event: Event, peer: str) -> None:
+    def _track(self, event: Event, peer: str) -> None:
         match event:
             case Joined():
-                self._members[peer] = _Member(event.worker, event.addresses)
+                self._peers[peer] = _PeerRecord(event.worker, event.addresses)
                 self._present.add(peer)
                 self._introduce(peer)
-                self._expected = max(self._expected, event.world)
+                self._expected_workers = max(self._expected_workers, event.world)
             case NodeJoined():
-                self._members[peer] = _Member(event.node, event.addresses)
+                self._peers[peer] = _PeerRecord(event.node, event.addresses)
                 self._present.add(peer)
                 self._introduce(peer)
             case Left() | Failed() | Lost() | NodeLeft() | NodeLost():
-                self._part(peer)
+                self._mark_gone(peer)
             case PeerUnreachable(worker=None) | NodeSilent():
-                self._members[peer].is_silent = True
+                self._peers[peer].is_silent = True
             case PeerReachable(worker=None) | NodeHeard():
-                self._members[peer].is_silent = False
+                self._peers[peer].is_silent = False
         if not _is_observed(event):
-            self._members[peer].recorded += 1
+            self._peers[peer].recorded += 1
 
-    def _part(self, peer: str) -> None:
-        self._members[peer].is_present = False
+    def _mark_gone(self, peer: str) -> None:
+        self._peers[peer].is_present = False
         self._present.discard(peer)
-        self._away.pop(peer, None)
+        self._reconnecting.pop(peer, None)
 
-    # What is told ----------------------------------------------------------------------------------------
+    # Sending actions -------------------------------------------------------------------------------------
 
-    def _told(self, event: Event, peer: str, actions: list[Action]) -> list[Action]:
-        """What is told after an event: besides what was decided, that one who was lost is out.
+    def _outgoing(self, event: Event, peer: str, actions: list[Action]) -> list[Action]:
+        """The actions to send after an event: those decided, and the news of a lost worker or node.
 
-        A worker that is lost is told so itself, and the others, unless the job ends with it.
+        A lost worker receives a Refuse, and the remaining workers a WorkerLost unless the job stops.
         """
-        told = list(actions)
-        if isinstance(event, Lost | NodeLost) and not self._members[peer].is_refused:
-            lost = _named(self._members[peer].speaker)
-            told.append(Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}"))
+        out = list(actions)
+        if isinstance(event, Lost | NodeLost) and not self._peers[peer].is_refused:
+            lost = _display_name(self._peers[peer].sender)
+            out.append(Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}"))
         if isinstance(event, Lost | Failed) and not any(isinstance(one, Stop) for one in actions):
-            told.append(self._worker_lost(event))
-        return told
+            out.append(self._worker_lost(event))
+        return out
 
     def _worker_lost(self, event: Lost | Failed) -> WorkerLost:
         cause = (
             event.cause if isinstance(event, Lost) else f"it failed after {event.step} steps: {event.error}"
         )
-        speakers = (self._members[peer].speaker for peer in self._present)
-        others = sorted(speaker for speaker in speakers if isinstance(speaker, int))
-        reason = f"worker {event.worker} was lost: {cause}; training goes on with {_workers(others)}"
+        senders = (self._peers[peer].sender for peer in self._present)
+        others = sorted(sender for sender in senders if isinstance(sender, int))
+        reason = f"worker {event.worker} was lost: {cause}; training continues with {_list_workers(others)}"
         return WorkerLost(worker=event.worker, reason=reason)
 
-    def _tell(self, actions: Sequence[Action]) -> bool:
-        """Tells each worker what of these actions is for it; returns whether there was anything to tell."""
+    def _dispatch(self, actions: Sequence[Action]) -> bool:
+        """Sends each peer the actions that are for it; returns whether there are any actions."""
         if not actions:
             return False
         for action in actions:
-            if isinstance(action, Refuse) and action.peer in self._members:
-                self._part(action.peer)
-                self._members[action.peer].is_refused = True
+            if isinstance(action, Refuse) and action.peer in self._peers:
+                self._mark_gone(action.peer)
+                self._peers[action.peer].is_refused = True
         common: list[Action] = []
         payloads: list[bytes] = []
-        for peer in sorted(self._members):
+        for peer in sorted(self._peers):
             mine = [action for action in actions if self._is_for(action, peer)]
             if not mine:
                 continue
-            member = self._members[peer]
-            member.told += len(mine)
-            member.unheard.extend(mine)
+            member = self._peers[peer]
+            member.sent += len(mine)
+            member.unacked.extend(mine)
             if mine != common:
                 common, payloads = mine, messages_of(mine)
             for payload in payloads:
@@ -461,91 +468,92 @@ class Coordinator:
         return True
 
     def _is_for(self, action: Action, peer: str) -> bool:
-        """Whether a worker is told of an action."""
+        """Whether an action is to be sent to a peer."""
         if isinstance(action, Refuse):
             return action.peer == peer
         if peer not in self._present:
             return False
-        speaker = self._members[peer].speaker
+        sender = self._peers[peer].sender
         match action:
             case Viewed() | SpaceRefused():
-                return action.node == speaker or (not action.node and isinstance(speaker, str))
+                return action.node == sender or (not action.node and isinstance(sender, str))
             case CloseServers():
-                return isinstance(speaker, str)
+                return isinstance(sender, str)
             case ClientGone():
-                return isinstance(speaker, str) and speaker.startswith("server-")
+                return isinstance(sender, str) and sender.startswith("server-")
             case TaskIssued() | PassesEnded() | WorkerRefused():
-                return action.node == speaker
+                return action.node == sender
             case GroupViewed():
-                return speaker in ([action.node] if action.node else [one.node for one in action.workers])
+                return sender in ([action.node] if action.node else [one.node for one in action.workers])
             case Deal() | Used() | Grant() | Recall() | RoundNamed():
-                return action.worker == speaker
+                return action.worker == sender
             case Settle() | EvaluatePart() | MergeStates():
-                return action.worker == speaker
+                return action.worker == sender
             case LendSnapshot():
-                return speaker in (action.worker, action.borrower)
+                return sender in (action.worker, action.borrower)
             case Preempt() | Validating() | Validated():
-                return isinstance(speaker, int) and action.worker in (None, speaker)
+                return isinstance(sender, int) and action.worker in (None, sender)
             case Lend():
-                return speaker in (action.worker, action.patron)
-        return isinstance(speaker, int) or isinstance(action, Stop)
+                return sender in (action.worker, action.patron)
+        return isinstance(sender, int) or isinstance(action, Stop)
 
     def _send(self, peer: str, payload: bytes) -> None:
-        """Sends a message, after what it follows from has been written down; nothing during a replay."""
+        """Sends a message, after the journal is on disk; sends nothing during a replay."""
         if self._endpoint is not None:
             self.journal.flush()
             self._endpoint.send(peer, payload)
 
-    # Coming back -----------------------------------------------------------------------------------------
+    # Reconnecting ----------------------------------------------------------------------------------------
 
-    def _call_back(self, peer: str) -> None:
-        """Seeks a worker that may live and not be connected; if it cannot be reached, the links say so."""
+    def _reconnect(self, peer: str) -> None:
+        """Dials a peer that may be alive and is not connected; the links report it if that fails."""
         assert self._endpoint is not None
-        self._away[peer] = time.monotonic() + _BACK_S
+        self._reconnecting[peer] = time.monotonic() + _RECONNECT_S
         self._introduce(peer)
-        worker = self._members[peer]
-        self._send(peer, encode_tally(Tally(0, worker.recorded, worker.told)))
+        worker = self._peers[peer]
+        self._send(peer, encode_tally(Tally(0, worker.recorded, worker.sent)))
 
     def _introduce(self, peer: str) -> None:
-        """Lets the links dial a peer that has joined; what the silence of a node means, a policy decides."""
-        member = self._members[peer]
+        """Lets the links dial a peer that has joined; a policy, not the links, judges a silent node."""
+        member = self._peers[peer]
         if self._endpoint is not None:
-            silent_s = math.inf if isinstance(member.speaker, str) else None
-            with suppress(ValueError):  # else it has to come by itself
+            silent_s = math.inf if isinstance(member.sender, str) else None
+            with suppress(ValueError):  # invalid addresses: the peer has to connect by itself
                 self._endpoint.introduce(peer, member.addresses, lasting=True, silent_s=silent_s)
 
-    def _answer(self, peer: str, tally: Tally) -> None:
-        """Says what is recorded of a worker; on a new connection, also what it has missed.
+    def _on_tally(self, peer: str, tally: Tally) -> None:
+        """Acknowledges recorded events of a peer; on a new connection also sends the actions that it missed.
 
         Raises:
-            ProtocolError: it claims to have heard what it was not told.
+            ProtocolError: the peer acknowledges actions that were not sent, or fewer than before.
         """
-        worker = self._members.get(peer)
-        recorded, told = (worker.recorded, worker.told) if worker is not None else (0, 0)
-        unheard = worker.unheard if worker is not None else deque[Action]()
-        if not told - len(unheard) <= tally.heard <= told:
+        worker = self._peers.get(peer)
+        recorded, sent = (worker.recorded, worker.sent) if worker is not None else (0, 0)
+        unacked = worker.unacked if worker is not None else deque[Action]()
+        if not sent - len(unacked) <= tally.heard <= sent:
             raise ProtocolError(
-                f"expected between {told - len(unheard)} and {told} actions to be heard, got {tally.heard}"
+                f"expected an acknowledgement of between {sent - len(unacked)} and {sent} actions, "
+                f"got {tally.heard}"
             )
-        while len(unheard) > told - tally.heard:
-            unheard.popleft()
+        while len(unacked) > sent - tally.heard:
+            unacked.popleft()
         before = self._connections.get(peer, 0)
         if tally.connection < before:
             return
         self._connections[peer] = tally.connection
-        self._send(peer, encode_tally(Tally(tally.connection, recorded, told)))
+        self._send(peer, encode_tally(Tally(tally.connection, recorded, sent)))
         if tally.connection > before:
-            for action in unheard:
+            for action in unacked:
                 self._send(peer, encode_actions([action]))
-        elif self._away.pop(peer, None) is not None:
-            self._ticked_s = time.monotonic()
-            self._inbox.put(_Silence(peer, ""))  # which an earlier coordinator may have reported
+        elif self._reconnecting.pop(peer, None) is not None:
+            self._last_tick_s = time.monotonic()
+            self._inbox.put(_SilenceChange(peer, ""))  # an earlier coordinator may have reported it silent
 
     def _restore(self) -> None:
-        """Goes on where an earlier coordinator of this job was killed, if there was one."""
+        """Replays the journal of an earlier coordinator of this job that was killed, if there was one."""
         snapshot, records = self.journal.read()
         if snapshot or records:
-            log_place = self._load(snapshot) if snapshot else self._log_begins
+            log_place = self._load(snapshot) if snapshot else self._log_start
             self._log.go_on(None if _LOG_ENDED in records else log_place)
         for record in records:
             if record == _LOG_ENDED:
@@ -553,17 +561,19 @@ class Coordinator:
             peer, plain, answers = msgspec.msgpack.decode(record, type=tuple[str, dict[str, Any], bytes])
             event = cast(Event, from_plain(plain))
             actions = self._decide(event, peer)
-            if (encode_actions(actions) if actions else b"") != answers:  # bytes: no NaN is equal to itself
+            if (
+                encode_actions(actions) if actions else b""
+            ) != answers:  # bytes: a NaN is not equal to itself
                 raise OffbeatError(
-                    f"the coordinator was started again and decides otherwise: to {event} it answered "
-                    f"{decode_actions(answers) if answers else []}, and answers {actions} now"
+                    f"the restarted coordinator does not repeat its decisions: for {event} it had returned "
+                    f"{decode_actions(answers) if answers else []}, and returns {actions} now"
                 )
             self._write(event, actions)
-            self._tell(self._told(event, peer, actions))
+            self._dispatch(self._outgoing(event, peer, actions))
         self._flush()
 
-    def _renew(self) -> None:
-        """Lets the journal begin anew, and the log in a new part if it is time for one."""
+    def _compact(self) -> None:
+        """Replaces the journal by a snapshot of the state, and begins a new part of the log if one is due."""
         self._flush()
         policies = [policy.state_dict() for policy in self._policies]
         if self._log.is_part_over:
@@ -572,13 +582,13 @@ class Coordinator:
             {
                 **vars(worker),
                 "peer": peer,
-                "unheard": [encode_actions([action]) for action in worker.unheard],
+                "unacked": [encode_actions([action]) for action in worker.unacked],
             }
-            for peer, worker in self._members.items()
+            for peer, worker in self._peers.items()
         ]
         state = {
             "workers": workers,
-            "expected": self._expected,
+            "expected": self._expected_workers,
             "has_started": self._has_started,
             "policies": policies,
             "log": self._log.place,
@@ -586,14 +596,14 @@ class Coordinator:
         self.journal.renew(msgspec.msgpack.encode(state))
 
     def _load(self, snapshot: bytes) -> LogPlace | None:
-        """Takes over what `_renew` wrote; returns where the run log was then."""
+        """Restores the snapshot that `_compact` wrote; returns the position of the run log at that time."""
         state = msgspec.msgpack.decode(snapshot)
         for plain in state["workers"]:
-            peer, addresses, unheard = plain.pop("peer"), plain.pop("addresses"), plain.pop("unheard")
-            actions = [action for payload in unheard for action in decode_actions(payload)]
-            self._members[peer] = _Member(addresses=tuple(addresses), unheard=deque(actions), **plain)
-        self._present = {peer for peer, worker in self._members.items() if worker.is_present}
-        self._expected, self._has_started = state["expected"], state["has_started"]
+            peer, addresses, unacked = plain.pop("peer"), plain.pop("addresses"), plain.pop("unacked")
+            actions = [action for payload in unacked for action in decode_actions(payload)]
+            self._peers[peer] = _PeerRecord(addresses=tuple(addresses), unacked=deque(actions), **plain)
+        self._present = {peer for peer, worker in self._peers.items() if worker.is_present}
+        self._expected_workers, self._has_started = state["expected"], state["has_started"]
         for policy, one in zip(self._policies, state["policies"], strict=True):
             policy.load_state_dict(one)
         return None if state["log"] is None else LogPlace(*state["log"])
@@ -616,7 +626,7 @@ class Coordinator:
         self.journal.flush()
 
     def _write(self, event: Event, actions: Sequence[Action]) -> None:
-        """Adds to the log, which shows nothing that a successor might not know."""
+        """Adds to the log, which must not get ahead of the journal."""
         if self._log.is_full:
             self.journal.flush()
         self._log.write(event, actions)
@@ -627,7 +637,7 @@ class Coordinator:
 
 
 def _is_observed(event: Event) -> bool:
-    """Whether the coordinator has observed that itself, and nobody may send it."""
+    """Whether only the coordinator observes such an event, so that no peer may send it."""
     match event:
         case Tick() | Lost() | NodeLost() | NodeSilent() | NodeHeard():
             return True
@@ -636,27 +646,27 @@ def _is_observed(event: Event) -> bool:
     return False
 
 
-def _speaker(event: Event) -> int | str:
+def _sender(event: Event) -> int | str:
     """The worker or the node that has sent an event."""
-    speaker = event.worker if hasattr(event, "worker") else event.node  # type: ignore[union-attr]
-    assert speaker is not None  # what the coordinator observes itself, nobody sends
-    return speaker
+    sender = event.worker if hasattr(event, "worker") else event.node  # type: ignore[union-attr]
+    assert sender is not None  # only events that the coordinator observes have none
+    return sender
 
 
-def _named(speaker: int | str) -> str:
-    return speaker if isinstance(speaker, str) else f"worker {speaker}"
+def _display_name(sender: int | str) -> str:
+    return sender if isinstance(sender, str) else f"worker {sender}"
 
 
-def _workers(ids: list[int]) -> str:
+def _list_workers(ids: list[int]) -> str:
     if len(ids) > _NAMED_MAX:
         return f"{len(ids)} workers"
     if len(ids) < 2:
-        return f"worker {ids[0]}" if ids else "nobody"
+        return f"worker {ids[0]}" if ids else "no worker"
     return f"workers {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
 
 
 def _texts(event: Event) -> Iterator[str]:
-    """Yields every text of an event, which a reason may quote."""
+    """Yields every text in an event; reasons may quote them."""
     for value in vars(event).values():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str):
@@ -664,7 +674,7 @@ def _texts(event: Event) -> Iterator[str]:
 
 
 def main(source: TextIO = sys.stdin, answer: TextIO = sys.stdout) -> int:
-    """Reads the configuration, answers with addresses or an error, serves and is started again if killed."""
+    """Reads the configuration, answers with addresses or an error, and serves, restarted if killed."""
     try:
         coordinator = Coordinator(given(source, Configuration))
     except (OffbeatError, ValueError, OSError) as error:

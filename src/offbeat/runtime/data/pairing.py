@@ -1,8 +1,8 @@
 """Which batch of an epoch a worker's next round is for, where programs may skip batches.
 
 A batch that one worker has taken and skipped may be used by other workers, which then wait for that worker's
-contribution to a round. Before its next backward pass the worker learns for which batch the round is. Where
-it has skipped that batch, the current batch stands in: its weight is 0 in this round, and it is yielded again.
+contribution to a round. Before its next backward pass the worker learns for which batch the round is. If it
+has skipped that batch, the current batch stands in: its weight is 0 in this round, and it is yielded again.
 
 This module never queries the coordinator itself, and never looks into a batch.
 """
