@@ -187,7 +187,7 @@ def test_a_worker_that_may_not_open_enough_files_tells_all_of_them(odd_ranks, fr
     for one in ended:
         assert one.error_type in ("WorkerError", "OffbeatError"), one.trace
         assert f"got {free}: too many open files: raise `ulimit -n`, which is " in one.error
-        own = f"worker {one.rank} cannot begin: expected "
+        own = f"worker {one.rank} cannot start: expected "
         told = {0: "rank 0 could not open the job: expected ", 2: "worker 2: expected "}[odd_ranks[0]]
         assert own in one.error if one.rank in odd_ranks else told in one.error
 
@@ -317,7 +317,7 @@ def test_a_worker_of_another_job_is_told_so_and_the_job_trains_with_its_own():
         own = running.end(running.add(trains, env=place(1, "a")))
         first = running.end(0)
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
-    assert "but job 'a' meets there: choose another MASTER_PORT" in stranger.error
+    assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
     assert values([first, own]) == [5.5, 5.5]
 
 
@@ -333,7 +333,7 @@ def test_a_rank_0_is_told_which_job_has_its_port():
         stranger = running.end(running.add(trains, env=place(0, "b")))
     assert stranger.error.startswith("rank 0 cannot listen on port ")
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
-    assert "but job 'a' meets there: choose another MASTER_PORT" in stranger.error
+    assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
 
 
 def test_two_jobs_share_the_store_of_a_launcher():
@@ -350,7 +350,7 @@ def test_a_worker_whose_job_does_not_come_is_told_which_is_there(as_newcomer):
         values([running.end(running.add(trains, env=place(1, "a")))])
         stranger = running.end(running.add(trains, env=place(1, "b", 5.0) | {NEWCOMER: as_newcomer}))
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
-    assert "but job 'a' meets there: choose another MASTER_PORT" in stranger.error
+    assert "but job 'a' uses that address: choose another MASTER_PORT" in stranger.error
 
 
 def test_a_newcomer_of_another_job_is_told_so():
@@ -358,7 +358,7 @@ def test_a_newcomer_of_another_job_is_told_so():
         stranger = running.end(running.add(trains, env=place(1, "b") | {NEWCOMER: "1"}))
         values([running.end(running.add(trains, env=place(1, "a")))])
     assert "expected job 'b' at 127.0.0.1:" in stranger.error
-    assert "but job 'a' meets there" in stranger.error
+    assert "but job 'a' uses that address" in stranger.error
 
 
 def test_a_worker_without_a_name_is_told_which_job_is_there():
@@ -366,7 +366,7 @@ def test_a_worker_without_a_name_is_told_which_job_is_there():
         stranger = running.end(running.add(trains, env=place(1) | {JOB: ""}))
         values([running.end(running.add(trains, env=place(1, "a")))])
     assert "expected a job without a name at 127.0.0.1:" in stranger.error
-    assert "but job 'a' meets there" in stranger.error
+    assert "but job 'a' uses that address" in stranger.error
 
 
 def test_two_workers_of_one_rank_end_what_has_begun_without_a_name():

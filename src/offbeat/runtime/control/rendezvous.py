@@ -1,12 +1,13 @@
-"""How the workers of a job find one another: rank 0 starts the coordinator and says where it is.
+"""Rendezvous of the workers of a job: rank 0 starts the coordinator and publishes its address.
 
-The address travels through the job's torch TCPStore, the one thing that every launcher sets up. Nothing
-but that address, the job's name, token and size and the ids that newcomers were given is ever put there.
+The address is published in the job's torch TCPStore, the one thing that every launcher sets up. The store
+holds that address, the job's name, token and size, the ids given to newcomers, and why a worker could not
+start; nothing else.
 
-Several jobs may come to one store, by intention (a launcher's store serves them all) or by mistake (two jobs
+Several jobs may use one store, by intention (a launcher's store serves them all) or by mistake (two jobs
 were given the same MASTER_PORT). All keys of a job begin with its name, so that its workers find only each
-other. Each rank 0 lists its job's name under a key that all jobs share, so that a worker of another job is
-told which jobs are there instead.
+other. Each rank 0 lists its job's name under a key that all jobs share, so that the error of a worker of
+another job can name the jobs that are there.
 """
 
 from __future__ import annotations
@@ -36,36 +37,40 @@ from offbeat.runtime.transport import descriptors
 from offbeat.runtime.transport.addresses import own_address
 from offbeat.runtime.transport.descriptors import is_none_left
 
-_KEY = "meeting"
-_FAILED = "failed"  # why a worker that has reached the store cannot take part
-_COUNT = "workers"
-_JOBS = "offbeat/jobs"  # how many jobs have been opened here; with a number, the name of each
-# Where the job meets that has started last, and with a job's name, where that one does; without the prefix of
-# a join, for newcomers know none.
+_COORDINATOR = "meeting"
+_FAILED = "failed"  # why a worker that has reached the store cannot join
+_ARRIVALS = "workers"
+_JOBS = "offbeat/jobs"  # how many jobs have been opened here; followed by a number, the name of each
+# Coordinator of the job started last; followed by a job's name, of that job. Without the prefix of a join,
+# which newcomers do not know.
 _RUNNING = "offbeat/running"
-_NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; likewise, so that none comes twice
-# How often each rank of this process has joined a job, by how many threads of it did so, too.
+_NEWCOMERS = "offbeat/newcomers"  # how many ids were drawn; without a prefix, so that each is unique
+# How often this process has joined a job, by (number of its worker threads, rank).
 _joins: Counter[tuple[int, int]] = Counter()
-_inside = HashStore()  # where the threads of a world of one process meet
-_hosted: dict[int, Store] = {}  # by port; kept, for a worker quick to join again may be connected already
+_local_store = HashStore()  # the store of a job whose workers are threads of this process
+_hosted_stores: dict[
+    int, Store
+] = {}  # by port; kept, since workers may already be connected for the next join
 _NAMED_MAX = 8
-_LOOK_S = 5.0  # how long to look which job has taken the port
+_LOOKUP_S = 5.0  # how long to look up which job uses the port
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where a worker's job meets.
+    """The result of a worker's rendezvous.
 
     Attributes:
         worker: this worker's id.
-        world: how many workers the job has at the start.
-        host: the address at which this worker's host is reached by the others.
+        world: number of workers with which the job starts.
+        job: the id of the job, drawn at random.
+        token: the secret that authenticates connections within the job.
+        host: the address at which other workers reach this worker's host.
         coordinator: the coordinator's addresses, best first.
-        store: the job's store, under a prefix of this join's own; None in a world of one.
-        hosts_store: this process has the store, and takes it with it when it ends.
+        store: the job's store, under a prefix of this join; None in a job of one worker.
+        hosts_store: this process hosts the store, which ends with it.
         start_s: how long the start may take, in seconds.
-        limit_s: until when the others may still come, on the monotonic clock.
+        limit_s: until when workers may still join, on the monotonic clock.
         job_name: the job's name in the store, None where it has none.
     """
 
@@ -82,7 +87,7 @@ class Meeting:
     job_name: str | None = None
 
     def announce(self) -> None:
-        """Says where the job is that has started, to those who will be new in it."""
+        """Publishes the coordinator's address of the started job, for newcomers."""
         if self.store is not None:
             place = {
                 "job": self.job,
@@ -90,37 +95,37 @@ class Meeting:
                 "coordinator": self.coordinator,
                 "world": self.world,
             }
-            for key in {_RUNNING, _running(self.job_name)}:
+            for key in {_RUNNING, _running_key(self.job_name)}:
                 _root(self.store).set(key, json.dumps(place))
 
     def tell_failure(self, error: BaseException) -> None:
-        """Says to all who still wait for the start why this worker cannot take part; see `failure`."""
+        """Publishes why this worker cannot join, for workers that wait for the start; see `failure`."""
         if self.store is not None:
             _set_failed(self.store, self.worker, error)
 
     def failure(self) -> str | None:
-        """Why a worker cannot take part that could not tell the coordinator; None as far as is known."""
+        """Why a worker that could not reach the coordinator cannot join; None while none has failed."""
         with suppress(RuntimeError):
             if self.store is not None and self.store.check([_FAILED]):
-                told: str = json.loads(self.store.get(_FAILED))
-                return told
+                reason: str = json.loads(self.store.get(_FAILED))
+                return reason
         return None
 
     def outlast_the_late(self) -> None:
-        """Waits until every worker has met the coordinator, where the store would go with this process.
+        """Waits until every worker knows the coordinator, if this process hosts the store.
 
-        Rank 0 does this before it fails, so that who comes later learns from the coordinator why the job
-        cannot start, instead of finding nobody.
+        Rank 0 does this before it fails, so that workers that come later learn from the coordinator why the
+        job cannot start, instead of finding no store.
         """
         if self.hosts_store and self.store is not None:
-            _wait_for_everybody(self.store, self.limit_s, self.start_s)
+            _wait_for_all_workers(self.store, self.limit_s, self.start_s)
 
 
 def meet(environment: Environment, configure: Callable[[str, str, str], Configuration]) -> Meeting:
-    """Brings a worker to its job's coordinator; rank 0 starts it first.
+    """Finds the coordinator of a worker's job; rank 0 starts it first.
 
     Args:
-        environment: this worker's place.
+        environment: rank, world and addresses of this worker.
         configure: makes the coordinator's configuration from job, token and host.
 
     Raises:
@@ -129,7 +134,7 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     limit_s = time.monotonic() + environment.start_s
     _check_files(environment, limit_s)
     if environment.is_newcomer:
-        return _meet_as_newcomer(environment, own_address(environment.master_addr), limit_s)
+        return _find_job_as_newcomer(environment, own_address(environment.master_addr), limit_s)
     hosts_store = _hosts_store(environment)
     store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
     found: dict[str, Any] = {}
@@ -147,12 +152,12 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
     except Exception as error:
         told = as_told(error)
         if store is not None:
-            _tell_failure(store, environment, told, limit_s)
+            _publish_failure(store, environment, told, limit_s)
         raise told from error
     if environment.rank == 0:
         if store is not None:
-            store.set(_KEY, json.dumps(found))
-            _count(store, environment)
+            store.set(_COORDINATOR, json.dumps(found))
+            _record_arrival(store, environment)
     else:
         assert store is not None
         found = _ask(store, environment, limit_s)
@@ -174,29 +179,29 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
 
 
 def _check_files(environment: Environment, limit_s: float) -> None:
-    """Sees that this worker may open as many files as its start needs, before it opens any.
+    """Checks, before any file is opened, that this worker may open as many as its start needs.
 
     Raises:
-        OffbeatError: it may not; all workers that can reach the store are told.
+        OffbeatError: it may not; the reason is published in the store, if that can be reached.
     """
     try:
         descriptors.check(_files_needed(environment))
     except OffbeatError as error:
         if environment.world > 1 and not environment.is_newcomer:
-            with descriptors.as_many_as_allowed(), suppress(OffbeatError):  # where the store is out of reach
+            with descriptors.as_many_as_allowed(), suppress(OffbeatError):  # the store cannot be reached
                 descriptors.check(_files_of_store(environment))
                 store = _open_store(environment, _hosts_store(environment), limit_s)
                 if environment.rank == 0:
                     _list_job(store, environment, _hosts_store(environment))
-                _tell_failure(store, environment, error, limit_s)
-        who = "this newcomer" if environment.is_newcomer else f"worker {environment.rank}"
-        raise OffbeatError(f"{who} cannot begin: {error}") from error
+                _publish_failure(store, environment, error, limit_s)
+        name = "this newcomer" if environment.is_newcomer else f"worker {environment.rank}"
+        raise OffbeatError(f"{name} cannot start: {error}") from error
 
 
 def _files_needed(environment: Environment) -> int:
-    """How many files this process, or one that it starts, has to open for a start."""
+    """Number of files that this process, or one that it starts, has to open for a start."""
     world, threads = environment.world, len(environment.threads)
-    # As one of a group; or on servers, which it starts before it opens its client of them.
+    # As a member of a group; or with servers, which it starts before it opens its client.
     rest = max(min(world - 1, descriptors.PEERS), descriptors.CHILD, descriptors.NODE + environment.servers)
     own = _files_of_store(environment) + descriptors.NODE * threads + rest + descriptors.START
     if environment.rank:
@@ -205,25 +210,25 @@ def _files_needed(environment: Environment) -> int:
 
 
 def _files_of_store(environment: Environment) -> int:
-    """How many files this process has to open for the job's store."""
+    """Number of files that this process has to open for the job's store."""
     is_hosted = _hosts_store(environment) and len(environment.threads) < environment.world
     return descriptors.STORE + (descriptors.HOSTED_STORE + environment.world if is_hosted else 0)
 
 
 def _hosts_store(environment: Environment) -> bool:
-    """Whether this process has the job's store, and takes it with it when it ends."""
+    """Whether this process hosts the job's store, which then ends with it."""
     return environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
 
 
 def as_told(error: Exception) -> OffbeatError:
-    """Return an error as all workers of a job are told of it."""
+    """Return an error in the form that all workers of a job receive."""
     if isinstance(error, OffbeatError):
         return error
     return OffbeatError(explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
 
 
 def open_store(host: str, port: int, *, hosts_it: bool, timeout_s: float = Environment.start_s) -> Store:
-    """Opens a job's store, or makes it; what is asked of it takes at most `timeout_s` seconds."""
+    """Connects to a job's store, or hosts it; each operation on it times out after `timeout_s` seconds."""
     return TCPStore(
         host,
         port,
@@ -235,38 +240,38 @@ def open_store(host: str, port: int, *, hosts_it: bool, timeout_s: float = Envir
 
 
 def has_started(store: Store) -> bool:
-    """Whether a job has started that meets in this store."""
+    """Whether a job that uses this store has started."""
     return bool(store.check([_RUNNING]))
 
 
 def draw_id(store: Store, world: int) -> int:
-    """Draws an id for a newcomer, which nobody else gets from this store."""
+    """Draws an id for a newcomer, unique within this store."""
     return world + int(store.add(_NEWCOMERS, 1)) - 1
 
 
-def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Meeting:
-    """Finds the job that runs now, how many workers that began with, and an id of its own.
+def _find_job_as_newcomer(environment: Environment, host: str, limit_s: float) -> Meeting:
+    """Finds the running job, the number of workers that it started with, and an id for this worker.
 
-    Without a job's name it takes the job that has started last.
+    Without a job's name it joins the job started last.
 
     Raises:
-        OffbeatError: there is no store, or no job that has started, or only those of other names.
+        OffbeatError: there is no store, or no started job, or only jobs of other names.
     """
-    where = _where(environment)
+    where = _store_address(environment)
 
     def find() -> tuple[Store, dict[str, Any], int]:
         store = _reach_store(environment, hosts_it=False)
-        found = _wait_for(store, _running(environment.job_name), environment, limit_s)
+        found = _wait_for(store, _running_key(environment.job_name), environment, limit_s)
         worker = draw_id(store, found["world"]) if environment.rank < 0 else environment.rank
         return store, found, worker
 
     try:
-        store, found, worker = _in_time(find, limit_s)
+        store, found, worker = _run_with_deadline(find, limit_s)
     except (RuntimeError, TimeoutError) as error:
         raise OffbeatError(
             f"a newcomer found no running job at {where} within {environment.start_s:g} s: have all its "
-            "workers come, does the process live that hosts its store (the launcher, or rank 0), and are "
-            "MASTER_ADDR and MASTER_PORT what they are in the job?"
+            "workers joined, is the process alive that hosts its store (the launcher, or rank 0), and are "
+            "MASTER_ADDR and MASTER_PORT those of the job?"
         ) from error
     return Meeting(
         worker=worker,
@@ -284,7 +289,7 @@ def _meet_as_newcomer(environment: Environment, host: str, limit_s: float) -> Me
 
 
 def _root(store: Store) -> Store:
-    """The store itself, whatever prefixes it is used with."""
+    """Returns the store without its prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -299,106 +304,108 @@ def _reach_store(environment: Environment, *, hosts_it: bool) -> Store:
 def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
     threads = len(environment.threads)
     join = _joins[threads, environment.rank]
-    prefix = f"offbeat/job/{_quoted(environment.job_name)}/{environment.attempt}/{threads}/{join}"
+    prefix = f"offbeat/job/{_url_quoted(environment.job_name)}/{environment.attempt}/{threads}/{join}"
     _joins[threads, environment.rank] += 1
     if len(environment.threads) == environment.world:
-        return PrefixStore(prefix, _inside)
+        return PrefixStore(prefix, _local_store)
     if dist.is_initialized():
         return PrefixStore(prefix, _get_default_store())
     try:
-        store = _in_time(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
+        store = _run_with_deadline(lambda: _reach_store(environment, hosts_it=hosts_it), limit_s)
     except (RuntimeError, TimeoutError) as error:
         if is_none_left(error):
             cause = explain(OSError(errno.EMFILE, ""))
             raise OffbeatError(f"rank {environment.rank} cannot open the job's store: {cause}") from error
         if hosts_it:
-            raise OffbeatError(_why_taken(environment, limit_s)) from error
+            raise OffbeatError(_why_port_unusable(environment, limit_s)) from error
         raise OffbeatError(
-            f"rank {environment.rank} cannot reach the job's store at {_where(environment)} within "
+            f"rank {environment.rank} cannot reach the job's store at {_store_address(environment)} within "
             f"{environment.start_s:g} s: is rank 0 running, and are MASTER_ADDR and MASTER_PORT its own? "
-            "If so, see what rank 0 wrote"
+            "If so, see the output of rank 0"
         ) from error
     if hosts_it:
-        _hosted.setdefault(environment.master_port, store)
+        _hosted_stores.setdefault(environment.master_port, store)
     return PrefixStore(prefix, store)
 
 
 def _ask(store: Store, environment: Environment, limit_s: float) -> dict[str, Any]:
-    """What rank 0 has put into the store, waited for."""
+    """Waits for what rank 0 publishes in the store, and returns it."""
 
     def wait() -> dict[str, Any]:
-        found = _wait_for(store, _KEY, environment, limit_s)
-        _count(store, environment)
+        found = _wait_for(store, _COORDINATOR, environment, limit_s)
+        _record_arrival(store, environment)
         return found
 
-    where = _where(environment)
+    where = _store_address(environment)
     try:
-        return _in_time(wait, limit_s)
+        return _run_with_deadline(wait, limit_s)
     except TimeoutError as error:
         raise OffbeatError(
             f"rank 0 has not opened the job at {where} within {environment.start_s:g} s "
-            f"(rank {environment.rank} waits): is rank 0 running, and does it call offbeat.join?"
+            f"(reported by rank {environment.rank}): is rank 0 running, and does it call offbeat.join?"
         ) from error
     except RuntimeError as error:
         raise OffbeatError(
             f"rank {environment.rank} lost the job's store at {where} before rank 0 opened the job: "
-            "see what rank 0 wrote"
+            "see the output of rank 0"
         ) from error
 
 
-def _tell_failure(store: Store, environment: Environment, error: OffbeatError, limit_s: float) -> None:
-    """Says to all who come to the store why this worker cannot take part."""
+def _publish_failure(store: Store, environment: Environment, error: OffbeatError, limit_s: float) -> None:
+    """Publishes in the store why this worker cannot join."""
     if environment.rank:
         _set_failed(store, environment.rank, error)
-    with suppress(RuntimeError):  # the store is lost, which the others see
+    with suppress(RuntimeError):  # the store is lost, which other workers notice themselves
         if not environment.rank:
-            store.set(_KEY, json.dumps({"error": str(error)}))
-        _count(store, environment)
+            store.set(_COORDINATOR, json.dumps({"error": str(error)}))
+        _record_arrival(store, environment)
     if _hosts_store(environment):
-        _wait_for_everybody(store, limit_s, environment.start_s)
+        _wait_for_all_workers(store, limit_s, environment.start_s)
 
 
 def _set_failed(store: Store, worker: int, error: BaseException) -> None:
-    with suppress(RuntimeError):  # the store is lost, and with it those who would look
+    with suppress(RuntimeError):  # the store is lost, and with it all that would read it
         store.set(_FAILED, json.dumps(f"worker {worker}: {error}"))
 
 
 def _list_job(store: Store, environment: Environment, hosts_store: bool) -> None:
-    """Lists this job's name, once, among those that meet in the store; and whether the store is its own."""
+    """Lists this job's name in the store, once, and whether the job hosts the store itself."""
     root = _root(store)
-    if root.add(f"{_JOBS}/of/{_quoted(environment.job_name)}", 1) > 1:
+    if root.add(f"{_JOBS}/of/{_url_quoted(environment.job_name)}", 1) > 1:
         return
     place = root.add(_JOBS, 1)
     root.set(f"{_JOBS}/{place}", json.dumps({"name": environment.job_name, "hosts_store": hosts_store}))
 
 
 def _wait_for(store: Store, key: str, environment: Environment, limit_s: float) -> dict[str, Any]:
-    """What the worker's job has put under a key.
+    """Waits for what the worker's job publishes under a key, and returns it.
 
     Raises:
-        OffbeatError: another job has the store to itself, or only other jobs have come in time.
-        TimeoutError: no job has come in time, or this one has and has not put it there.
+        OffbeatError: the store belongs to another job, or only other jobs were opened in time.
+        TimeoutError: no job was opened in time, or this one was and did not publish the key.
         RuntimeError: the store was lost.
     """
     root = _root(store)
-    if not _comes(root, f"{_JOBS}/1", limit_s):
+    if not _is_set_in_time(root, f"{_JOBS}/1", limit_s):
         raise TimeoutError
     first = json.loads(root.get(f"{_JOBS}/1"))
     takes_any = environment.is_newcomer and environment.job_name is None
     if first["hosts_store"] and first["name"] != environment.job_name and not takes_any:
-        raise OffbeatError(_another_job(environment, [first["name"]]))
+        raise OffbeatError(_wrong_job_message(environment, [first["name"]]))
     left_s = limit_s - time.monotonic()
-    if not _comes(store, key, limit_s - min(1.0, left_s / 4)):  # some time is left to see who is there
+    if not _is_set_in_time(
+        store, key, limit_s - min(1.0, left_s / 4)
+    ):  # leaves some time to look up which jobs are there
         names = [json.loads(root.get(f"{_JOBS}/{place + 1}"))["name"] for place in range(root.add(_JOBS, 0))]
         if environment.job_name in names or takes_any:
             raise TimeoutError
-        raise OffbeatError(_another_job(environment, names))
+        raise OffbeatError(_wrong_job_message(environment, names))
     found: dict[str, Any] = json.loads(store.get(key))
     return found
 
 
-def _comes(store: Store, key: str, limit_s: float) -> bool:
-    """Waits for a key; returns whether it came in time.
+def _is_set_in_time(store: Store, key: str, limit_s: float) -> bool:
+    """Waits for a key; returns whether it was set in time.
 
     Raises:
         RuntimeError: the store was lost.
@@ -410,86 +417,86 @@ def _comes(store: Store, key: str, limit_s: float) -> bool:
     return True
 
 
-def _why_taken(environment: Environment, limit_s: float) -> str:
-    """Why rank 0 cannot listen, by what is found at its port."""
+def _why_port_unusable(environment: Environment, limit_s: float) -> str:
+    """Returns why rank 0 cannot listen, from what answers at its port."""
 
     def look() -> str | None:
         root = _reach_store(environment, hosts_it=False)
-        root.wait([f"{_JOBS}/1"], datetime.timedelta(seconds=_LOOK_S))
+        root.wait([f"{_JOBS}/1"], datetime.timedelta(seconds=_LOOKUP_S))
         name: str | None = json.loads(root.get(f"{_JOBS}/1"))["name"]
         return name
 
     port = environment.master_port
     with suppress(RuntimeError, TimeoutError):
-        name = _in_time(look, min(limit_s, time.monotonic() + _LOOK_S))
+        name = _run_with_deadline(look, min(limit_s, time.monotonic() + _LOOKUP_S))
         if name != environment.job_name:
-            return f"rank 0 cannot listen on port {port}: {_another_job(environment, [name])}"
+            return f"rank 0 cannot listen on port {port}: {_wrong_job_message(environment, [name])}"
     return (
-        f"rank 0 cannot listen on port {port}: it is taken, or another process has rank 0 too; choose "
-        "another MASTER_PORT (torchrun --master-port), or give each worker a rank of its own"
+        f"rank 0 cannot listen on port {port}: it is in use, or another process has rank 0, too; choose "
+        "another MASTER_PORT (torchrun --master-port), or give each worker a different rank"
     )
 
 
-def _another_job(environment: Environment, names: list[str | None]) -> str:
-    there = " and ".join(map(_called, names[:_NAMED_MAX])) + (
+def _wrong_job_message(environment: Environment, names: list[str | None]) -> str:
+    there = " and ".join(map(_quoted_name, names[:_NAMED_MAX])) + (
         " and others" if len(names) > _NAMED_MAX else ""
     )
     return (
-        f"expected {_called(environment.job_name)} at {_where(environment)}, but {there} "
-        f"{'meets' if len(names) == 1 else 'meet'} there: choose another MASTER_PORT for one of them; where "
-        "they are one job, give all its workers one OFFBEAT_JOB (or torchrun --rdzv-id)"
+        f"expected {_quoted_name(environment.job_name)} at {_store_address(environment)}, but {there} "
+        f"{'uses' if len(names) == 1 else 'use'} that address: choose another MASTER_PORT for one of them; "
+        "if they are one job, give all its workers the same OFFBEAT_JOB (or torchrun --rdzv-id)"
     )
 
 
-def _called(name: str | None) -> str:
+def _quoted_name(name: str | None) -> str:
     return "a job without a name" if name is None else f"job {name!r}"
 
 
-def _quoted(name: str | None) -> str:
+def _url_quoted(name: str | None) -> str:
     return quote(name or "", safe="", errors="surrogateescape")
 
 
-def _running(name: str | None) -> str:
-    return _RUNNING if name is None else f"{_RUNNING}/{_quoted(name)}"
+def _running_key(name: str | None) -> str:
+    return _RUNNING if name is None else f"{_RUNNING}/{_url_quoted(name)}"
 
 
-def _where(environment: Environment) -> str:
+def _store_address(environment: Environment) -> str:
     return f"{environment.master_addr}:{environment.master_port}"
 
 
-def _count(store: Store, environment: Environment) -> None:
-    """Notes that one more worker knows where to go, and how many it believes there are."""
-    place = store.add(_COUNT, 1)
-    store.set(f"{_COUNT}/{place}", str(environment.world))
+def _record_arrival(store: Store, environment: Environment) -> None:
+    """Records that one more worker knows the coordinator, and the world size that it expects."""
+    place = store.add(_ARRIVALS, 1)
+    store.set(f"{_ARRIVALS}/{place}", str(environment.world))
 
 
-def _wait_for_everybody(store: Store, limit_s: float, start_s: float) -> None:
-    """Waits for as many as the one says who believes in the most."""
+def _wait_for_all_workers(store: Store, limit_s: float, start_s: float) -> None:
+    """Waits until as many workers are recorded as the largest world size that one of them expects."""
 
     def wait() -> None:
         come, world = 0, 1
         while come < world:
             come += 1
-            place = f"{_COUNT}/{come}"
+            place = f"{_ARRIVALS}/{come}"
             store.wait([place], datetime.timedelta(seconds=start_s))
             world = max(world, int(store.get(place)))
 
     with suppress(RuntimeError, TimeoutError):
-        _in_time(wait, limit_s)
+        _run_with_deadline(wait, limit_s)
 
 
-def _in_time(function: Callable[[], _T], limit_s: float) -> _T:
-    """Runs what blocks deaf to Ctrl-C, and longer than the timeout that it was given.
+def _run_with_deadline(function: Callable[[], _T], limit_s: float) -> _T:
+    """Runs a call that ignores Ctrl-C and may exceed its own timeout, in a thread that may be abandoned.
 
-    A TCPStore that connects to a stranger who says nothing waits for ever (torch 2.13); to nobody, twice its
-    timeout. The thread is left behind then.
+    A TCPStore that connects to a foreign server that sends nothing waits without a limit (torch 2.13); one
+    that finds no server, twice its timeout. The thread is left running then.
 
     Raises:
-        TimeoutError: it was not done at `limit_s` of the monotonic clock.
+        TimeoutError: the call had not returned at `limit_s` of the monotonic clock.
     """
     results: queue.SimpleQueue[tuple[_T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
     start_thread(
-        "offbeat meets",
+        "offbeat-rendezvous",
         lambda: results.put((function(), None)),
         on_failure=lambda error: results.put((None, error)),
     )
