@@ -255,7 +255,7 @@ def test_a_flood_of_output_never_blocks_a_worker_however_slow_its_reader() -> No
     assert "bye" in seen
     assert len(seen) < 25_000
     assert max(len(line) for line in seen) <= 16_384
-    notes = [line for line in seen if line.endswith("lines left out)")]
+    notes = [line for line in seen if line.endswith("lines dropped)")]
     left_out = sum(int(line[1:].split()[0]) for line in notes)
     lines = 200_000 + -(-3_000_000 // 16_384) + 1
     assert abs(left_out + len(seen) - len(notes) - lines) <= 50  # a long line may be cut at other places
@@ -471,7 +471,7 @@ def test_bad_arguments_are_told_at_once() -> None:
         launch(["true"], 0)
     with pytest.raises(ValueError, match="command must name a program"):
         launch([], 1)
-    with pytest.raises(ValueError, match=r"one entry a worker \(2\), not 1"):
+    with pytest.raises(ValueError, match=r"one entry per worker \(2\), not 1"):
         launch(["true"], 2, prefix=[["env"]])
     with pytest.raises(ValueError, match="threads_per_worker must be at least 1"):
         launch(["true"], 1, threads_per_worker=0)

@@ -628,7 +628,7 @@ class Launched:
         return self.process.returncode, errors.splitlines()[-1]
 
 
-KILLED = "was killed by SIGKILL (where nobody sent it: the kernel, for want of memory)"
+KILLED = "was killed by SIGKILL (if nobody sent it: by the kernel, out of memory)"
 
 
 def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
@@ -641,8 +641,8 @@ def test_the_launcher_replaces_a_killed_worker_even_rank_0(tmp_path, gate):
         f"offbeat: 3 workers ended well; worker 0 {KILLED} and was replaced by worker 3; "
         f"worker 3 {KILLED} and was replaced by worker 4"
     )
-    assert f"[3] (this worker takes the place of worker 0, which {KILLED})" in launched.lines
-    assert f"[4] (this worker takes the place of worker 3, which {KILLED})" in launched.lines
+    assert f"[3] (this worker replaces worker 0, which {KILLED})" in launched.lines
+    assert f"[4] (this worker replaces worker 3, which {KILLED})" in launched.lines
     trained = sorted(line for line in launched.lines if "trained" in line)
     assert trained == [f"[{worker}] trained as worker {worker} {worker % 4}" for worker in (1, 2, 4)]
     assert any(4 in group.joining for group in groups_of(gate.log))

@@ -1,21 +1,21 @@
-"""Worker processes on this machine: started together, watched, and never left behind.
+"""Worker processes on this machine: started together, monitored, never left running.
 
 `offbeat train`, `compare` and `bench` start their workers here; a user's own script is started by torchrun,
-Ray Train or Slurm instead, and this module is not part of that. It sets the environment that torchrun
-would set, with two differences: a launch names its job by OFFBEAT_JOB, and rank 0 hosts the job's torch
-TCPStore itself, unless workers that die are to be replaced. Then this process hosts it, as torchrun does, so
-that a replacement finds the job whoever has died.
+Ray Train or Slurm instead, without this module. It sets the environment that torchrun would set, with two
+differences: a launch names its job by OFFBEAT_JOB, and rank 0 hosts the job's torch TCPStore itself, unless
+workers that die are to be replaced. Then this process hosts the store, as torchrun does, so that a
+replacement finds the job whichever worker has died.
 
-It never restarts a worker (a replacement is a new one, with an id of its own), never kills the others at once
-because one failed (they must end with an error of their own, which names the peer that they lost), and never
-lets a worker wait for somebody to read its output.
+It never restarts a worker (a replacement is a new worker with a new id), never kills the remaining workers
+at once because one failed (each must end with its own error, which names the peer that it lost), and never
+lets a worker block on its output.
 
-How workers are kept from outliving the process that launched them, even if that is killed by SIGKILL: each
-worker asks the kernel to be killed when its parent ends (`child.tied`). The request is made by a
-few lines of Python that run before the worker's command and then become it by exec: `preexec_fn` would run
-Python code between fork and exec, which can deadlock in a process with threads, and a pipe whose end is
-watched would need a thread in every worker. The kernel means the parent *thread*, so workers are started by
-the thread that watches them, which lives for as long as any of them does. Linux only, for this reason.
+Workers do not outlive the process that launched them, even if that is killed by SIGKILL: each worker asks
+the kernel to be killed when its parent ends (`child.tied`). A few lines of Python make that request before
+they become the worker's command by exec: `preexec_fn` would run Python code between fork and exec, which can
+deadlock in a process with threads, and watching the end of a pipe would need a thread in every worker. To the
+kernel the parent is the *thread*, so workers are started by the thread that monitors them, which lives as
+long as any of them. This makes it Linux only.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _TAIL_LINES = 40
-_LINE_BYTES = 16_384  # a longer line is cut into several, so that a tail is bounded in bytes as well
+_LINE_BYTES_MAX = 16_384  # a longer line is split, so that a tail is bounded in bytes, too
 _READ_BYTES = 65_536  # what a pipe holds by default
-_DRAIN_READS = 16  # up to 1 MiB, the most that an unprivileged process may make a pipe hold
-_UNDELIVERED_LINES = 10_000  # for an `on_output` that is slower than the workers
+_DRAIN_READS = 16  # up to 1 MiB, the largest pipe of an unprivileged process
+_QUEUED_LINES_MAX = 10_000  # for an `on_output` that is slower than the workers
 _BATCH_LINES = 100
 _FINISH_S = 10.0
 
@@ -63,11 +63,11 @@ class Outcome:
 
     Attributes:
         rank: the worker's rank.
-        returncode: its exit code; the negative signal number where a signal ended it.
+        returncode: its exit code; the negative signal number if a signal ended it.
         ended_s: when it ended, in seconds after the launch.
         tail: the last lines of its standard error, oldest first.
-        ended_because: why the launcher ended it; None where it ended by itself (or was killed by others).
-        replaced_by: the id of the worker that was started in its place, None where there is none.
+        ended_because: why the launcher ended it; None if the launcher did not.
+        replaced_by: id of the worker that was started in its place, None if there is none.
     """
 
     rank: int
@@ -79,15 +79,15 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether the worker ended by itself and well."""
+        """Whether the worker ended with exit code 0, and not by the launcher."""
         return self.returncode == 0 and self.ended_because is None
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens now.
+    """Return a TCP port that is free now.
 
-    It is drawn from below the range from which the kernel takes ports by itself, so that nothing but another
-    explicit request can take it between this call and its use.
+    It lies below the kernel's range of ephemeral ports, so that only another explicit request can take it
+    between this call and its use.
     """
     chance = random.SystemRandom()
     for _ in range(1000):
@@ -100,26 +100,26 @@ def free_port() -> int:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return one line: that all is well, or which worker failed first and the last thing it said."""
-    bad = [outcome for outcome in outcomes if not outcome.is_good and outcome.replaced_by is None]
-    if not bad:
+    """Return one line: success, or which worker failed first and the last line of its error."""
+    failed = [outcome for outcome in outcomes if not outcome.is_good and outcome.replaced_by is None]
+    if not failed:
         good = sum(outcome.is_good for outcome in outcomes)
         replaced = [
-            f"; worker {outcome.rank} {_how(outcome)} and was replaced by worker {outcome.replaced_by}"
+            f"; worker {outcome.rank} {_end_text(outcome)} and was replaced by worker {outcome.replaced_by}"
             for outcome in outcomes
             if outcome.replaced_by is not None
         ]
         return f"{good} worker{'s' * (good > 1)} ended well" + "".join(replaced)
-    by_itself = [outcome for outcome in bad if outcome.ended_because is None]
-    first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else bad[0]
-    line = f"worker {first.rank} {_how(first)}"
-    said = _error_line(first.tail)
-    if said:
-        line += f": {said}"
-    forced = [str(o.rank) for o in bad if o is not first and o.ended_because is not None]
+    by_itself = [outcome for outcome in failed if outcome.ended_because is None]
+    first = min(by_itself, key=lambda outcome: outcome.ended_s) if by_itself else failed[0]
+    line = f"worker {first.rank} {_end_text(first)}"
+    error_line = _error_line(first.tail)
+    if error_line:
+        line += f": {error_line}"
+    forced = [str(o.rank) for o in failed if o is not first and o.ended_because is not None]
     if forced:
-        who = f"worker{'s' if len(forced) > 1 else ''} {', '.join(forced)}"
-        line += f" (the launcher then had to end {who})" if by_itself else f" (as {who})"
+        ended = f"worker{'s' if len(forced) > 1 else ''} {', '.join(forced)}"
+        line += f" (the launcher then had to end {ended})" if by_itself else f" (as {ended})"
     return line
 
 
@@ -143,23 +143,23 @@ def launch(
     Args:
         command: program and arguments, the same for every worker.
         workers: how many, at least 1.
-        env: set on top of this process's own environment.
+        env: variables to set in addition to this process's environment.
         prefix: per worker, what to put before `command` (`["ip", "netns", "exec", name]`). Workers with the
             same prefix count as on one host: LOCAL_RANK and LOCAL_WORLD_SIZE are per host.
-        master_addr: where rank 0 hosts the job's TCPStore, as the workers see it.
-        master_port: its port; None takes a free one.
+        master_addr: address of the job's TCPStore, which rank 0 hosts, as the workers see it.
+        master_port: its port; None selects a free one.
         threads_per_worker: OMP_NUM_THREADS, unless `env` or the environment sets it already (1, as torchrun).
-        on_output: called with (rank, line) for every line of standard output and standard error, from one
-            thread of its own. Where it is slower than the workers, lines are left out and their number said.
-        deadline_s: workers that have not ended after so many seconds are ended; None for no limit.
-        grace_s: how long the others may go on after one worker failed and is not replaced, to end with their
-            own error; None for no limit.
-        term_s: how long a worker that is ended may take after SIGTERM, before SIGKILL.
-        replacements: how many workers may be started in place of others that a signal or an exit code other
-            than 0 has ended while the job ran; each joins it as a newcomer.
+        on_output: called with (rank, line) for every line of standard output and standard error, in one
+            separate thread. If it is slower than the workers, lines are dropped and their number reported.
+        deadline_s: workers still running after this many seconds are ended; None for no limit.
+        grace_s: how long, in seconds, the remaining workers may run after one failed and is not replaced, to
+            end with their own error; None for no limit.
+        term_s: how long, in seconds, a worker may take to end after SIGTERM, before SIGKILL.
+        replacements: how many workers may be started in place of workers that a signal or an exit code other
+            than 0 has ended while the job ran; each joins as a newcomer.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: an invalid argument.
         OffbeatError: not on Linux.
     """
     if workers < 1:
@@ -167,7 +167,7 @@ def launch(
     if not command:
         raise ValueError("command must name a program")
     if prefix is not None and len(prefix) != workers:
-        raise ValueError(f"prefix must have one entry a worker ({workers}), not {len(prefix)}")
+        raise ValueError(f"prefix must have one entry per worker ({workers}), not {len(prefix)}")
     if threads_per_worker < 1:
         raise ValueError(f"threads_per_worker must be at least 1, not {threads_per_worker}")
     for name, value in (("deadline_s", deadline_s), ("grace_s", grace_s), ("term_s", term_s)):
@@ -181,17 +181,17 @@ def launch(
     foreign = ("TORCHELASTIC_", NEWCOMER)
     common = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker))
-    common.setdefault("PYTHONUNBUFFERED", "1")  # what a killed worker said last is still read
+    common.setdefault("PYTHONUNBUFFERED", "1")  # the last output of a killed worker is not lost
     common.setdefault(JOB, secrets.token_hex(4))  # two launches may have drawn the same port
     common |= dict(env or {})
     port = free_port() if master_port is None else master_port
     common |= {"WORLD_SIZE": str(workers), "MASTER_ADDR": master_addr, "MASTER_PORT": str(port)}
     spares = None
     if replacements:
-        spares = _Spares(store=_host_store(master_addr, port), world=workers, left=replacements)
+        spares = _Replacements(store=_host_store(master_addr, port), world=workers, left=replacements)
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     starts = [
-        _Start(
+        _StartCommand(
             command=(*prefixes[rank], *command),
             env=common
             | {
@@ -218,22 +218,22 @@ def _host_store(master_addr: str, port: int) -> Store:
     try:
         return open_store(master_addr, port, hosts_it=True)
     except RuntimeError as error:
-        raise OffbeatError(f"cannot listen on port {port}, on which the workers were to meet") from error
+        raise OffbeatError(f"cannot listen on port {port} for the store of the workers") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Start:
+class _StartCommand:
     command: tuple[str, ...]
     env: dict[str, str]
 
 
 @dataclass(kw_only=True)
-class _Spares:
-    """Workers that may still be started in place of others.
+class _Replacements:
+    """The replacements that may still be started.
 
     Attributes:
-        store: the job's, which lives for as long as this does.
-        world: how many workers the job began with.
+        store: the job's store, hosted as long as this object exists.
+        world: number of workers with which the job started.
         left: how many may still be started.
     """
 
@@ -242,7 +242,7 @@ class _Spares:
     left: int
 
     def draw(self) -> int | None:
-        """The id of one more worker; None where there is to be none, or no job that it could join."""
+        """Draw the id of a replacement; None if none is left, or the job has not started."""
         from offbeat.runtime.control.rendezvous import draw_id, has_started
 
         if not self.left or not has_started(self.store):
@@ -252,60 +252,62 @@ class _Spares:
 
 
 @dataclass(kw_only=True)
-class _Worker:
+class _WorkerProcess:
     rank: int
-    start: _Start
+    start: _StartCommand
     process: subprocess.Popen[bytes]
     pidfd: int
-    output: _Lines
-    errors: _Lines
+    output: _OutputLines
+    errors: _OutputLines
     outcome: Outcome | None = None
 
     def signal_group(self, number: int) -> None:
-        # The worker leads its own process group; until it is reaped its number belongs to nobody else.
+        # The worker leads its own process group, whose number is not reused until the worker is reaped.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 class Workers:
-    """The running workers of one launch; a context manager that leaves none of them behind.
+    """The running workers of one launch; a context manager that ends all of them.
 
-    A worker is started in a session and process group of its own, so a Ctrl-C at the terminal reaches this
-    process only, which then closes. What a worker starts in turn belongs to its group and ends with `close`.
+    Each worker is started in its own session and process group, so a Ctrl-C at the terminal reaches this
+    process only, which then closes. Processes that a worker starts belong to its group and end with `close`.
     """
 
     def __init__(
         self,
-        starts: Sequence[_Start],
+        starts: Sequence[_StartCommand],
         *,
         on_output: Callable[[int, str], None] | None,
         deadline_s: float | None,
         grace_s: float | None,
         term_s: float,
-        spares: _Spares | None = None,
+        spares: _Replacements | None = None,
     ) -> None:
         self._began_s = time.monotonic()
         self._grace_s = grace_s
-        self._spares = spares
+        self._replacements = spares
         self._term_s = term_s
         self._deadlines: list[tuple[float, str]] = []  # (monotonic time, why workers are ended then)
         self._ending_because: str | None = None
         self._kill_at_s: float | None = None
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._error: BaseException | None = None
         self._is_over = False
         self._is_closed = False
         self._pid = os.getpid()
         self._changed = Condition()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._delivery: _Delivery | None = None
+        self._delivery: _OutputThread | None = None
         if on_output is not None:
-            self._delivery = _Delivery(on_output, lambda: self._end_at(0.0, "reading its output failed"))
+            self._delivery = _OutputThread(on_output, lambda: self._end_at(0.0, "reading its output failed"))
         if deadline_s is not None:
             self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after its start")
         started = Flag()
-        self._watcher = start_thread(
-            "offbeat-workers", partial(self._watch, starts, started), partial(self._give_up, started)
+        self._monitor_thread = start_thread(
+            "offbeat-workers",
+            partial(self._monitor, starts, started),
+            partial(self._on_monitor_failed, started),
         )
         atexit.register(self.close)
         try:
@@ -319,7 +321,7 @@ class Workers:
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """The workers' processes, by rank, replacements last. To be looked at: signals go through `kill`."""
+        """The workers' processes, by rank, replacements last. Read only: use `kill` to send signals."""
         return [worker.process for worker in self._workers]
 
     @property
@@ -333,13 +335,13 @@ class Workers:
             return [worker.rank for worker in self._workers if worker.outcome is None]
 
     def wait(self, deadline_s: float | None = None) -> list[Outcome]:
-        """Wait until every worker has ended and return how, by rank, replacements last.
+        """Wait until every worker has ended and return the outcomes, by rank, replacements last.
 
         Args:
-            deadline_s: workers still there so many seconds from now are ended, and their outcomes say so.
+            deadline_s: workers still running this many seconds from now are ended; their outcomes say so.
 
         Raises:
-            Exception: whatever `on_output` raised; the workers are ended then.
+            Exception: what `on_output` raised; the workers are ended then.
         """
         if deadline_s is not None:
             self._end_at(deadline_s, f"it had not ended {deadline_s:g} s after the launcher began to wait")
@@ -367,9 +369,9 @@ class Workers:
                 signal.pidfd_send_signal(pidfd, number)
 
     def close(self) -> None:
-        """End what still runs: SIGTERM, then SIGKILL, to each worker's process group; reap every worker.
+        """End all running workers: SIGTERM, then SIGKILL, to each process group; reap every worker.
 
-        In a process forked from the one that has started them this does nothing.
+        Does nothing in a process forked from the one that started them.
         """
         if os.getpid() != self._pid:
             return
@@ -377,17 +379,17 @@ class Workers:
             if self._is_closed:
                 return
         self._end_at(0.0, "the launcher closed")
-        self._watcher.join()
+        self._monitor_thread.join()
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
             for worker in self._workers:
-                worker.signal_group(signal.SIGKILL)  # what the worker left behind
+                worker.signal_group(signal.SIGKILL)  # processes that the worker left
                 worker.process.wait()
                 os.close(worker.pidfd)
             os.close(self._wake_fd)
-            self._spares = None  # and the store with it
+            self._replacements = None  # closes the store, too
         if self._delivery is not None:
             self._delivery.finish()
         atexit.unregister(self.close)
@@ -406,57 +408,57 @@ class Workers:
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
 
-    # Everything below runs in the watching thread.
+    # The methods below run in the monitoring thread.
 
-    def _watch(self, starts: Sequence[_Start], started: Flag) -> None:
+    def _monitor(self, starts: Sequence[_StartCommand], started: Flag) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
+            selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
             try:
                 for rank, start in enumerate(starts):
                     self._start(rank, start, selector)
                 started.set()
-                self._attend(selector)
+                self._run_until_all_ended(selector)
             finally:
                 for worker in self._workers:
                     worker.output.stream.close()
                     worker.errors.stream.close()
-        self._end_waiting(started)
+        self._release_waiters(started)
 
-    def _give_up(self, started: Flag, error: BaseException) -> None:
-        self._error = _told(error)
+    def _on_monitor_failed(self, started: Flag, error: BaseException) -> None:
+        self._error = _explained(error)
         for worker in self._workers:
             worker.signal_group(signal.SIGKILL)
-        self._end_waiting(started)
+        self._release_waiters(started)
 
-    def _end_waiting(self, started: Flag) -> None:
+    def _release_waiters(self, started: Flag) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
         started.set()
 
-    def _start(self, rank: int, start: _Start, selector: selectors.BaseSelector) -> None:
+    def _start(self, rank: int, start: _StartCommand, selector: selectors.BaseSelector) -> None:
         process = start_tied(start.command, f"worker {rank}", start.env)
         assert process.stdout is not None
         assert process.stderr is not None
-        worker = _Worker(
+        worker = _WorkerProcess(
             rank=rank,
             start=start,
             process=process,
             pidfd=os.pidfd_open(process.pid),
-            output=_Lines(rank, process.stdout, self._delivery),
-            errors=_Lines(rank, process.stderr, self._delivery),
+            output=_OutputLines(rank, process.stdout, self._delivery),
+            errors=_OutputLines(rank, process.stderr, self._delivery),
         )
         with self._changed:
             self._workers.append(worker)
         for lines in (worker.output, worker.errors):
-            selector.register(lines.stream, selectors.EVENT_READ, partial(self._read, lines, selector))
-        selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._ended, worker, selector))
+            selector.register(lines.stream, selectors.EVENT_READ, partial(self._on_readable, lines, selector))
+        selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_ended, worker, selector))
 
-    def _attend(self, selector: selectors.BaseSelector) -> None:
+    def _run_until_all_ended(self, selector: selectors.BaseSelector) -> None:
         while any(worker.outcome is None for worker in self._workers):
             for key, _ in selector.select(self._next_timer_s()):
                 key.data()
-            self._keep_time()
+            self._on_timer()
 
     def _next_timer_s(self) -> float | None:
         with self._changed:
@@ -466,7 +468,7 @@ class Workers:
                 timers = [] if self._kill_at_s is None else [self._kill_at_s]
         return max(0.0, min(timers) - time.monotonic()) if timers else None
 
-    def _keep_time(self) -> None:
+    def _on_timer(self) -> None:
         now_s = time.monotonic()
         with self._changed:
             due = [why for at_s, why in sorted(self._deadlines) if at_s <= now_s]
@@ -481,18 +483,18 @@ class Workers:
                 for worker in running:
                     worker.signal_group(signal.SIGKILL)
 
-    def _woken(self) -> None:
+    def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
-    def _read(self, lines: _Lines, selector: selectors.BaseSelector) -> None:
+    def _on_readable(self, lines: _OutputLines, selector: selectors.BaseSelector) -> None:
         if not lines.stream.closed and lines.read() == 0:
             selector.unregister(lines.stream)
             lines.stream.close()
 
-    def _ended(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+    def _on_ended(self, worker: _WorkerProcess, selector: selectors.BaseSelector) -> None:
         selector.unregister(worker.pidfd)
-        for lines in (worker.output, worker.errors):  # all that it wrote is in its pipes by now
+        for lines in (worker.output, worker.errors):  # all of its output is in the pipes by now
             for _ in range(_DRAIN_READS):
                 if lines.stream.closed or not lines.read():
                     break
@@ -514,86 +516,86 @@ class Workers:
                 why = f"it had not ended {self._grace_s:g} s after worker {worker.rank} failed"
                 self._deadlines.append((time.monotonic() + self._grace_s, why))
 
-    def _replace(self, worker: _Worker, outcome: Outcome, selector: selectors.BaseSelector) -> Outcome:
-        """Starts another worker in place of one that died, where that is wanted and others go on."""
+    def _replace(self, worker: _WorkerProcess, outcome: Outcome, selector: selectors.BaseSelector) -> Outcome:
+        """Starts a replacement for a worker that died, if one is left and other workers still run."""
         others = [one for one in self._workers if one.outcome is None and one is not worker]
-        rank = self._spares.draw() if self._spares is not None and others else None
+        rank = self._replacements.draw() if self._replacements is not None and others else None
         if rank is None:
             return outcome
         if self._delivery is not None:
-            note = f"(this worker takes the place of worker {worker.rank}, which {_how(outcome)})"
+            note = f"(this worker replaces worker {worker.rank}, which {_end_text(outcome)})"
             self._delivery.put(rank, note)
         env = worker.start.env | {"RANK": str(rank), NEWCOMER: "1"}
         self._start(rank, replace(worker.start, env=env), selector)
         return replace(outcome, replaced_by=rank)
 
 
-class _Lines:
-    """The lines of one pipe: kept to a bounded tail and passed on; reading never waits."""
+class _OutputLines:
+    """The lines of one pipe: delivered, and kept as a bounded tail; reading never blocks."""
 
-    def __init__(self, rank: int, stream: IO[bytes], delivery: _Delivery | None) -> None:
+    def __init__(self, rank: int, stream: IO[bytes], delivery: _OutputThread | None) -> None:
         self.stream = stream
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._rank = rank
         self._delivery = delivery
-        self._open = b""  # the line that has not ended yet
+        self._incomplete = b""  # the line that has not ended yet
         os.set_blocking(stream.fileno(), False)
 
     def read(self) -> int | None:
-        """Take what is there; return its size in bytes, 0 at the end of the pipe, None where nothing is."""
+        """Read what is available; return its size in bytes, 0 at the end of the pipe, None if nothing is."""
         try:
             data = os.read(self.stream.fileno(), _READ_BYTES)
         except BlockingIOError:
             return None
-        *lines, self._open = (self._open + data).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         for line in lines:
-            self._take(line)
-        if len(self._open) > _LINE_BYTES:
-            self._take(self._open)
-            self._open = b""
+            self._emit(line)
+        if len(self._incomplete) > _LINE_BYTES_MAX:
+            self._emit(self._incomplete)
+            self._incomplete = b""
         if not data:
             self.flush()
         return len(data)
 
     def flush(self) -> None:
-        """Take the open line as it is."""
-        if self._open:
-            self._take(self._open)
-            self._open = b""
+        """Emit the incomplete line as it is."""
+        if self._incomplete:
+            self._emit(self._incomplete)
+            self._incomplete = b""
 
-    def _take(self, line: bytes) -> None:
-        for at in range(0, max(len(line), 1), _LINE_BYTES):
-            text = line[at : at + _LINE_BYTES].decode(errors="replace").rstrip("\r")
+    def _emit(self, line: bytes) -> None:
+        for at in range(0, max(len(line), 1), _LINE_BYTES_MAX):
+            text = line[at : at + _LINE_BYTES_MAX].decode(errors="replace").rstrip("\r")
             self.tail.append(text)
             if self._delivery is not None:
                 self._delivery.put(self._rank, text)
 
 
-class _Delivery:
-    """Calls `on_output` from a thread of its own, so that a slow one never holds up the reading of pipes."""
+class _OutputThread:
+    """Calls `on_output` in a separate thread, so that a slow one never delays the reading of pipes."""
 
     def __init__(self, on_output: Callable[[int, str], None], on_error: Callable[[], None]) -> None:
         self.error: BaseException | None = None
         self._on_output = on_output
         self._on_error = on_error
         self._lines: deque[tuple[int, str]] = deque()
-        self._left_out: Counter[int] = Counter()
+        self._dropped: Counter[int] = Counter()
         self._is_finishing = False
         self._changed = Condition()
         self._thread = start_thread("offbeat-output", self._run, self._fail)
 
     def put(self, rank: int, line: str) -> None:
-        """Hand over a line; the oldest one is dropped where too many wait."""
+        """Queue a line; drops the oldest if too many are queued."""
         with self._changed:
             if self.error is not None:
                 return
-            if len(self._lines) >= _UNDELIVERED_LINES:
-                self._left_out[self._lines.popleft()[0]] += 1
+            if len(self._lines) >= _QUEUED_LINES_MAX:
+                self._dropped[self._lines.popleft()[0]] += 1
             self._lines.append((rank, line))
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until all lines are delivered, but no longer than 10 s for an `on_output` that hangs."""
+        """Wait until all lines are delivered, at most 10 s for an `on_output` that hangs."""
         with self._changed:
             self._is_finishing = True
             self._changed.notify_all()
@@ -601,7 +603,7 @@ class _Delivery:
             self._thread.join(_FINISH_S)
 
     def _run(self) -> None:
-        while (batch := self._take()) is not None:
+        while (batch := self._next_batch()) is not None:
             for rank, line in batch:
                 self._on_output(rank, line)
 
@@ -611,37 +613,37 @@ class _Delivery:
             self._lines.clear()
         self._on_error()
 
-    def _take(self) -> list[tuple[int, str]] | None:
+    def _next_batch(self) -> list[tuple[int, str]] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._left_out or self._is_finishing)
-            if not self._lines and not self._left_out:
+            self._changed.wait_for(lambda: self._lines or self._dropped or self._is_finishing)
+            if not self._lines and not self._dropped:
                 return None
-            notes = [(rank, f"({n} lines left out)") for rank, n in sorted(self._left_out.items())]
-            self._left_out.clear()
+            notes = [(rank, f"({n} lines dropped)") for rank, n in sorted(self._dropped.items())]
+            self._dropped.clear()
             lines = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH_LINES))]
             return notes + lines
 
 
-def _told(error: BaseException) -> BaseException:
-    """Return an error as it is raised: what the operating system refuses, with what to do."""
+def _explained(error: BaseException) -> BaseException:
+    """Return the error to raise: one of the operating system is explained, with what to do."""
     if not isinstance(error, OSError):
         return error
-    told = OffbeatError(f"the workers cannot be watched: {explain(error)}")
-    told.__cause__ = error
-    return told
+    explained = OffbeatError(f"the workers cannot be monitored: {explain(error)}")
+    explained.__cause__ = error
+    return explained
 
 
-def _returncode(worker: _Worker) -> int:
-    # Not reaped yet: the zombie keeps the number of the process group from being given to anybody else.
+def _returncode(worker: _WorkerProcess) -> int:
+    # Not reaped yet: the zombie keeps the number of the process group from being reused.
     try:
         ended = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # somebody waited for the process object
+    except ChildProcessError:  # the caller has waited for the process object
         return worker.process.wait()
     assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _how(outcome: Outcome) -> str:
+def _end_text(outcome: Outcome) -> str:
     if outcome.ended_because is not None:
         return f"was ended by the launcher because {outcome.ended_because}"
     if outcome.returncode >= 0:
@@ -650,16 +652,16 @@ def _how(outcome: Outcome) -> str:
         name = signal.Signals(-outcome.returncode).name
     except ValueError:
         name = f"signal {-outcome.returncode}"
-    hint = " (where nobody sent it: the kernel, for want of memory)" if name == "SIGKILL" else ""
+    hint = " (if nobody sent it: by the kernel, out of memory)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 
 def _error_line(tail: Sequence[str]) -> str:
-    """Return the line that says what went wrong: the exception of the last traceback, else the last line."""
+    """Return the line that names the error: the exception of the last traceback, else the last line."""
     lines = [line.rstrip() for line in tail if line.strip()]
     if not lines:
         return ""
     tracebacks = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     after = lines[tracebacks[-1] + 1 :] if tracebacks else []
-    said = next((line for line in after if not line[0].isspace()), lines[-1])
-    return said.strip()
+    error_line = next((line for line in after if not line[0].isspace()), lines[-1])
+    return error_line.strip()
