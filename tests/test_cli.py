@@ -79,7 +79,7 @@ BAD = {
     "run --slow 1:5": "expected a script to launch",
     "run --slow nosuch script.py": "slowness 'nosuch' is not understood",
     "run --seed -1 script.py": "the seed must be from 0",
-    "run --log-bytes-max 5 --run-dir run script.py": "expected a bound of at least 1048576 bytes",
+    "run --log-bytes-max 5 --run-dir run script.py": "expected a size limit of at least 1048576 bytes",
     "run --log-bytes-max 1048576 script.py": "name its folder with --run-dir",
     "run --seed x script.py": "Invalid value for '--seed'",
     "run --run-dir file/run script.py": "cannot write to the run folder file/run",

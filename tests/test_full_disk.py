@@ -117,8 +117,8 @@ def test_a_coordinator_whose_log_cannot_grow_says_so_once_and_the_job_goes_on(pl
         goes_on(peers, process)  # without another word
     log = read_log(place.log)
     assert said == (
-        f"offbeat: the run log {place.log} cannot be written any more ({place.cause}): it goes to event "
-        f"{events_of(log)}, and the job goes on without a log\n"
+        f"offbeat: the run log {place.log} cannot be written any more ({place.cause}): it is complete "
+        f"up to event {events_of(log)}, and the job continues without a log\n"
     )
     assert not log.cut_off
     assert replay(log) is None
@@ -175,7 +175,7 @@ def test_a_job_ends_well_though_its_log_is_on_a_full_disk_and_its_coordinator_is
     assert replay(read) is None
     assert any(isinstance(entry, StepTimed) for entry in read.entries)
     assert f"the run log {log} cannot be written any more (No space left on device)" in line
-    assert f"it goes to event {events_of(read)}, " in line
+    assert f"it is complete up to event {events_of(read)}, " in line
 
 
 # What else is written down ---------------------------------------------------------------------------------

@@ -209,7 +209,10 @@ def test_a_part_that_cannot_be_begun_leaves_the_parts_before_it_as_they_were(siz
     assert written.ended == (size_bytes == 300)
     if written.ended:
         line = capsys.readouterr().err
-        assert f"cannot be written any more (File too large): it goes to event {len(written.wanted)}," in line
+        assert (
+            f"cannot be written any more (File too large): it is complete up to event {len(written.wanted)},"
+            in line
+        )
         assert line.count("\n") == 1
         written.add(20)  # goes nowhere
         del written.wanted[-20:]
@@ -239,15 +242,19 @@ def test_a_state_that_is_too_large_for_the_bound_ends_the_log_and_says_which_it_
     written.add(100)
     written.log.begin_part([{"much": "x" * PART_BYTES}])
     assert written.ended
-    assert "the log needs a bound of 2" in capsys.readouterr().err
+    assert "set a log size limit of 2" in capsys.readouterr().err
     assert entries_of(written.read()) == flat(written.wanted)
 
 
 @pytest.mark.parametrize(
     ("log", "bytes_max", "words"),
     [
-        ("log.jsonl", 1000, "expected a bound of at least 1048576 bytes for the run log, got 1000"),
-        ("/dev/null", LOG_BYTES_LEAST, "expected a regular file for a run log with a bound, got /dev/null"),
+        ("log.jsonl", 1000, "expected a size limit of at least 1048576 bytes for the run log, got 1000"),
+        (
+            "/dev/null",
+            LOG_BYTES_LEAST,
+            "expected a regular file for a run log with a size limit, got /dev/null",
+        ),
     ],
 )
 def test_a_bound_that_makes_no_sense_is_an_error_at_the_start(log, bytes_max, words, tmp_path):

@@ -1,26 +1,26 @@
-"""The run log of a coordinator: the job outlives it, and it has a bound if one is given.
+"""The run log of a coordinator: its failure never ends the job, and its size may be limited.
 
-Theory of operation. `LogWriter` writes one file and raises what the operating system says. `RunLog` stands
-between it and the coordinator and keeps three promises.
+Theory of operation. `LogWriter` writes one file and raises the errors of the operating system. `RunLog` lies
+between it and the coordinator and guarantees three things.
 
 A log never ends a job. The first error (a full disk, a quota, a device that fails, a folder that is gone)
-ends the log: one line on standard error names the file, the cause and how far the log goes, and `on_end` is
-called, so that a successor of this coordinator does not try again. From then on every method does nothing.
-What was written ends with a whole event wherever it can be truncated. Only the opening raises: a log that
-cannot be begun is a mistake in the configuration, and its user wants to know at once.
+ends the log: one line on standard error names the file, the cause and the last event in the log, and `on_end`
+is called, so that a successor of this coordinator does not reopen it. From then on every method does nothing.
+The file ends with a whole event, provided that it can be truncated. Only opening raises: a log that cannot be
+begun is a mistake in the configuration, which its user should see at once.
 
-A log with a bound is written in parts. The newest part has the log's own name; a part that has a sixteenth of
-the bound is renamed to its number, and the oldest parts are removed, so that parts and the event under way
-stay within the bound. Each part begins with the state of the policies and can be replayed alone. Since that
-state is also what the journal begins anew with, both are done together, by the coordinator: then everything
-that a successor replays from its journal belongs into the newest part.
+A log with a size limit is written in parts. The newest part has the log's own name; a part that has reached
+a sixteenth of the limit is renamed to its number, and the oldest parts are removed, so that all parts and the
+event being written stay within the limit. Each part begins with the state of the policies and can be
+replayed alone. The journal, too, is replaced by that state; the coordinator does both together, so that all
+events that a successor replays from its journal belong to the newest part.
 
-A successor goes on where the journal says (`place`): number of the part, length, events. A new part is
-complete under another name before the old one is renamed, and the journal is told afterwards. So if the
-coordinator is killed between any two steps, the part that the journal means has either still its own name or
-already its number, and in the second case gets its name back.
+A successor continues at the position in the journal (`place`): number of the part, length, events. A new part
+is complete under a temporary name before the old one is renamed, and the journal is updated afterwards. So
+if the coordinator is killed between any two steps, the part that the journal names has either still the log's
+name or its number already; in the second case it is renamed back.
 
-This module never decides when the journal begins anew, and never reads an event.
+This module never decides when the journal is replaced, and never reads an event.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from offbeat.events import Action, Event
 from offbeat.wire.record import EVENTS_BEFORE, LogWriter, finished_parts, part_path, states_header
 
 LOG_BYTES_LEAST: Final = 1024 * 1024
-_PARTS: Final = 16  # the newest, the event under way and up to 14 finished ones
+_PARTS: Final = 16  # the newest, the event being written and up to 14 finished ones
 
 
 class LogPlace(NamedTuple):
-    """How far a log has been written.
+    """The position up to which a log has been written.
 
     Attributes:
         part: the number of the newest part, from 1.
-        events_before: how many events the parts before that one had.
-        size_bytes: how long the newest part is.
-        events: how many events it has.
+        events_before: number of events in the parts before that one.
+        size_bytes: length of the newest part.
+        events: number of events in the newest part.
     """
 
     part: int
@@ -57,18 +57,18 @@ class LogPlace(NamedTuple):
 
 
 class RunLog:
-    """Writes what a coordinator is told and answers, for as long as that is possible; for one thread.
+    """Writes the events and actions of a coordinator, as long as that is possible; not thread-safe.
 
     Args:
-        path: the file; a log that is there already is replaced, with all its parts. None for no log.
+        path: the file; an existing log is replaced, with all its parts. None for no log.
         header: see `LogWriter`.
-        bytes_max: what all parts together may take, at least `LOG_BYTES_LEAST`; None for one file without a
-            bound. Held as long as no event takes a sixteenth of it with its actions.
-        on_end: called when the log could not be written any more.
+        bytes_max: size limit in bytes of all parts together, at least `LOG_BYTES_LEAST`; None for one file
+            without a limit. Kept as long as no event with its actions takes a sixteenth of it.
+        on_end: called when the log cannot be written any more.
 
     Raises:
-        OSError: the file cannot be written; its text names the file.
-        ValueError: the bound is too small, or is to be that of a pipe or device.
+        OSError: the file cannot be written; the message names the file.
+        ValueError: the limit is too small, or is set for a pipe or device.
     """
 
     def __init__(
@@ -88,30 +88,30 @@ class RunLog:
         if path is not None:
             # The parts of a log behind a link lie where the log does.
             self._path = Path(path if bytes_max is None else os.path.realpath(path))
-            self._writer = self._begin(path)
+            self._writer = self._create(path)
 
-    def _begin(self, path: str) -> LogWriter:
+    def _create(self, path: str) -> LogWriter:
         try:
             writer = LogWriter(self._path, self._header)
             for old in finished_parts(self._path).values():
                 old.unlink()
         except OSError as error:
-            if error.filename is None:  # of a write
+            if error.filename is None:  # an error of a write
                 error.filename = path
             raise
         if self._bytes_max is not None and not writer.is_regular_file:
-            raise ValueError(f"expected a regular file for a run log with a bound, got {path}")
+            raise ValueError(f"expected a regular file for a run log with a size limit, got {path}")
         return writer
 
     # Writing ---------------------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
-        """Whether the next event reaches the file together with all that waits."""
+        """Whether the next event causes all buffered lines to be written to the file."""
         return self._writer is not None and self._writer.is_full
 
     def write(self, event: Event, actions: Sequence[Action]) -> None:
-        """Add an event and the answers to it."""
+        """Add an event and the actions that the policies returned for it."""
 
         def add(writer: LogWriter) -> None:
             writer.event(event)
@@ -120,11 +120,11 @@ class RunLog:
         self._attempt(add)
 
     def flush(self) -> None:
-        """Hand every line to the operating system."""
+        """Pass every line to the operating system."""
         self._attempt(LogWriter.flush)
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Write buffered lines and close the file."""
         self._attempt(LogWriter.close)
         self._writer = None
 
@@ -135,10 +135,10 @@ class RunLog:
         """Whether `begin_part` is due."""
         if self._writer is None or self._bytes_max is None:
             return False
-        return self._size_bytes(self._writer) >= self._bytes_max // _PARTS
+        return self._total_bytes(self._writer) >= self._bytes_max // _PARTS
 
     def begin_part(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on in a new part.
+        """Continue in a new part.
 
         Args:
             states: the `state_dict` of each policy, after the last event that was written.
@@ -151,40 +151,40 @@ class RunLog:
         events = self._events_before + writer.events
         about = {"part": self._part + 1, EVENTS_BEFORE: events, **states_header(states)}
         self._remove_oldest(self._bytes_max - self._bytes_max // _PARTS * 2 - writer.size_bytes)
-        beside, finished = self._next_path(), part_path(self._path, self._part)
+        temporary, finished = self._next_path(), part_path(self._path, self._part)
         try:
-            new = LogWriter(beside, {**self._header, **about})
+            new = LogWriter(temporary, {**self._header, **about})
             self._check_size(new.size_bytes)
             if finished.exists():
                 raise FileExistsError(errno.EEXIST, f"{finished} is there already")
             os.replace(self._path, finished)
-            os.replace(beside, self._path)
+            os.replace(temporary, self._path)
         except OSError:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
         self._writer, self._part, self._events_before = new, self._part + 1, events
         writer.close()
 
     def _check_size(self, header_bytes: int) -> None:
-        """A part is to hold more than the state that it begins with."""
+        """Check that a part can hold more than the state that it begins with."""
         assert self._bytes_max is not None
         part_bytes = self._bytes_max // _PARTS
         if header_bytes > part_bytes // 2:
             raise OSError(
                 errno.EFBIG,
                 f"the state of the policies, {header_bytes} bytes, does not fit into half of a part of "
-                f"{part_bytes} bytes: the log needs a bound of {2 * _PARTS * header_bytes} bytes",
+                f"{part_bytes} bytes: set a log size limit of {2 * _PARTS * header_bytes} bytes",
             )
 
     def _remove_oldest(self, finished_bytes_max: int) -> None:
-        """Remove the oldest finished parts, until the others take so much at most."""
+        """Remove the oldest finished parts, until the rest takes at most `finished_bytes_max`."""
         sizes = {path: path.stat().st_size for path in finished_parts(self._path).values()}
         left_bytes = sum(sizes.values())
         for path, size_bytes in sizes.items():
             if left_bytes <= finished_bytes_max:
                 return
-            os.truncate(path, 0)  # else its space is used for as long as anybody has it open
+            os.truncate(path, 0)  # else its space stays in use while a reader has it open
             path.unlink()
             left_bytes -= size_bytes
 
@@ -195,7 +195,7 @@ class RunLog:
 
     @property
     def place(self) -> LogPlace | None:
-        """Where a successor has to go on, if all is flushed; None where there is no log any more."""
+        """Where a successor has to continue, if all is flushed; None once the log has ended."""
         if self._writer is None:
             return None
         return LogPlace(
@@ -206,7 +206,7 @@ class RunLog:
         )
 
     def go_on(self, place: LogPlace | None) -> None:
-        """Go on at an earlier coordinator's place; what it wrote behind that is dropped."""
+        """Continue at an earlier coordinator's position; what follows it in the file is dropped."""
         if place is None:
             self._writer = None
             return
@@ -215,21 +215,21 @@ class RunLog:
         def cut(writer: LogWriter) -> None:
             writer.events = place.events
             if self._bytes_max is not None:
-                self._take_name_back()
+                self._rename_back()
                 writer.reopen(self._path)
             writer.cut(place.size_bytes, place.events)
 
-        self._attempt(cut, "at least ")  # where it cannot be cut, it has more
+        self._attempt(cut, "at least ")  # if it cannot be cut, it has more
 
-    def _take_name_back(self) -> None:
-        """Undo a beginning of a part of which the journal was not told."""
+    def _rename_back(self) -> None:
+        """Undo the beginning of a part that is not in the journal."""
         if self._part in finished_parts(self._path):
             os.replace(part_path(self._path, self._part), self._path)
         self._next_path().unlink(missing_ok=True)
 
     # The end ---------------------------------------------------------------------------------------------
 
-    def _attempt(self, act: Callable[[LogWriter], None], least: str = "") -> None:
+    def _attempt(self, act: Callable[[LogWriter], None], qualifier: str = "") -> None:
         if self._writer is None:
             return
         try:
@@ -238,24 +238,24 @@ class RunLog:
             writer, self._writer = self._writer, None
             writer.abandon()
             events = self._events_before + writer.events
-            _say(
+            _print_error(
                 f"the run log {self._path} cannot be written any more ({error.strerror or error}): "
-                f"it goes {least}to event {events}, and the job goes on without a log"
+                f"it is complete {qualifier}up to event {events}, and the job continues without a log"
             )
             self._on_end()
 
-    def _size_bytes(self, writer: LogWriter) -> int:
+    def _total_bytes(self, writer: LogWriter) -> int:
         return writer.size_bytes + writer.waiting_bytes
 
 
 def check_bytes_max(bytes_max: int) -> None:
-    """Raise a ValueError for a bound with which no log is written."""
+    """Raise a ValueError for a size limit that is too small."""
     if bytes_max < LOG_BYTES_LEAST:
         raise ValueError(
-            f"expected a bound of at least {LOG_BYTES_LEAST} bytes for the run log, got {bytes_max}"
+            f"expected a size limit of at least {LOG_BYTES_LEAST} bytes for the run log, got {bytes_max}"
         )
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     with suppress(OSError):  # standard error may go to the same disk
         print(f"offbeat: {line}", file=sys.stderr, flush=True)
