@@ -1,4 +1,4 @@
-"""What `join` refuses, each in one sentence that says what to do instead."""
+"""Checks of `join`; each error says in one sentence what to do instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_trainable(trained: Trained) -> None:
     """Refuses a model or optimizers whose replicas could not be kept equal.
 
     Raises:
-        OffbeatError: says what was found and what to do.
+        OffbeatError: names what was found and says what to do.
     """
     _check_hooks(trained.model)
     for module in trained.model.modules():
@@ -36,18 +36,18 @@ def check_trainable(trained: Trained) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise OffbeatError(
-                f"a layer {name}(sparse=True) makes sparse gradients, which cannot be averaged: "
+                f"a layer {name}(sparse=True) produces sparse gradients, which cannot be averaged: "
                 "use sparse=False"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise OffbeatError(
-                f"a layer {name}(max_norm={module.max_norm:g}) changes its weights in the forward pass, by "
-                "each worker's own batch, so that workers would drift apart: scale them after the step"
+                f"a layer {name}(max_norm={module.max_norm:g}) changes its weights in the forward pass, "
+                "depending on each worker's batch, so that replicas would diverge: scale them after the step"
             )
     if any(isinstance(optimizer, LBFGS) for optimizer in trained.optimizers):
         raise OffbeatError(
-            "LBFGS decides its step from each worker's own loss, so that workers would drift apart: "
-            "use an optimizer that takes one gradient a step"
+            "LBFGS computes its step from each worker's own loss, so that replicas would diverge: "
+            "use an optimizer that takes one gradient per step"
         )
     _check_tensors(trained.model)
     _check_optimizers(trained)
@@ -59,7 +59,7 @@ def _check_hooks(model: nn.Module) -> None:
     except Exception as error:
         raise OffbeatError(
             f"the model is a {type(model).__name__}, which takes no hooks ({error}): join the module that it "
-            "was made of, or, with another strategy than hybrid, one that has it as a part"
+            "was made from, or, with another strategy than hybrid, a module that contains it"
         ) from error
 
 
@@ -80,15 +80,15 @@ def _check_tensors(model: nn.Module) -> None:
         if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise OffbeatError(f"{name} is expanded, several elements share memory: clone it before join")
         if not _can_add(tensor.dtype):
-            raise OffbeatError(f"{name} is of type {tensor.dtype}, which torch cannot add: use another one")
+            raise OffbeatError(f"{name} is of type {tensor.dtype}, which torch cannot add: use another type")
     devices = {tensor.device for _, tensor in named}
     if len(devices) > 1:
         raise OffbeatError(
-            f"the model lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}): "
-            "offbeat averages models that lie on one"
+            f"the model is on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}): "
+            "offbeat averages models that are on one"
         )
     if any(device.type == "meta" for device in devices):
-        raise OffbeatError("the model lies on the meta device and has no values: materialise it before join")
+        raise OffbeatError("the model is on the meta device and has no values: materialise it before join")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise OffbeatError("no parameter of the model requires a gradient: there is nothing to train")
 
@@ -103,13 +103,13 @@ def _can_add(dtype: torch.dtype) -> bool:
 
 def _check_optimizers(trained: Trained) -> None:
     if not trained.optimizers:
-        raise OffbeatError("expected an optimizer, or several, got none: there is nobody to take a step")
+        raise OffbeatError("expected one optimizer or several, got none: pass the model's optimizer to join")
     for number, group in enumerate(trained.groups):
-        strangers = sum(trained.name_of(parameter) is None for parameter in group["params"])
-        if strangers:
+        foreign = sum(trained.name_of(parameter) is None for parameter in group["params"])
+        if foreign:
             raise OffbeatError(
-                f"parameter group {number} of the optimizer holds {strangers} parameters that are not the "
-                "model's, which nobody would average: make them part of the module given to join"
+                f"parameter group {number} of the optimizer holds {foreign} parameters that are not the "
+                "model's, which would not be averaged: make them part of the module passed to join"
             )
         plain_settings(group)
 
@@ -117,8 +117,8 @@ def _check_optimizers(trained: Trained) -> None:
 def check_all_stepped(trained: Trained) -> None:
     """Refuses parameters that require a gradient and are in no optimizer.
 
-    Their own optimizer, which nobody knows of here, steps them by gradients that this worker alone has, or
-    has a state that a worker that comes back, or newly, would lack.
+    An optimizer unknown to the session would step them by this worker's own gradients, or have a state that
+    a returning or new worker would lack.
 
     Raises:
         OffbeatError: names the first of them.
@@ -126,43 +126,43 @@ def check_all_stepped(trained: Trained) -> None:
     names = trained.names_without_optimizer()
     if names:
         raise OffbeatError(
-            f"{names[0]} requires a gradient and is in no optimizer given to join ({len(names)} such "
-            "parameters): give join all optimizers, join(model, [one, another], ...), or freeze what is not "
+            f"{names[0]} requires a gradient and is in no optimizer passed to join ({len(names)} such "
+            "parameters): pass all optimizers, join(model, [one, another], ...), or freeze what is not "
             "trained with requires_grad_(False)"
         )
 
 
 def check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuses parameters, by name, of which two numbers may lie in the same memory.
+    """Refuses parameters, by name, that may overlap in memory, with themselves or one another.
 
     Raises:
         OffbeatError: names them.
     """
-    stretches = []
+    intervals = []
     for name, one in parameters.items():
         if one.numel():
             extent = 1  # of the dimensions so far, in elements
             for stride, size in sorted(zip(one.stride(), one.shape, strict=True)):
                 if size > 1 and stride < extent:
                     raise OffbeatError(
-                        f"several elements of {name} share memory, and servers keep each by itself: clone it "
-                        "before join"
+                        f"several elements of {name} share memory, and servers store each separately: clone "
+                        "it before join"
                     )
                 extent += stride * (size - 1)
-            stretches.append((one.data_ptr(), one.data_ptr() + extent * one.element_size(), name))
-    stretches.sort()
-    for (_, end, name), (first, _, other) in pairwise(stretches):
+            intervals.append((one.data_ptr(), one.data_ptr() + extent * one.element_size(), name))
+    intervals.sort()
+    for (_, end, name), (first, _, other) in pairwise(intervals):
         if first < end:
             raise OffbeatError(
-                f"{name} and {other} share memory, and servers keep each parameter by itself: clone one of "
+                f"{name} and {other} share memory, and servers store each parameter separately: clone one of "
                 "them before join, or use a strategy without servers"
             )
 
 
 class Forms:
-    """Notices when a parameter becomes one of another type, shape or device under a session.
+    """Detects that a parameter's type, shape or device has changed during a session.
 
-    One whose memory is where it was is taken to be as it was, for that is quick to tell.
+    A parameter whose memory has the same address is assumed to be unchanged, which is quick to check.
 
     Args:
         model: as joined.
@@ -172,30 +172,32 @@ class Forms:
         named = list(model.named_parameters())
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._forms = [_form_and_device(parameter) for parameter in self._parameters]
+        self._descriptions = [_type_shape_device(parameter) for parameter in self._parameters]
         self._remember()
 
     def check(self) -> None:
-        """Raises OffbeatError, with the parameter's name, if one has."""
-        if self._now() == self._places:
+        """Raises OffbeatError, with the parameter's name, if one has changed."""
+        if self._identities() == self._known_identities:
             return
-        for name, parameter, was in zip(self._names, self._parameters, self._forms, strict=True):
-            if (now := _form_and_device(parameter)) != was:
+        for name, parameter, was in zip(self._names, self._parameters, self._descriptions, strict=True):
+            if (now := _type_shape_device(parameter)) != was:
                 raise OffbeatError(
                     f"the parameter {name!r} was {was} at join and is {now}: leave the session and join again"
                 )
         self._remember()
 
     def _remember(self) -> None:
-        self._held = [parameter.detach() for parameter in self._parameters]  # so that nobody gets this memory
-        self._places = self._now()
+        self._held = [
+            parameter.detach() for parameter in self._parameters
+        ]  # keeps the memory from being reused
+        self._known_identities = self._identities()
 
-    def _now(self) -> list[object]:
+    def _identities(self) -> list[object]:
         return [one.data_ptr() or one.dtype for one in self._parameters]
 
 
 class Watch:
-    """Notices when the set of trained parameters changes under a session.
+    """Detects that the set of trained parameters has changed during a session.
 
     Args:
         trained: as joined.
@@ -204,13 +206,13 @@ class Watch:
     def __init__(self, trained: Trained) -> None:
         self._frozen = [(name, p) for name, p in trained.model.named_parameters() if not p.requires_grad]
         self._trained = trained
-        self._held = self._ids()
-        self._known = list(trained.model.parameters())  # kept, so that none else has the id of one
+        self._held = self._parameter_ids()
+        self._known_parameters = list(trained.model.parameters())  # kept, so that no id is reused
         self._remember()
 
     def check(self) -> None:
         """Raises OffbeatError if parameters were unfrozen, or added to model or optimizer, since join."""
-        if self._parts() != self._parts_before:
+        if self._part_ids() != self._known_part_ids:
             self._check_known()
             self._remember()
         for name, parameter in self._frozen:
@@ -218,20 +220,20 @@ class Watch:
                 raise OffbeatError(
                     f"{name} was frozen at join and requires a gradient now: leave the session and join again"
                 )
-        held = self._ids()
+        held = self._parameter_ids()
         if held != self._held:
             raise OffbeatError(
-                f"the optimizers held {len(self._held)} parameters at join and hold {len(held)}, or others, "
-                "now: leave the session and join again"
+                f"the optimizers held {len(self._held)} parameters at join and hold {len(held)}, or "
+                "different ones, now: leave the session and join again"
             )
 
     def _check_known(self) -> None:
-        known = {id(parameter) for parameter in self._known}
+        known = {id(parameter) for parameter in self._known_parameters}
         for name, parameter in self._trained.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise OffbeatError(
-                    f"the model has a parameter {name!r} that it did not have at join, and that nobody would "
-                    "average: leave the session and join again"
+                    f"the model has a parameter {name!r} that it did not have at join and that would not be "
+                    "averaged: leave the session and join again"
                 )
 
     def _remember(self) -> None:
@@ -240,34 +242,33 @@ class Watch:
         self._held_by_modules = [
             held.values() for module in plain for held in (module._parameters, module._modules)
         ]
-        self._parts_before = self._parts()
+        self._known_part_ids = self._part_ids()
 
-    def _parts(self) -> list[int]:
-        """What the model's modules hold now: quick to compare, whatever the model's size."""
+    def _part_ids(self) -> list[int]:
+        """Ids of what the model's modules hold now: quick to compare, whatever the model's size."""
         return list(map(id, chain.from_iterable(self._held_by_modules)))
 
-    def _ids(self) -> list[int]:
+    def _parameter_ids(self) -> list[int]:
         return [id(parameter) for group in self._trained.groups for parameter in group["params"]]
 
 
 def describe(trained: Trained) -> tuple[str, ...]:
-    """One line a parameter, buffer and optimizer group: what all workers must have in common.
+    """Returns one line per parameter, buffer and optimizer group, which must be equal on all workers.
 
-    Of a model that takes more than 256 KiB to describe, the lines that are too many become one, with their
-    digest.
+    If these take more than 256 KiB, the remaining lines are replaced by one with their digest.
     """
     places: dict[int, list[str]] = {}
     for number, group in enumerate(trained.groups):
         for parameter in group["params"]:
             places.setdefault(id(parameter), []).append(f"group {number}")
     lines = [
-        f"parameter {name} {_form(p)}{'' if p.requires_grad else ' frozen'}, "
+        f"parameter {name} {_type_and_shape(p)}{'' if p.requires_grad else ' frozen'}, "
         f"in {' and '.join(places.get(id(p), ['no optimizer']))}"
         for name, p in trained.model.named_parameters()
     ]
-    lines += [f"buffer {name} {_form(b)}" for name, b in trained.model.named_buffers()]
+    lines += [f"buffer {name} {_type_and_shape(b)}" for name, b in trained.model.named_buffers()]
     lines += [
-        f"{type(optimizer).__name__}, group {number}: {_settings(group)}"
+        f"{type(optimizer).__name__}, group {number}: {_settings_text(group)}"
         for number, (optimizer, group) in enumerate(
             zip(trained.optimizer_of_group, trained.groups, strict=True)
         )
@@ -280,13 +281,13 @@ def describe(trained: Trained) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _type_and_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _form_and_device(tensor: torch.Tensor) -> str:
-    return f"{_form(tensor)} on {tensor.device}"
+def _type_shape_device(tensor: torch.Tensor) -> str:
+    return f"{_type_and_shape(tensor)} on {tensor.device}"
 
 
-def _settings(group: Group) -> str:
+def _settings_text(group: Group) -> str:
     return ", ".join(f"{name}={value}" for name, value in plain_settings(group).items())

@@ -1,7 +1,7 @@
-"""An optimizer's hyperparameters as plain values: for the comparison at join, for every round, for copies.
+"""An optimizer's hyperparameters as plain values: to compare at join, to send in every round, to copy.
 
-A group of parameters holds them by name. Numbers may be tensors of one element, as compiled optimizers want
-their learning rate; they may change, and tuples of numbers may. All else stays what it was at join.
+A parameter group holds them by name. Numbers may be tensors of one element, as compiled optimizers need for
+their learning rate. Numbers and tuples of numbers may change during training; all else stays as at join.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ Group: TypeAlias = dict[str, Any]
 
 Plain: TypeAlias = bool | int | float | str | None
 
-_NAMES_OF_TENSORS = ("params", "param_names")
+_NOT_SETTINGS = ("params", "param_names")
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Plain | list[Plain]]:
-    """Returns a group's hyperparameters by name, in order of the names, with tensors as numbers.
+    """Returns a group's hyperparameters by name, sorted by name, with tensors as numbers.
 
     Raises:
-        OffbeatError: one of them is neither a number nor plain data; names it.
+        OffbeatError: names a hyperparameter that is neither a number nor plain data.
     """
     return {
-        name: [_plain(name, one) for one in value] if isinstance(value, tuple | list) else _plain(name, value)
+        name: [_plain_value(name, one) for one in value]
+        if isinstance(value, tuple | list)
+        else _plain_value(name, value)
         for name, value in sorted(group.items())
-        if name not in _NAMES_OF_TENSORS
+        if name not in _NOT_SETTINGS
     }
 
 
 def take_settings(group: Group, settings: Mapping[str, Plain | list[Plain]]) -> None:
-    """Makes a group's hyperparameters what `plain_settings` said of another worker's."""
+    """Sets a group's hyperparameters to those that `plain_settings` returned on another worker."""
     for name, value in settings.items():
         if isinstance(value, list):
             before = group.get(name, ())
-            parts = [_like(old, new) for old, new in zip(before, value, strict=False)]
+            parts = [_in_form_of(old, new) for old, new in zip(before, value, strict=False)]
             group[name] = type(before)([*parts, *value[len(parts) :]])
         else:
-            group[name] = _like(group.get(name), value)
+            group[name] = _in_form_of(group.get(name), value)
 
 
 class NumberPlace(NamedTuple):
-    """Where a number is among groups: in which, by which name, and which part of a tuple."""
+    """The location of a number: index of the group, name, and index in a tuple (None if it is not in one)."""
 
     group: int
     name: str
@@ -55,27 +57,27 @@ class NumberPlace(NamedTuple):
 
 
 def places_of_numbers(groups: Sequence[Mapping[str, Any]]) -> list[NumberPlace]:
-    """Returns where the groups' numbers are, in an order that is the same on every worker."""
+    """Returns the places of all numbers in the groups, in an order that is the same on every worker."""
     return [
         NumberPlace(number, name, index)
         for number, group in enumerate(groups)
-        for name, index in _numbers(plain_settings(group))
+        for name, index in _number_places(plain_settings(group))
     ]
 
 
 def read_numbers(groups: Sequence[Mapping[str, Any]], places: Sequence[NumberPlace]) -> list[float]:
     """Returns the numbers at these places."""
-    return [float(_at(groups[place.group], place)) for place in places]
+    return [float(_number_at(groups[place.group], place)) for place in places]
 
 
 def write_numbers(groups: Sequence[Group], places: Sequence[NumberPlace], values: Sequence[float]) -> None:
-    """Writes numbers to these places; a tensor stays the one that it is, and what is equal is not touched."""
+    """Writes numbers to these places; tensors are changed in place, and equal values are not written."""
     for place, value in zip(places, values, strict=True):
         group = groups[place.group]
-        before = _at(group, place)
+        before = _number_at(group, place)
         if float(before) == value:
             continue
-        number = _like(before, value)
+        number = _in_form_of(before, value)
         if place.part is None:
             group[place.name] = number
         elif number is not before:
@@ -84,7 +86,7 @@ def write_numbers(groups: Sequence[Group], places: Sequence[NumberPlace], values
             group[place.name] = type(group[place.name])(several)
 
 
-def _numbers(settings: Mapping[str, Plain | list[Plain]]) -> Iterator[tuple[str, int | None]]:
+def _number_places(settings: Mapping[str, Plain | list[Plain]]) -> Iterator[tuple[str, int | None]]:
     for name, value in settings.items():
         if isinstance(value, list):
             yield from ((name, index) for index, one in enumerate(value) if _is_number(one))
@@ -96,12 +98,12 @@ def _is_number(value: Plain) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _at(group: Mapping[str, Any], place: NumberPlace) -> Any:
+def _number_at(group: Mapping[str, Any], place: NumberPlace) -> Any:
     value = group[place.name]
     return value if place.part is None else value[place.part]
 
 
-def _plain(name: str, value: Any) -> Plain:
+def _plain_value(name: str, value: Any) -> Plain:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -114,12 +116,12 @@ def _plain(name: str, value: Any) -> Plain:
         return str(value)
     raise OffbeatError(
         f"the optimizer's hyperparameter {name!r} is a {type(value).__name__}, which cannot be compared "
-        "between workers: expected numbers, texts, tensors of one element, or tuples of these"
+        "between workers: expected numbers, strings, tensors of one element, or tuples of these"
     )
 
 
-def _like(before: Any, value: Plain) -> Any:
-    """Returns a value in the form of the one before: within the tensor that holds that, or as its type."""
+def _in_form_of(before: Any, value: Plain) -> Any:
+    """Returns a value in the form of the old one: in the same tensor, or the old dtype, else as it is."""
     if isinstance(before, torch.Tensor) and isinstance(value, int | float):
         with torch.no_grad():
             return before.fill_(value)
