@@ -620,7 +620,7 @@ class Session:
         self._check_data(len(dataset), batch_size, drop_last)
         self._batches_in_epoch, self._samples_in_epoch = shards.steps, shards.samples
         self._batch_size, self._drop_last = batch_size, drop_last
-        taken = (
+        source = (
             self._assigned_batches(dataset, batch_size, shuffle, drop_last, loader_options)
             if self._synchronizer.deals
             else self._equal_batches(dataset, shards, loader_options)
@@ -628,7 +628,7 @@ class Session:
         self._is_iterating = True
         try:
             self._begin_batch()
-            for batch, samples in self._pairing.each(taken):
+            for batch, samples in self._pairing.each(source):
                 self.check()
                 before = self.samples
                 self.samples += samples
@@ -677,10 +677,10 @@ class Session:
         indices = shards.batches(self.worker)[self._pairing.taken :]
         seed = (self._seed, self.epoch, self.worker)
         loaded = load_batches(dataset, indices, seed=seed, loader_options=loader_options)
-        for taken in indices:
+        for batch in indices:
             if self._member is not None and self._member.epochs_ended > self.epoch:
                 break
-            yield next(loaded), len(taken)
+            yield next(loaded), len(batch)
 
     def _assigned_batches(
         self,
@@ -693,7 +693,7 @@ class Session:
         """Yields the batches assigned to this worker, with their sizes."""
         assert self._member is not None
         samples = len(dataset)  # type: ignore[arg-type]
-        dealt = DealtBatches(
+        assigned = DealtBatches(
             self._member,
             lambda epoch: epoch_order(samples, seed=self._seed, epoch=epoch, shuffle=shuffle),
             dataset,
@@ -711,7 +711,7 @@ class Session:
             deadline_s=self._strategy.deadline_s,
         )
         self._has_left_epoch_early = False
-        return iter(dealt)
+        return iter(assigned)
 
     def _drop_rest_of_epoch(self) -> None:
         """Drops the rest of the epoch, which the loop has left early."""

@@ -167,7 +167,7 @@ class Member:
         self._worker_of_peer: dict[str, int] = {}
         self._name_of_worker: dict[int, str] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
-        self._reported_unreachable: set[str] = set()  # whom this worker has reported as unreachable
+        self._reported_unreachable: set[str] = set()  # peers reported to the coordinator
         self._silent_s = silent_s
         self._host, self._start_s, self._meeting_failure = meeting.host, meeting.start_s, meeting.failure
         self.endpoint = Endpoint(

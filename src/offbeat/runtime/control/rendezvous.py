@@ -150,10 +150,10 @@ def meet(environment: Environment, configure: Callable[[str, str, str], Configur
                 "coordinator": start_coordinator(configure(job, token, host)),
             }
     except Exception as error:
-        told = as_told(error)
+        reported = as_told(error)
         if store is not None:
-            _publish_failure(store, environment, told, limit_s)
-        raise told from error
+            _publish_failure(store, environment, reported, limit_s)
+        raise reported from error
     if environment.rank == 0:
         if store is not None:
             store.set(_COORDINATOR, json.dumps(found))
@@ -474,10 +474,10 @@ def _wait_for_all_workers(store: Store, limit_s: float, start_s: float) -> None:
     """Waits until as many workers are recorded as the largest world size that one of them expects."""
 
     def wait() -> None:
-        come, world = 0, 1
-        while come < world:
-            come += 1
-            place = f"{_ARRIVALS}/{come}"
+        arrived, world = 0, 1
+        while arrived < world:
+            arrived += 1
+            place = f"{_ARRIVALS}/{arrived}"
             store.wait([place], datetime.timedelta(seconds=start_s))
             world = max(world, int(store.get(place)))
 
