@@ -192,9 +192,7 @@ class Coordinator:
         self._present: set[str] = set()
         self._rejected: set[str] = set()  # refused before they joined
         self._connections: dict[str, int] = {}  # by peer, the number of the connection of its last tally
-        self._reconnecting: dict[
-            str, float
-        ] = {}  # present, to reconnect before the next Tick; by peer, the deadline
+        self._reconnecting: dict[str, float] = {}  # present peers, and until when they must reconnect
         self._expected_workers = 0  # workers; the largest world that a worker has announced
         self._has_started = False
         self._opened_s = self._last_tick_s = self._last_turn_s = time.monotonic()
@@ -498,7 +496,7 @@ class Coordinator:
         return isinstance(sender, int) or isinstance(action, Stop)
 
     def _send(self, peer: str, payload: bytes) -> None:
-        """Sends a message, after the journal is on disk; sends nothing during a replay."""
+        """Sends a message, after flushing the journal; sends nothing during a replay."""
         if self._endpoint is not None:
             self.journal.flush()
             self._endpoint.send(peer, payload)

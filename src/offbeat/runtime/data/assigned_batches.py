@@ -6,8 +6,8 @@ an epoch, with an id that is never used again.
 1. Requested. `_request` sends Wants: the epoch, how many blocks this worker can hold at once, and the ids
    that it has taken since it last announced a contribution. It is sent as the epoch begins, and when there is
    nothing to yield; once, until a batch has been yielded.
-2. Assigned. A Deal appends blocks to the `Hand`, in the links' thread. If its `anew` is set, the blocks queued
-   before are not this worker's any more.
+2. Assigned. A Deal appends blocks to the `Hand`, in the links' thread. If its `anew` is set, the blocks
+   queued before are not this worker's any more.
 3. Loaded. The sampler of a DataLoader fetches the next block that is not being loaded yet and turns its
    positions into samples. The loader's processes work ahead of the loop. A loader cannot wait for samples
    without holding back those that it has loaded, so where no block is queued it gets an empty item.
@@ -27,8 +27,8 @@ What is yielded where no block is at hand, by `_choose`:
   the group has finished the epoch.
 Else the worker waits, for a limited time, until a Deal changes that.
 
-A loop that leaves its epoch early discards its queue, and ignores assignments until one has `anew` set; the next
-Wants has `skips` set.
+A loop that leaves its epoch early discards its queue, and ignores assignments until one has `anew` set; the
+next Wants has `skips` set.
 
 Nothing here decides which worker gets which samples, nor computes with them. `Hand` is used under the
 member's lock only.
