@@ -163,7 +163,7 @@ def test_a_recorded_count_that_cannot_be_breaks_the_protocol(by_hand):
     _, worker = by_hand
     worker.line.tell(ready(0, 0))
     for heard in (2, 10**6):
-        with pytest.raises(ProtocolError, match="expected between 0 and 1 events"):
+        with pytest.raises(ProtocolError, match="expected an acknowledgement of between 0 and 1 events"):
             worker.line.hear(encode_tally(Tally(0, heard, 0)))
 
 
@@ -223,7 +223,7 @@ def leaving(node):
     ("coordinator", "words"),
     [
         (over, ["nothing listens any more at tcp://", "its process has ended", "see the output of rank 0"]),
-        (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall is on the way"]),
+        (deaf, ["within 0.5 s: no answer", "its process may be alive", "no firewall blocks it"]),
         (of_another_job, ["this is job later, not job job", "another process listens", "start it again"]),
         (leaving, ["it ended before the job did", "see the output of rank 0"]),
     ],

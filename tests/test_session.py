@@ -713,5 +713,5 @@ def test_a_part_of_an_epoch_needs_the_sessions_own_batches(monkeypatch):
     monkeypatch.setenv("OFFBEAT_SLOW", "0:2@0.0-0.5")
     model = nn.Linear(2, 2)
     with offbeat.join(model, sgd(model), AllReduce()):
-        with pytest.raises(OffbeatError, match=r"session\.batches knows it"):
+        with pytest.raises(OffbeatError, match=r"use session\.batches, which provides it"):
             model(torch.ones(1, 2)).sum().backward()

@@ -165,7 +165,7 @@ def test_a_parameter_of_two_optimizers_is_refused_on_servers():
 
 
 def test_without_an_optimizer_nothing_is_trained():
-    with pytest.raises(OffbeatError, match="expected an optimizer, or several, got none"):
+    with pytest.raises(OffbeatError, match="expected one optimizer or several, got none"):
         offbeat.join(make()[0], [], AllReduce())
 
 
