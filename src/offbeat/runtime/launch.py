@@ -89,9 +89,9 @@ def free_port() -> int:
     It lies below the kernel's range of ephemeral ports, so that only another explicit request can take it
     between this call and its use.
     """
-    chance = random.SystemRandom()
+    rng = random.SystemRandom()
     for _ in range(1000):
-        port = chance.randrange(20_000, 32_768)
+        port = rng.randrange(20_000, 32_768)
         with socket.socket() as probe:
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
@@ -402,9 +402,9 @@ class Workers:
     ) -> None:
         self.close()
 
-    def _end_at(self, after_s: float, why: str) -> None:
+    def _end_at(self, after_s: float, reason: str) -> None:
         with self._changed:
-            self._deadlines.append((time.monotonic() + after_s, why))
+            self._deadlines.append((time.monotonic() + after_s, reason))
             if not self._is_closed:
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -471,7 +471,7 @@ class Workers:
     def _on_timer(self) -> None:
         now_s = time.monotonic()
         with self._changed:
-            due = [why for at_s, why in sorted(self._deadlines) if at_s <= now_s]
+            due = [reason for at_s, reason in sorted(self._deadlines) if at_s <= now_s]
             running = [worker for worker in self._workers if worker.outcome is None]
             if self._ending_because is None and due:
                 self._ending_because = due[0]
@@ -513,12 +513,12 @@ class Workers:
             worker.outcome = outcome
             is_failure = returncode != 0 and self._ending_because is None
             if is_failure and outcome.replaced_by is None and self._grace_s is not None:
-                why = f"it had not ended {self._grace_s:g} s after worker {worker.rank} failed"
-                self._deadlines.append((time.monotonic() + self._grace_s, why))
+                reason = f"it had not ended {self._grace_s:g} s after worker {worker.rank} failed"
+                self._deadlines.append((time.monotonic() + self._grace_s, reason))
 
     def _replace(self, worker: _WorkerProcess, outcome: Outcome, selector: selectors.BaseSelector) -> Outcome:
         """Starts a replacement for a worker that died, if one is left and other workers still run."""
-        others = [one for one in self._workers if one.outcome is None and one is not worker]
+        others = [other for other in self._workers if other.outcome is None and other is not worker]
         rank = self._replacements.draw() if self._replacements is not None and others else None
         if rank is None:
             return outcome

@@ -662,12 +662,12 @@ class Session:
         if place is None or not place.samples or place.epoch != self.epoch:
             return
         if (samples, batch_size, drop_last) != (place.samples, place.batch_size, place.drop_last):
-            theirs = batches_in_words(place.batch_size, place.drop_last)
-            own = batches_in_words(batch_size, drop_last)
+            job_batches = batches_in_words(place.batch_size, place.drop_last)
+            own_batches = batches_in_words(batch_size, drop_last)
             raise OffbeatError(
                 f"expected the data of the job that worker {self.worker} joins, {place.samples} samples in "
-                f"batches of {theirs}, got {samples} in batches of {own}: start newcomers with the same data "
-                "set, batch size and drop_last"
+                f"batches of {job_batches}, got {samples} in batches of {own_batches}: start "
+                "newcomers with the same data set, batch size and drop_last"
             )
 
     def _equal_batches(
@@ -811,8 +811,8 @@ class Session:
 
     def _has_model_to_validate(self) -> bool:
         """Whether to validate this worker's model: a current replica, or the leader's where copies differ."""
-        one = self._synchronizer
-        return one.is_current if one.is_common else one.leads
+        synchronizer = self._synchronizer
+        return synchronizer.is_current if synchronizer.is_common else synchronizer.leads
 
     @property
     def traffic(self) -> Mapping[str, float]:

@@ -216,8 +216,8 @@ class ControlLine:
                 while queue and queue[0].last <= tally.heard:
                     queue.popleft()
             if not self._is_open and self._unsent and self._unsent[0].first < tally.heard:
-                begun = self._unsent.popleft()
-                rest = begun.events[tally.heard - begun.first :]
+                partial = self._unsent.popleft()
+                rest = partial.events[tally.heard - partial.first :]
                 self._unsent.appendleft(_EventBatch(tally.heard, rest, encode(rest)))
             self._changed.notify_all()
         if not self._is_open:

@@ -247,10 +247,10 @@ class Coordinator:
             self._log.close()
 
     def _is_over(self) -> bool:
-        everybody_came = 0 < self._expected_workers <= len(self._peers)
+        have_all_joined = 0 < self._expected_workers <= len(self._peers)
         return (
             self._has_started
-            or everybody_came
+            or have_all_joined
             or time.monotonic() - self._opened_s > self._configuration.stay_s
         )
 
@@ -429,7 +429,7 @@ class Coordinator:
         if isinstance(event, Lost | NodeLost) and not self._peers[peer].is_refused:
             lost = _display_name(self._peers[peer].sender)
             out.append(Refuse(peer=peer, reason=f"{lost} was lost: {event.cause}"))
-        if isinstance(event, Lost | Failed) and not any(isinstance(one, Stop) for one in actions):
+        if isinstance(event, Lost | Failed) and not any(isinstance(action, Stop) for action in actions):
             out.append(self._worker_lost(event))
         return out
 
@@ -482,7 +482,9 @@ class Coordinator:
             case TaskIssued() | PassesEnded() | WorkerRefused():
                 return action.node == sender
             case GroupViewed():
-                return sender in ([action.node] if action.node else [one.node for one in action.workers])
+                return sender in (
+                    [action.node] if action.node else [member.node for member in action.workers]
+                )
             case Deal() | Used() | Grant() | Recall() | RoundNamed():
                 return action.worker == sender
             case Settle() | EvaluatePart() | MergeStates():
@@ -602,8 +604,8 @@ class Coordinator:
             self._peers[peer] = _PeerRecord(addresses=tuple(addresses), unacked=deque(actions), **plain)
         self._present = {peer for peer, worker in self._peers.items() if worker.is_present}
         self._expected_workers, self._has_started = state["expected"], state["has_started"]
-        for policy, one in zip(self._policies, state["policies"], strict=True):
-            policy.load_state_dict(one)
+        for policy, state_dict in zip(self._policies, state["policies"], strict=True):
+            policy.load_state_dict(state_dict)
         return None if state["log"] is None else LogPlace(*state["log"])
 
     # The run log -----------------------------------------------------------------------------------------

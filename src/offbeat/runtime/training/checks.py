@@ -139,17 +139,17 @@ def check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
         OffbeatError: names them.
     """
     intervals = []
-    for name, one in parameters.items():
-        if one.numel():
+    for name, tensor in parameters.items():
+        if tensor.numel():
             extent = 1  # of the dimensions so far, in elements
-            for stride, size in sorted(zip(one.stride(), one.shape, strict=True)):
+            for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
                 if size > 1 and stride < extent:
                     raise OffbeatError(
                         f"several elements of {name} share memory, and servers store each separately: clone "
                         "it before join"
                     )
                 extent += stride * (size - 1)
-            intervals.append((one.data_ptr(), one.data_ptr() + extent * one.element_size(), name))
+            intervals.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size(), name))
     intervals.sort()
     for (_, end, name), (first, _, other) in pairwise(intervals):
         if first < end:
@@ -193,7 +193,7 @@ class Forms:
         self._known_identities = self._identities()
 
     def _identities(self) -> list[object]:
-        return [one.data_ptr() or one.dtype for one in self._parameters]
+        return [parameter.data_ptr() or parameter.dtype for parameter in self._parameters]
 
 
 class Watch:
@@ -238,7 +238,7 @@ class Watch:
 
     def _remember(self) -> None:
         modules = self._trained.model.modules()
-        plain = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
+        plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._held_by_modules = [
             held.values() for module in plain for held in (module._parameters, module._modules)
         ]

@@ -29,7 +29,7 @@ def plain_settings(group: Mapping[str, Any]) -> dict[str, Plain | list[Plain]]:
         OffbeatError: names a hyperparameter that is neither a number nor plain data.
     """
     return {
-        name: [_plain_value(name, one) for one in value]
+        name: [_plain_value(name, element) for element in value]
         if isinstance(value, tuple | list)
         else _plain_value(name, value)
         for name, value in sorted(group.items())
@@ -89,7 +89,7 @@ def write_numbers(groups: Sequence[Group], places: Sequence[NumberPlace], values
 def _number_places(settings: Mapping[str, Plain | list[Plain]]) -> Iterator[tuple[str, int | None]]:
     for name, value in settings.items():
         if isinstance(value, list):
-            yield from ((name, index) for index, one in enumerate(value) if _is_number(one))
+            yield from ((name, index) for index, element in enumerate(value) if _is_number(element))
         elif _is_number(value):
             yield name, None
 
