@@ -1,6 +1,6 @@
-"""Virtual time: what is to happen, and in which order.
+"""Virtual time: a calendar of function calls, executed in the order of their times.
 
-Nothing here knows what happens; it only keeps the order of times, and of asking where times are equal.
+Calls of equal times run in the order in which they were requested. The calendar does not know what it calls.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
 _Entry: TypeAlias = tuple[float, int, Callable[[Any], None], Any]
-_SORTED_AT_ONCE = 64
+_SORTED_AT_ONCE = 64  # up to this many entries are sorted as a whole
 
 
 class Engine:
     """Calls functions at virtual times, in the order of the times.
 
-    Most calls lie farther ahead than those that are due next. They are only collected, and sorted when their
+    Most calls lie further ahead than those that are due next. They are only collected, and sorted when their
     time comes near: with 10,000 workers that is several times cheaper than a heap of all of them.
 
     Args:
-        begin_s: the virtual time at which it begins.
+        begin_s: the virtual time at the beginning.
 
     Attributes:
-        now_s: the virtual time. What is called may move it on itself, up to `free_until_s`.
-        count: how many calls have been made.
+        now_s: the virtual time. A called function may advance it itself, up to `free_until_s`.
+        count: calls executed so far.
     """
 
     def __init__(self, begin_s: float = 0.0) -> None:
         self.now_s = begin_s
         self.count = 0
-        self._soon: list[_Entry] = []  # a heap: what was asked for before the horizon
+        self._soon: list[_Entry] = []  # a heap: entries that were requested before the horizon
         self._sorted: list[_Entry] = []  # latest first, all before the horizon
-        self._far: list[_Entry] = []  # in no order, none before the horizon
+        self._far: list[_Entry] = []  # unordered, none before the horizon
         self._horizon_s = 0.0
         self._number = 0
         self._until_s = 0.0
         self._is_stopped = False
 
     def at(self, time_s: float, call: Callable[[Any], None], argument: Any = None) -> None:
-        """Calls `call(argument)` at `time_s`, or now if that is past."""
+        """Schedule `call(argument)` at `time_s`, or now if that has passed."""
         self._number += 1
         if time_s < self._horizon_s:
             heappush(self._soon, (max(time_s, self.now_s), self._number, call, argument))
@@ -49,7 +49,7 @@ class Engine:
 
     @property
     def free_until_s(self) -> float:
-        """Before when nothing is to be called, as things stand, and the run does not end."""
+        """The time before which no call is due and the run does not end, as scheduled so far."""
         if not self._soon and not self._sorted and self._far:
             self._sort()
         free_s = self._until_s
@@ -60,11 +60,11 @@ class Engine:
         return self.now_s if self._is_stopped else free_s
 
     def stop(self) -> None:
-        """Ends `run` after the call that is being made."""
+        """End `run` after the current call."""
         self._is_stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Makes all calls up to `until_s`, those included that they ask for, or until `stop`."""
+        """Execute all calls up to `until_s`, including those scheduled meanwhile, or until `stop`."""
         self._is_stopped = False
         self._until_s = until_s
         while not self._is_stopped:
@@ -87,18 +87,18 @@ class Engine:
             entry[2](entry[3])
 
     def asked(self) -> Iterator[tuple[float, Callable[[Any], None], Any]]:
-        """Yields what is still to be called, in order: when, what, and with which argument."""
+        """Yield the calls that are still due, in order: time, function and argument."""
         for time_s, _, call, argument in sorted(self._soon + self._sorted + self._far, key=_order):
             yield time_s, call, argument
 
     def _sort(self) -> None:
-        """Puts what comes next in order; what is rare and far off stays, so that the horizon stays near."""
+        """Sort the next entries; the latest eighth stays unsorted, so that the horizon stays near."""
         far = self._far
         far.sort(reverse=True)
         keep = len(far) // 8 if len(far) > _SORTED_AT_ONCE else 0
         self._far, self._sorted = far[:keep], far[keep:]
         self._horizon_s = math.nextafter(self._sorted[0][0], math.inf)
-        if self._far:  # of what comes at one time, all or nothing
+        if self._far:  # entries of one time are sorted together or not at all
             while self._far and self._far[-1][0] < self._horizon_s:
                 self._sorted.insert(0, self._far.pop())
 

@@ -1,6 +1,6 @@
-"""What goes wrong in a simulated cluster, and when, each fault as data that is written in one line.
+"""Faults of a simulated cluster as data: what goes wrong and when, with a one-line text form.
 
-Nothing here acts; `offbeat.simulator.cluster` does what is said here.
+Nothing here acts; `offbeat.simulator.cluster` carries the faults out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final, Literal, TypeAlias, get_args
 
 FORMS = (
     "die:1@2.5 (worker 1 dies after 2.5 s; die:1,2@2.5 for two at once), hang:1@2.5+30 (for 30 s), "
-    "late:1@2.5+0.2 (its messages take 0.2 s longer from then on), cut:1@2.5+3 (from the coordinator, for "
-    "3 s), cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), cut:1>2@2.5+3 (what 1 sends to 2 "
-    "is lost; c is the coordinator), split:1,2@2.5+3 (these from everybody else), reset:1-2@2.5 (their "
-    "connection breaks; reset:1@2.5 for the coordinator's), join:9@2.5 (worker 9 is new), leave:1@2.5, "
-    "restart@2.5+0.5 (the coordinator, gone for 0.5 s)"
+    "late:1@2.5+0.2 (its messages arrive 0.2 s late, once), cut:1@2.5+3 (from the coordinator, for 3 s), "
+    "cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), cut:1>2@2.5+3 (messages from 1 to 2 "
+    "are lost; c is the coordinator), split:1,2@2.5+3 (these workers from all other nodes), reset:1-2@2.5 "
+    "(their connection breaks; reset:1@2.5 for the one to the coordinator), join:9@2.5 (worker 9 joins), "
+    "leave:1@2.5, restart@2.5+0.5 (the coordinator, down for 0.5 s)"
 )
 SERVERS: Final = -2  # all servers together, as a peer
 Whose: TypeAlias = Literal["both", "worker", "peer"]
@@ -24,14 +24,14 @@ WHOSE: tuple[Whose, ...] = get_args(Whose)
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _FAULT = re.compile(
     rf"(?P<kind>die|hang|late|cut|split|reset|join|leave|restart)"
-    rf"(?::(?P<who>[0-9]+(?:,[0-9]+)*|[0-9]+-(?:[0-9]+|s)|[0-9]+>[0-9]+|[0-9]+>c|c>[0-9]+))?"
+    rf"(?::(?P<workers>[0-9]+(?:,[0-9]+)*|[0-9]+-(?:[0-9]+|s)|[0-9]+>[0-9]+|[0-9]+>c|c>[0-9]+))?"
     rf"@(?P<at>{_NUMBER})(?:\+(?P<length>{_NUMBER}))?"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """Workers end without a word, all at once."""
+    """Workers die without notice, all at once."""
 
     at_s: float
     workers: tuple[int, ...]
@@ -39,7 +39,7 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A worker neither computes nor answers for a while, and then goes on with everything queued."""
+    """A worker neither computes nor responds for a while, and then resumes with all queued messages."""
 
     at_s: float
     worker: int
@@ -48,7 +48,7 @@ class Hang:
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """What a worker says or hears from `at_s` on comes `length_s` later, once."""
+    """Messages of a worker, in one direction, arrive `length_s` after `at_s` at the earliest."""
 
     at_s: float
     worker: int
@@ -57,11 +57,11 @@ class Late:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A worker and another node do not get what the other sends for a while.
+    """A worker and another node do not receive each other's messages for a while.
 
     Attributes:
         peer: another worker, `SERVERS`, or None for the coordinator.
-        lost: whose messages are lost: those of both, or only of the worker or only of its peer.
+        lost: whose messages are lost: those of both, only the worker's, or only the peer's.
     """
 
     at_s: float
@@ -73,7 +73,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Some workers and all other nodes, the coordinator included, cannot hear each other for a while."""
+    """Some workers are cut off from all other nodes, the coordinator included, for a while."""
 
     at_s: float
     workers: tuple[int, ...]
@@ -82,7 +82,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Reset:
-    """A worker's connection to another worker, or to the coordinator (None), breaks; both live on."""
+    """The connection of a worker to another worker, or to the coordinator (None), breaks; both live on."""
 
     at_s: float
     worker: int
@@ -91,7 +91,7 @@ class Reset:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A worker asks to take part that was not there from the start."""
+    """A worker that was not there at the start joins."""
 
     at_s: float
     worker: int
@@ -99,7 +99,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """A worker leaves in order, with the first step that it finishes after `at_s`."""
+    """A worker leaves in order, after the first step that it finishes past `at_s`."""
 
     at_s: float
     worker: int
@@ -107,7 +107,7 @@ class Departure:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """The coordinator dies, and another one replays its log after a while."""
+    """The coordinator dies, and a new one replays its log after a while."""
 
     at_s: float
     length_s: float
@@ -117,20 +117,20 @@ Fault: TypeAlias = Death | Hang | Late | Cut | Split | Reset | Arrival | Departu
 
 
 def parse(text: str) -> Fault:
-    """Read one fault.
+    """Parse one fault.
 
     Raises:
-        ValueError: one line that says what was expected and what came.
+        ValueError: the text is no fault; the message is one line with the expected forms.
     """
     found = _FAULT.fullmatch(text)
     if found is not None:
-        kind, at_s, nodes = found["kind"], float(found["at"]), found["who"] or ""
-        who = [int(one) for one in re.findall("[0-9]+", nodes)]
+        kind, at_s, nodes = found["kind"], float(found["at"]), found["workers"] or ""
+        workers = [int(one) for one in re.findall("[0-9]+", nodes)]
         length_s = None if found["length"] is None else float(found["length"])
         between = "".join(re.findall("[->]", nodes)) or ","
-        match kind, between, who, length_s:
+        match kind, between, workers, length_s:
             case "die", ",", [_, *_], None:
-                return Death(at_s=at_s, workers=tuple(sorted(set(who))))
+                return Death(at_s=at_s, workers=tuple(sorted(set(workers))))
             case "hang", ",", [worker], float():
                 return Hang(at_s=at_s, worker=worker, length_s=length_s)
             case "late", ",", [worker], float():
@@ -147,7 +147,7 @@ def parse(text: str) -> Fault:
             case "cut", ">", [worker, peer], float() if worker != peer:
                 return Cut(at_s=at_s, worker=worker, peer=peer, length_s=length_s, lost="worker")
             case "split", ",", [_, *_], float():
-                return Split(at_s=at_s, workers=tuple(sorted(set(who))), length_s=length_s)
+                return Split(at_s=at_s, workers=tuple(sorted(set(workers))), length_s=length_s)
             case "reset", ",", [worker], None:
                 return Reset(at_s=at_s, worker=worker, peer=None)
             case "reset", "-", [worker, peer], None if worker != peer:
@@ -162,7 +162,7 @@ def parse(text: str) -> Fault:
 
 
 def spell(fault: Fault) -> str:
-    """Write a fault as `parse` reads it."""
+    """Return the text of a fault, as `parse` reads it."""
     match fault:
         case Death():
             return f"die:{','.join(map(str, fault.workers))}@{fault.at_s!r}"

@@ -1,6 +1,6 @@
-"""What it costs to say something or to send tensors; and which nodes cannot hear each other.
+"""The cost of messages and of tensor transfers, in seconds.
 
-Nothing here moves anything: these are times.
+Nothing here moves data or knows of outages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Lines that are all alike.
+    """Identical links between all nodes.
 
     Source: the ring's cost, 2 (m - 1) alpha + 2 (m - 1) / m n / beta for n bytes among m members (Patarasuk
-    and Yuan 2009, section 4). Deviation: adding costs nothing, and nobody shares a line.
+    and Yuan 2009, section 4). Deviation: adding costs nothing, and no two transfers share a link.
 
     Args:
-        latency_s: alpha, how long a message takes that has no length.
-        bytes_per_s: beta, of one line.
-        spread: members end an all-reduce at different times, apart by up to this share of it.
+        latency_s: alpha, duration of a message of length 0.
+        bytes_per_s: beta, bandwidth of one link.
+        spread: members end an all-reduce at different times, up to this share of its duration apart.
 
     Raises:
         ValueError: a number out of range.
@@ -38,10 +38,10 @@ class Network:
             raise ValueError(f"expected a spread from 0 to 1, got {self.spread}")
 
     def all_reduce_s(self, size_bytes: int, members: int) -> float:
-        """Return how long a ring all-reduce takes after the last member has begun."""
+        """Return the duration of a ring all-reduce, from the arrival of its last member."""
         steps = 2 * (members - 1)
         return steps * self.latency_s + steps / members * size_bytes / self.bytes_per_s
 
     def transfer_s(self, size_bytes: int) -> float:
-        """Return how long a message takes from one node to another."""
+        """Return the duration of a message from one node to another."""
         return self.latency_s + size_bytes / self.bytes_per_s

@@ -1,6 +1,39 @@
-"""A cluster that is not there: workers, a coordinator that asks the real policies, and what goes wrong.
+"""A simulated cluster: workers, a coordinator that runs the real policies, a network, and injected faults.
 
-Nothing here decides who takes part, and nothing waits for real time.
+Theory of operation.
+
+*Time.* `Engine` is a calendar of (time, function, argument). `run` moves `now_s` to the earliest entry and
+calls it; entries of equal times run in the order in which they were requested. Nothing sleeps and no thread
+runs: a wait is an entry further ahead. All chance comes from `random.Random` and numpy generators seeded with
+`Setting.seed`, so equal settings give equal runs.
+
+*Parts.* A `SimulatedWorker` is a state machine (computing, waiting, exchanging, applying, …) around the
+runtime's own `Follower`. An `Exchange` starts when its last member has arrived, and ends for the members one
+after the other. `Lines` holds the outages of the network and reports unreachable peers. `Cluster` stands for
+the coordinator and for every transport: `tell` sends an event up, `ask` hands it to the policies, `_answer`
+sends their actions down.
+
+*Order.* Each direction of a worker's control connection is FIFO: a message arrives at the latest of now +
+latency and the arrival time of the message before it (`up_s`, `down_s`). A fault of the network only moves
+these times: it delays messages and never loses one. Only a restart of the coordinator loses messages: those
+on the way belong to an earlier incarnation, and the log after its last durable entry is dropped. With
+`is_numbered`, both sides then resend what was not recorded; else a worker sends its last Ready, Halted and
+Finished again. A new coordinator replays the log; its clock lags `behind_s` behind the engine's.
+
+*Hangs.* A hung worker queues what arrives. Its pending computation is invalidated by a counter (`_busy`) and
+scheduled again, with the time that it still takes, when the worker resumes. An exchange is blocked while a
+member hangs or is dead, or while an outage separates members.
+
+*Vectorization.* While nothing goes wrong, a `Cohort` computes whole rounds with arrays instead of one engine
+entry for each worker. Every fault, every delivery but EpochEnded, and every look at `workers` dissolves it:
+the members replay the round under way through their own code, in an engine of their own, up to now.
+
+*Invariants*, checked during the run and at its end (`_check_…`, and in `Exchange`): generations increase; a
+group has members that are present, and at least one with the state; members of an exchange have equal
+states; no group is formed without a silent majority; no sample is used twice, and in a job that ends well
+each one is used; some worker finishes a step within `stuck_after_s`. A violation raises `ViolationError`.
+
+Nothing here decides on membership, and nothing waits for real time.
 """
 
 from __future__ import annotations
@@ -83,7 +116,7 @@ from offbeat.simulator.training.vectorized_group import Cohort
 from offbeat.simulator.training.worker import TAKING, Parcel, SimulatedWorker
 
 _NEVER = 10**18
-_KNOWN_S = UNREACHABLE_S + 0.1  # after so long a silence, the policies have been told of it
+_REPORTED_S = UNREACHABLE_S + 0.1  # a silence of this length has been reported to the policies
 
 
 class ViolationError(OffbeatError):
@@ -92,26 +125,26 @@ class ViolationError(OffbeatError):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """All that makes up a simulated run but its policies.
+    """Parameters of a simulated run, except for its policies.
 
     Attributes:
         world: workers at the start.
-        steps: after how many each worker leaves, None for never.
+        steps: steps after which each worker leaves; None for no limit.
         until_s: the virtual time at which the run ends at the latest.
-        steps_per_epoch: of each worker; where samples are dealt, it follows from them.
-        samples: what is dealt to the workers; None where nothing is, and time is all that passes.
+        steps_per_epoch: steps in an epoch of each worker; derived from `samples` where samples are dealt.
+        samples: the samples that are dealt to the workers; None to simulate time only.
         rounds_per_step: exchanges in a step (gradient accumulation).
         times: the model of compute time.
-        slow: who is slowed on top.
-        network: what messages cost.
-        size_bytes: what an exchange carries; a state is three times as much.
-        apply_s: how long an optimizer step takes.
-        faults: what goes wrong.
-        tick_s: how often policies hear that time passed.
-        detect_s: after how long the coordinator learns of a death.
-        lost_after_s: how long a node may be silent until it counts as lost.
-        stuck_after_s: nobody finishes a step for so long: the run is stuck.
-        seed: of all chance.
+        slow: slowdown rules, on top of `times`.
+        network: cost of messages.
+        size_bytes: size of the gradients in an exchange; a state is three times as large.
+        apply_s: duration of an optimizer step.
+        faults: faults to inject.
+        tick_s: interval at which policies receive a Tick.
+        detect_s: delay after which the coordinator learns of a death.
+        lost_after_s: silence after which a node counts as lost.
+        stuck_after_s: time without a finished step after which the run counts as stuck.
+        seed: seed of all random numbers.
     """
 
     world: int = 4
@@ -139,7 +172,7 @@ class Setting:
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least 1 step, got {self.steps}")
         if self.samples is not None and (self.steps is not None or self.rounds_per_step > 1):
-            raise ValueError("expected epochs instead of steps, and a round a step, where samples are dealt")
+            raise ValueError("expected epochs instead of steps, and one round a step with dealt samples")
         has_end = self.steps is not None or (self.samples is not None and self.samples.epochs is not None)
         if not has_end and self.until_s == math.inf:
             raise ValueError("expected steps or until_s, got neither: the run would not end")
@@ -149,24 +182,25 @@ class Setting:
 
 
 class Cluster:
-    """One run.
+    """One simulated run.
 
     Args:
-        setting: what is simulated.
-        policies: builds the coordinator's policies, anew for each coordinator.
-        problem: what is trained; by default only a history.
-        keeps_log: whether `log` is kept; it is where coordinators restart.
-        one_by_one: whether every worker is simulated on its own all the time; the run is the same.
+        setting: parameters of the run.
+        policies: builds the coordinator's policies; called again for each restarted coordinator.
+        problem: the training problem; by default only a history.
+        keeps_log: whether `log` is kept; it is always kept where coordinators restart.
+        one_by_one: simulate every worker individually all the time; the run is the same.
 
     Attributes:
-        log: every event with its answers.
-        stopped: the Stop that ended the job, if one did.
-        is_dismissed: the job has come to its end.
-        progress_s: when somebody last finished a step, or earlier while there is a cohort.
-        cohort: the members, while all that they do is known beforehand.
-        heard: workers whose last Ready the coordinator has heard although they are only about to say it.
-        changed_s: when the last Halt or Group was said.
-        is_numbered: what is said is recorded once and heard once, in order, whenever the coordinator dies.
+        log: every event with the actions that answered it.
+        stopped: the Stop that ended the job, if any.
+        is_dismissed: the job has completed.
+        progress_s: when a worker last finished a step, or earlier while there is a cohort.
+        cohort: the members of the group, while their rounds are computed together.
+        heard: workers whose last Ready the coordinator has already received, during `dissolve`.
+        changed_s: when the last Halt or Group was sent.
+        is_numbered: events and actions are recorded and delivered exactly once and in order, across
+            restarts of the coordinator.
     """
 
     HAS_SERVERS: ClassVar = False
@@ -200,7 +234,7 @@ class Cluster:
         self.cohort = Cohort(self)
         self.heard: frozenset[int] = frozenset()
         is_plain = setting.rounds_per_step == 1 and not setting.apply_s and samples is None
-        self._is_quick = not one_by_one and is_plain
+        self._may_vectorize = not one_by_one and is_plain
         self._workers: dict[int, SimulatedWorker] = {}
         self.hung_at_s: dict[int, float] = {}
         self.progress_s = self.changed_s = 0.0
@@ -212,19 +246,19 @@ class Cluster:
         self.lines = Lines(self)
         self._exchange_ids: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._keeps_log = keeps_log or any(isinstance(fault, Restart) for fault in setting.faults)
-        self._durable = 0  # as much of the log as a killed coordinator has written
+        self._durable = 0  # length of the part of the log that a killed coordinator has written
         self._build = policies
         self.policies = list(policies())
         self._incarnation = 0
         self._is_down = False
-        self.behind_s = 0.0  # the coordinator's clock goes on where its log ended
+        self.behind_s = 0.0  # a restarted coordinator's clock continues from the end of its log
         self._present: set[int] = set()
         self._gone: set[int] = set()
-        self._away: set[int] = set()  # workers that could not connect when a coordinator came back
-        # Where what is said is numbered: of how many events of each worker the log knows, what each was told.
+        self._unconnected: set[int] = set()  # workers that could not connect when a coordinator restarted
+        # With is_numbered: events of each worker in the log, and messages sent to each worker.
         self._recorded: Counter[int] = Counter()
-        self._told: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
-        self._said: list[Action] = []  # the last Start, Group and Halt
+        self._sent: dict[int, list[tuple[Action, ...]]] = defaultdict(list)
+        self._last_actions: list[Action] = []  # the last action of each broadcast type
         self._slowness = (
             Slowness(setting.slow, workers=setting.world, seed=setting.seed) if setting.slow else None
         )
@@ -232,15 +266,15 @@ class Cluster:
         self.lockstep = any(isinstance(policy, Lockstep) for policy in self.policies)
         has_restart = any(isinstance(fault, Restart) for fault in setting.faults)
         self.is_numbered = samples is not None or (self.lockstep and has_restart)
-        self._is_quick &= not self.is_numbered
+        self._may_vectorize &= not self.is_numbered
 
     # Running -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs to the end.
+        """Run the simulation to its end.
 
         Raises:
-            ViolationError: something happened that must not.
+            ViolationError: an invariant was violated.
         """
         setting, engine = self.setting, self.engine
         for worker in range(setting.world):
@@ -251,29 +285,29 @@ class Cluster:
         engine.run(setting.until_s)
         self.cohort.dissolve()
         if self._alive:
-            engine.run(engine.now_s)  # of this very time, what members do on their own
+            engine.run(engine.now_s)  # calls of dissolved members that are due at this very time
         self._check_end()
 
     def _check_end(self) -> None:
-        """See that the run has ended as it must."""
+        """Check the invariants that hold at the end of a run."""
         if self.setting.samples is not None:
             self._check_uses(self.setting.samples)
 
     @property
     def workers(self) -> dict[int, SimulatedWorker]:
-        """All that ever were, as they are now; to look at them is to dissolve the cohort."""
+        """All workers, past and present; reading this dissolves the cohort."""
         self.cohort.dissolve()
         return self._workers
 
     @property
     def step(self) -> int:
-        """How many steps whoever is furthest has finished, or one less while there is a cohort."""
+        """Steps finished by the furthest worker, or one less while there is a cohort."""
         return max(self.cohort.step, max(one.follower.step for one in self._workers.values()))
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing is the matter that keeps members from being a cohort."""
-        return self._is_quick and self.lines.are_calm and not (self._hung_until_s or self._is_down)
+        """Whether nothing prevents a cohort: no outage, no hung worker, a running coordinator."""
+        return self._may_vectorize and self.lines.are_calm and not (self._hung_until_s or self._is_down)
 
     def _add(self, worker: int, *, is_new: bool) -> None:
         is_slowed = any(rule.worker in (None, worker) for rule in self.setting.slow)
@@ -291,11 +325,11 @@ class Cluster:
         return SimulatedWorker(self, worker, stopwatch, is_new=is_new)
 
     def violated(self, what: str) -> NoReturn:
-        """Ends the run: this must never happen."""
+        """End the run with a ViolationError."""
         raise ViolationError(f"after {self.engine.now_s:.6f} s: {what}")
 
     def end_if_empty(self) -> None:
-        """Ends the run, a second later, if nobody is left."""
+        """End the run after one more second if no worker is left and none joins later."""
         self._alive -= 1
         if not self.lines.are_calm:
             self.lines.look()
@@ -323,18 +357,18 @@ class Cluster:
             self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
 
     def _waits_for_the_last_donor(self, one: SimulatedWorker) -> bool:
-        """Whether it cannot reach who gives it the final state; nobody trains any more who could."""
+        """Whether the worker waits for the final state from a donor that it cannot reach."""
         is_last = self.is_dismissed and one.doing == TAKING
         return is_last and self.lines.free_s(one.follower.donor, one.worker) > self.engine.now_s
 
     # Control messages ----------------------------------------------------------------------------------
 
     def arrival_s(self, worker: SimulatedWorker) -> float:
-        """Return when what a worker says now is heard, on the coordinator's clock."""
+        """Return when an event that a worker sends now arrives, on the coordinator's clock."""
         return max(worker.up_s, self.engine.now_s + self.network.latency_s) - self.behind_s
 
     def tell(self, worker: SimulatedWorker, event: Event) -> None:
-        """Sends an event to the coordinator."""
+        """Send an event to the coordinator."""
         at_s = max(worker.up_s, self.engine.now_s + self.network.latency_s)
         worker.up_s = at_s
         if self.is_numbered:
@@ -344,12 +378,12 @@ class Cluster:
     def tell_ready(
         self, worker: SimulatedWorker, generation: int, epoch: int, step: int, round: int, compute_s: float
     ) -> None:
-        """Sends a Ready; the same as `tell`, cheaper."""
+        """Send a Ready: the same as `tell`, but faster."""
         at_s = self.engine.now_s + self.network.latency_s
         if at_s < worker.up_s:
             at_s = worker.up_s
         worker.up_s = at_s
-        ready: Ready = object.__new__(Ready)  # a third of what the frozen dataclass's constructor takes
+        ready: Ready = object.__new__(Ready)  # three times as fast as the dataclass's constructor
         object.__setattr__(
             ready,
             "__dict__",
@@ -372,17 +406,17 @@ class Cluster:
             self.bring(worker.worker, ready, at_s)
 
     def bring(self, worker: int, event: Event, at_s: float) -> None:
-        """Lets the coordinator hear an event that is on its way."""
-        self.engine.at(at_s, self._hear, (worker, self._incarnation, event))
+        """Schedule the arrival of an event at the coordinator."""
+        self.engine.at(at_s, self._receive, (worker, self._incarnation, event))
 
-    def _hear(self, message: tuple[int, int, Event]) -> None:
+    def _receive(self, message: tuple[int, int, Event]) -> None:
         worker, incarnation, event = message
         if incarnation != self._incarnation or self._is_down:
             return
         if self.is_numbered:
             told, recorded = self._workers[worker].told, self._recorded[worker]
             if recorded == len(told) or event is not told[recorded]:
-                return  # it has been heard, or what comes before it has not
+                return  # a duplicate, or out of order
             self._recorded[worker] += 1
         if type(event) is Joined:
             if worker in self._present:
@@ -398,13 +432,13 @@ class Cluster:
             self.ask(event)
         if type(event) is Left and self.is_numbered:
             self._durable = len(self.log)
-            self.engine.at(self.engine.now_s + self.network.latency_s, self._let_go, worker)
+            self.engine.at(self.engine.now_s + self.network.latency_s, self._end_worker, worker)
 
-    def _let_go(self, worker: int) -> None:
+    def _end_worker(self, worker: int) -> None:
         self._workers[worker].end()
 
     def ask(self, event: Event) -> bool:
-        """Asks the policies about an event, and sends what they answer; returns whether they do."""
+        """Pass an event to the policies and send their actions; return whether there were any."""
         actions = decide(self.policies, event)
         if self._keeps_log:
             self.log.append((event, tuple(actions)))
@@ -438,15 +472,15 @@ class Cluster:
                     self._check_saved(action)
                     continue
                 case Lend() | Settle():
-                    continue  # no simulated worker computes for another: what is lent is called in
+                    continue  # simulated workers do not compute late blocks; loans are recalled
                 case Validating() | LendSnapshot() | EvaluatePart() | MergeStates() | Validated():
-                    continue  # no simulated worker validates
+                    continue  # simulated workers do not validate
                 case Dismiss():
                     self.is_dismissed = True
                 case Preempt():
-                    continue  # no simulated worker is sent a signal
+                    continue  # simulated workers receive no signal
                 case RoundNamed():
-                    continue  # no simulated worker leaves a batch out
+                    continue  # simulated workers skip no batch
                 case Start() | EpochEnded() | Viewed() | SpaceRefused() | ClientGone() | CloseServers():
                     pass
                 case GroupViewed() | TaskIssued() | PassesEnded() | WorkerRefused() | WorkerLost():
@@ -456,21 +490,21 @@ class Cluster:
             if isinstance(action, Halt | Group):
                 self.changed_s = self.engine.now_s
             common.append(action)
-            self._remember(action)
+            self._keep_last(action)
         for worker in sorted(self._present):
             self._send(worker, tuple(common))
 
-    def _remember(self, action: Action) -> None:
-        self._said = [one for one in self._said if type(one) is not type(action)] + [action]
+    def _keep_last(self, action: Action) -> None:
+        self._last_actions = [one for one in self._last_actions if type(one) is not type(action)] + [action]
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
         if self.is_numbered:
-            number = len(self._told[worker])
-            self._told[worker].append(actions)
-        self._carry(worker, number, actions)
+            number = len(self._sent[worker])
+            self._sent[worker].append(actions)
+        self._schedule_delivery(worker, number, actions)
 
-    def _carry(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
+    def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         one = self._workers[worker]
         one.down_s = max(one.down_s, self.engine.now_s + self.network.latency_s)
         self.engine.at(one.down_s, self._deliver, (one, self._incarnation, number, actions))
@@ -478,13 +512,13 @@ class Cluster:
     def _deliver(self, message: tuple[SimulatedWorker, int, int, tuple[Action, ...]]) -> None:
         worker, incarnation, number, actions = message
         if worker.worker in self.cohort and all(isinstance(action, EpochEnded) for action in actions):
-            return  # which members do not heed
+            return  # members ignore it
         self.cohort.dissolve()
         if incarnation != self._incarnation or not worker.is_alive:
             return
         if self.is_numbered:
             if number != worker.heard:
-                return  # it has been heard, or what comes before it has not
+                return  # a duplicate, or out of order
             worker.heard += 1
         worker.hear(actions)
 
@@ -493,11 +527,13 @@ class Cluster:
     def _check_group(self, group: Group) -> None:
         members = group.members
         if not members or tuple(sorted(set(members))) != members:
-            self.violated(f"the members of generation {group.generation} are {members}")
+            self.violated(f"generation {group.generation}: expected sorted, distinct members, got {members}")
         if not set(members) <= self._present:
-            self.violated(f"generation {group.generation} names {set(members) - self._present}, who are gone")
+            self.violated(f"generation {group.generation} has absent members: {set(members) - self._present}")
         if not set(group.joining) < set(members):
-            self.violated(f"of {members}, {group.joining} join, and nobody has the state")
+            self.violated(
+                f"members {members}: expected some of them to join, got {group.joining}; none has the state"
+            )
         if len(group.weights) != len(members) or abs(sum(group.weights) - 1) > 1e-9 or min(group.weights) < 0:
             self.violated(f"generation {group.generation} has the weights {group.weights}")
         if self.groups and self._is_of_a_minority(self.groups[-1][1], group):
@@ -506,9 +542,9 @@ class Cluster:
             self.violated(f"generation {group.generation} follows {self.groups[-1][1].generation}")
 
     def _is_of_a_minority(self, before: Group, group: Group) -> bool:
-        """Whether members are left out while the coordinator has not heard most of them for long."""
+        """Whether a group excludes members while the coordinator cannot reach most of the group before it."""
         present = [member for member in before.members if member in self._present]
-        silent = [member for member in present if self.lines.silence_s(member, COORDINATOR) > _KNOWN_S]
+        silent = [member for member in present if self.lines.silence_s(member, COORDINATOR) > _REPORTED_S]
         return 2 * len(silent) > len(present) and not set(present) <= set(group.members)
 
     def _check_stop(self, stop: Stop) -> None:
@@ -518,15 +554,17 @@ class Cluster:
         for worker in sorted(self._present.intersection(group.members)):
             one = self.workers[worker]
             if one.is_alive and one.follower.is_member and not one.has_left:
-                self.violated(f"worker {worker} has the state, and the job is stopped: {stop.reason}")
+                self.violated(f"the job was stopped though worker {worker} has the state: {stop.reason}")
 
     def _check_halt(self, halt: Halt) -> None:
-        last = max([one.generation for one in self._said if isinstance(one, Halt | Group)], default=-1)
+        last = max(
+            [one.generation for one in self._last_actions if isinstance(one, Halt | Group)], default=-1
+        )
         if halt.generation <= last:
             self.violated(f"a Halt for generation {halt.generation} follows generation {last}")
 
     def _check_uses(self, samples: Samples) -> None:
-        """See that no sample was used twice, and in a job that ended well each one once."""
+        """Check that no sample was used twice, and that a job that ended well used each one."""
         assert isinstance(self.problem, Uses)
         workers = self._workers.values()
         for one in workers:
@@ -553,7 +591,7 @@ class Cluster:
                 self._check_scheduler(samples, scheduler, uses)
 
     def _check_saved(self, said: Used) -> None:
-        """See that a state that was taken down holds the samples that it is said to hold."""
+        """Check that a saved state contains exactly the samples that the policies attribute to it."""
         samples = self.setting.samples
         assert isinstance(self.problem, Uses)
         assert samples is not None
@@ -569,18 +607,18 @@ class Cluster:
         if samples.breaks_off_after is None:
             claimed |= {(e, position) for e in range(said.epoch) for position in range(samples.count)}
         held = {use for use in uses if samples.breaks_off_after is None or use[0] in dict(said.used)}
-        is_exact = samples.breaks_off_after is None  # else what is given up is said to be used too
+        is_exact = samples.breaks_off_after is None  # else abandoned samples are reported as used, too
         if not (claimed == held if is_exact else claimed >= held):
             odd = sorted(claimed ^ held)
             self.violated(
-                f"worker {said.worker} saves after {said.round} rounds, and {len(odd)} samples are not as "
-                f"said, from position {odd[0][1]} of epoch {odd[0][0]}"
+                f"worker {said.worker}: the state saved after {said.round} rounds and its answer differ in "
+                f"{len(odd)} samples, from position {odd[0][1]} of epoch {odd[0][0]}"
             )
 
     def _check_scheduler(
         self, samples: Samples, scheduler: WorkScheduler, uses: Counter[tuple[int, int]]
     ) -> None:
-        """See that what the scheduler says is what replicas went through, and at the end everything."""
+        """Check the scheduler's counts against what the replicas used; at the end, that all was used."""
         of_epoch = Counter(epoch for epoch, _ in uses)
         epoch = 0
         while scheduler.finished(epoch):
@@ -593,12 +631,12 @@ class Cluster:
                     f"{scheduler.used(epoch)} samples of epoch {epoch} count as used, {of_epoch[epoch]} were"
                 )
         if self.is_dismissed and epoch != samples.epochs:
-            self.violated(f"the job has ended with {epoch} of {samples.epochs} epochs finished")
+            self.violated(f"the job ended with {epoch} of {samples.epochs} epochs finished")
 
     # Exchanges -----------------------------------------------------------------------------------------
 
     def exchange(self, worker: SimulatedWorker) -> None:
-        """A worker begins its next exchange."""
+        """Enter a worker into its next exchange."""
         follower = worker.follower
         group = follower.group
         assert group is not None
@@ -611,15 +649,15 @@ class Cluster:
         exchange.arrive(worker)
 
     def open_exchange(self, group: Group, exchange_id: int, step: int, round: int) -> Exchange:
-        """Returns an exchange to which nobody has come yet."""
+        """Return a new exchange without any arrived member."""
         sign = (group.generation, group.members)
         if self._exchange_ids.setdefault(exchange_id, sign) != sign:
-            self.violated(f"exchange {exchange_id} of {sign} was one of {self._exchange_ids[exchange_id]}")
+            self.violated(f"exchange {exchange_id} of {sign} was used by {self._exchange_ids[exchange_id]}")
         exchange = self.exchanges[exchange_id] = Exchange(self, group, exchange_id, step, round)
         return exchange
 
     def blocks_of(self, exchange: Exchange) -> None:
-        """Tells an exchange that begins what stands in its way."""
+        """Block an exchange that begins by its hung members and by outages between members."""
         if self._hung_until_s:
             for worker in exchange.workers:
                 if worker.is_hung:
@@ -629,11 +667,13 @@ class Cluster:
                 exchange.block(outage)
 
     def send_state(self, donor: SimulatedWorker, joiner: int, place: int, parcel: Parcel) -> None:
-        """Sends a donor's state to the `place`-th of those who join."""
+        """Send a donor's state to the joiner at index `place`; transfers are sequential."""
         transfer_s = self.network.transfer_s(3 * self.size_bytes)
-        self.engine.at(self.engine.now_s + (place + 1) * transfer_s, self._bring, (donor, joiner, parcel))
+        self.engine.at(
+            self.engine.now_s + (place + 1) * transfer_s, self._deliver_state, (donor, joiner, parcel)
+        )
 
-    def _bring(self, message: tuple[SimulatedWorker, int, Parcel]) -> None:
+    def _deliver_state(self, message: tuple[SimulatedWorker, int, Parcel]) -> None:
         donor, joiner, parcel = message
         self.cohort.dissolve()
         if not (donor.is_alive or donor.has_left) or not self._workers[joiner].is_alive:
@@ -642,7 +682,7 @@ class Cluster:
         if donor.is_hung:
             free_s = max(free_s, self._hung_until_s[donor.worker])
         if free_s > self.engine.now_s:
-            self.engine.at(free_s + self.network.latency_s, self._bring, message)
+            self.engine.at(free_s + self.network.latency_s, self._deliver_state, message)
             return
         self._workers[joiner].receive(parcel)
 
@@ -653,13 +693,13 @@ class Cluster:
         now_s = self.engine.now_s
         named = fault.workers if isinstance(fault, Death | Split) else (getattr(fault, "worker", None),)
         if not isinstance(fault, Arrival | Restart) and not self._workers.keys() & set(named):
-            return  # a newcomer that found the job over
+            return  # a newcomer that arrived after the end of the job
         match fault:
             case Death():
                 for worker in fault.workers:
                     self.kill(worker, self.setting.detect_s, "the connection was closed")
             case Hang():
-                self._hang(fault)
+                self._hang_worker(fault)
             case Late():
                 one = self._workers[fault.worker]
                 if self.chance.random() < 0.5:
@@ -688,11 +728,11 @@ class Cluster:
                 assert_never(fault)
 
     def _mates(self, worker: int) -> tuple[int, ...]:
-        """Return the workers that share a process, and so its connections, with one."""
+        """Return the workers that share a process with this one, and so its connections."""
         return (worker,)
 
     def kill(self, worker: int, after_s: float, cause: str) -> None:
-        """Ends a worker; the coordinator learns of it a little later."""
+        """End a worker; the coordinator learns of it after `after_s`."""
         one = self.workers.get(worker)
         if one is not None and one.is_alive:
             one.end()
@@ -701,14 +741,14 @@ class Cluster:
     def _lose(self, loss: tuple[int, str]) -> None:
         worker, cause = loss
         if self._is_down:
-            return  # the next coordinator sees it
+            return  # the next coordinator detects it
         self.cohort.dissolve()
         self._gone.add(worker)
         if worker in self._present:
             self._present.discard(worker)
             self.ask(Lost(now_s=self.engine.now_s - self.behind_s, worker=worker, cause=cause))
 
-    def _hang(self, fault: Hang) -> None:
+    def _hang_worker(self, fault: Hang) -> None:
         one, now_s = self._workers[fault.worker], self.engine.now_s
         if not one.is_alive or one.is_hung:
             return
@@ -716,9 +756,9 @@ class Cluster:
         self._hung_until_s[fault.worker] = now_s + fault.length_s
         one.hang()
         self.lines.look()
-        self.engine.at(now_s + fault.length_s, self._resume, one)
+        self.engine.at(now_s + fault.length_s, self._resume_worker, one)
 
-    def _resume(self, one: SimulatedWorker) -> None:
+    def _resume_worker(self, one: SimulatedWorker) -> None:
         del self._hung_until_s[one.worker]
         if not one.is_alive:
             return
@@ -727,12 +767,12 @@ class Cluster:
         self.welcome()
 
     def welcome(self, _: Any = None) -> None:
-        """Workers that the coordinator hears again go on, or end where it has given them up."""
+        """Reconnect workers that the coordinator reaches again; those that it gave up end."""
         for one in self.living():
             if not (one.is_hung or self._is_cut_off(one.worker)):
                 if one.worker in self._gone:
                     one.end()
-                elif one.worker in self._away and not self._is_down:
+                elif one.worker in self._unconnected and not self._is_down:
                     self._reconnect(one)
 
     def _is_cut_off(self, worker: int) -> bool:
@@ -741,38 +781,38 @@ class Cluster:
     # What nodes observe of each other ------------------------------------------------------------------
 
     def living(self) -> list[SimulatedWorker]:
-        """Return all workers that run, in order, hung ones included."""
+        """Return all running workers, hung ones included, in the order of their ids."""
         return [one for _, one in sorted(self._workers.items()) if one.is_alive]
 
     def is_running(self, worker: int) -> bool:
-        """Whether there is such a worker, if only hung."""
+        """Whether the worker runs; a hung one does."""
         return worker in self._workers and self._workers[worker].is_alive
 
     def is_hung(self, worker: int) -> bool:
-        """Whether it sends nothing."""
+        """Whether the worker hangs and sends nothing."""
         return worker in self._hung_until_s
 
     def is_present(self, worker: int) -> bool:
-        """Whether the coordinator has a connection to it."""
+        """Whether the coordinator has a connection to the worker."""
         return worker in self._present
 
     def is_observing(self, node: int) -> bool:
-        """Whether a worker or the coordinator would notice something now."""
+        """Whether a worker or the coordinator is able to notice events now."""
         if node == COORDINATOR:
             return not self._is_down
         return self.is_running(node) and not self.is_hung(node)
 
     def known_members(self, worker: int) -> set[tuple[int, ...]]:
-        """Return the members of all groups with which a worker has exchanged anything."""
+        """Return the member tuples of all groups in which a worker has exchanged anything."""
         return self._workers[worker].known
 
     def met(self) -> None:
-        """Workers have sessions that they had not; what they do not hear of, they notice from now on."""
+        """Note that workers have new sessions, on which they detect silence from now on."""
         if self._hung_until_s or self.lines.outages:
             self.lines.look()
 
     def observe(self, node: int, event: PeerUnreachable | PeerReachable) -> None:
-        """A worker reports, or the coordinator observes itself, whom it cannot reach or can again."""
+        """Pass a report on reachability to the policies: a worker sends it, the coordinator observes it."""
         self.cohort.dissolve()
         if node == COORDINATOR:
             self.ask(replace(event, now_s=self.engine.now_s - self.behind_s))
@@ -781,7 +821,7 @@ class Cluster:
         self.tell(one, replace(event, now_s=self.arrival_s(one)))
 
     def lose(self, worker: int, cause: str) -> None:
-        """The coordinator gives a worker up."""
+        """Let the coordinator give up a worker."""
         self._lose((worker, cause))
 
     def _restart(self, fault: Restart) -> None:
@@ -793,15 +833,15 @@ class Cluster:
         self.engine.at(self.engine.now_s + fault.length_s, self._come_back)
 
     def _come_back(self, _: Any) -> None:
-        """Replays the log; every worker that lives connects again and says what may have been lost."""
+        """Replay the log and reconnect all live workers, which resend what may have been lost."""
         self._is_down = False
         self.policies = list(self._build())
-        self._said.clear()
+        self._last_actions.clear()
         for event, actions in self.log:
             if tuple(decide(self.policies, event)) != actions:
-                self.violated(f"a replay answers {event} otherwise")
+                self.violated(f"a replay of the log gives other actions for {event}")
             for action in actions:
-                self._remember(action)
+                self._keep_last(action)
         events = [event for event, _ in self.log]
         self._recorded = Counter(getattr(event, "worker", -1) for event in events if type(event) is not Lost)
         joined = {event.worker for event in events if isinstance(event, Joined)}
@@ -813,13 +853,13 @@ class Cluster:
             if not one.is_alive:
                 self._lose((worker, "it did not connect again"))
             elif one.is_hung or self._is_cut_off(worker):
-                self._away.add(worker)
+                self._unconnected.add(worker)
             else:
                 self._reconnect(one)
-        self.lines.restart({peer for worker, peer in self._reports() if worker is None})
+        self.lines.restart({peer for worker, peer in self._open_reports() if worker is None})
 
-    def _reports(self) -> set[tuple[int | None, int]]:
-        """Return who reports whom as unreachable, as the log has it."""
+    def _open_reports(self) -> set[tuple[int | None, int]]:
+        """Return the open reports of unreachable peers in the log, as (observer, peer)."""
         found: set[tuple[int | None, int]] = set()
         for event, _ in self.log:
             if isinstance(event, PeerUnreachable):
@@ -829,9 +869,9 @@ class Cluster:
         return found
 
     def _reconnect(self, one: SimulatedWorker) -> None:
-        self._away.discard(one.worker)
+        self._unconnected.discard(one.worker)
         if self.is_numbered:
-            self._say_what_was_missed(one)
+            self._resend_missed(one)
             return
         has_joined = any(isinstance(event, Joined) and event.worker == one.worker for event, _ in self.log)
         one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
@@ -839,28 +879,28 @@ class Cluster:
             self._present.discard(one.worker)
             one.tell_joined()
             return
-        self._send(one.worker, tuple(self._said))
+        self._send(one.worker, tuple(self._last_actions))
         for event in (one.last_ready, one.last_halted, one.last_finished):
             if event is not None:
                 self.tell(one, replace(event, now_s=self.arrival_s(one)))
         reports = self.lines.reports_of(one.worker)
-        for peer in sorted({peer for worker, peer in self._reports() if worker == one.worker}):
+        for peer in sorted({peer for worker, peer in self._open_reports() if worker == one.worker}):
             if all(report.peer != peer for report in reports):
                 self.observe(one.worker, PeerReachable(now_s=0.0, worker=one.worker, peer=peer))
         for report in reports:
             self.observe(one.worker, report)
 
-    def _say_what_was_missed(self, one: SimulatedWorker) -> None:
-        """As the runtime does: each event is recorded once and each action heard once, in order."""
+    def _resend_missed(self, one: SimulatedWorker) -> None:
+        """Resend like the runtime: each event is recorded once, each action received once, in order."""
         one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
         if not self._recorded[one.worker]:
             self._present.discard(one.worker)
         missed, one.told = one.told, one.told[: self._recorded[one.worker]]
         for event in missed[len(one.told) :]:
             self.tell(one, replace(event, now_s=self.arrival_s(one)))
-        told = self._told[one.worker]
+        told = self._sent[one.worker]
         for number in range(one.heard, len(told)):
-            self._carry(one.worker, number, told[number])
+            self._schedule_delivery(one.worker, number, told[number])
 
 
 def _node(peer: int | None) -> int:

@@ -1,6 +1,6 @@
-"""One all-reduce among simulated workers, with members that die or hang in the midst of it.
+"""One all-reduce among simulated workers, which may die or hang during it.
 
-Nothing here knows of policies; it checks that all who take part mean the same exchange.
+Nothing here knows of policies; it checks that all members mean the same exchange.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _ENDS_MAX = 8
 
 
 class Exchange:
-    """All members' gradients, once the last has come; members end one after the other.
+    """An all-reduce: it starts when the last member arrives, and the members end at different times.
 
-    If a member dies or hangs meanwhile, who had all that it needed still ends, up to a moment that is drawn,
-    and the rest do when it goes on.
+    If a member dies or hangs meanwhile, a member that had received all data before that still ends, up to a
+    time drawn at random; the remaining ones end when the blocked member resumes.
 
     Attributes:
-        mean: what every member gets, None before all have come.
-        contributions: how many dealt blocks are in it of each member; none where no samples are dealt.
-        begin_s: when the last one came.
-        first: the member, by its place, from which on they end.
-        last_s: when the last ones end.
+        mean: the result for every member; None before all have arrived.
+        contributions: dealt blocks in the mean, per member; empty without dealt samples.
+        begin_s: when the last member arrived.
+        first: index of the member that ends first; the rest follow in cyclic order.
+        last_s: when the last members end.
     """
 
     def __init__(self, cluster: Cluster, group: Group, exchange_id: int, step: int, round: int) -> None:
@@ -43,20 +43,20 @@ class Exchange:
         self._workers: list[SimulatedWorker] = []
         self._blocked: set[Any] = set()
         self._blocked_s = 0.0
-        self._ends_until_s = 0.0  # while blocked
+        self._ends_until_s = 0.0  # while blocked, members end up to this time
         self.begin_s = self.last_s = 0.0
         self.first = 0
-        self._ends: list[tuple[float, int, int]] = []  # when, and from which to which, counted from `first`
-        self._held: list[tuple[float, list[SimulatedWorker]]] = []
+        self._ends: list[tuple[float, int, int]] = []  # time, and index range counted from `first`
+        self._held_ends: list[tuple[float, list[SimulatedWorker]]] = []
         self._ended = 0
 
     @property
     def workers(self) -> list[SimulatedWorker]:
-        """Who has come."""
+        """The members that have arrived."""
         return self._workers
 
     def arrive(self, worker: SimulatedWorker) -> None:
-        """A member begins."""
+        """Add a member; the last one starts the exchange."""
         follower, group = worker.follower, self.group
         if (
             (follower.group is not group and follower.group != group)
@@ -71,10 +71,10 @@ class Exchange:
             )
         self._workers.append(worker)
         if len(self._workers) == len(group.members) and all(one.exchange is self for one in self._workers):
-            self._begin()  # else somebody has abandoned it or is dead, and it never ends
+            self._begin()  # else a member has abandoned it or is dead, and it never ends
 
     def block(self, what: Any) -> None:
-        """Something keeps members from ending: one that hangs or is dead, or two that are cut apart."""
+        """Keep members from ending; `what` is a worker that hangs or is dead, or an outage."""
         cluster = self._cluster
         now_s = cluster.engine.now_s
         if not self._blocked:
@@ -83,16 +83,16 @@ class Exchange:
         self._blocked.add(what)
 
     def unblock(self, what: Any) -> None:
-        """It does so no more."""
+        """Remove a cause; when none is left, the held members end."""
         if what not in self._blocked:
             return
         self._blocked.discard(what)
         if self._blocked:
             return
         engine = self._cluster.engine
-        for end_s, workers in self._held:
+        for end_s, workers in self._held_ends:
             engine.at(engine.now_s + max(0.0, end_s - self._blocked_s), self._end, (0.0, workers))
-        self._held.clear()
+        self._held_ends.clear()
 
     def _begin(self) -> None:
         cluster, workers = self._cluster, self._workers
@@ -104,7 +104,7 @@ class Exchange:
                     f"workers {workers[0].worker} and {worker.worker} have different states before step "
                     f"{self.step}"
                 )
-        workers.sort(key=_id)
+        workers.sort(key=_worker_id)
         weights = [weight_of[worker.worker] * worker.weight for worker in workers]
         self.begin_with(workers, [worker.gradient for worker in workers], weights)
         if workers[0].loop is not None:
@@ -112,17 +112,17 @@ class Exchange:
         cluster.blocks_of(self)
         if self._blocked:
             self._blocked_s = self._ends_until_s = self.begin_s
-        # Only after all that happens at this time: a member may be in the midst of what it hears.
-        cluster.engine.at(self.begin_s, self._go_on)
+        # After all other calls of this time: a member may be in the middle of processing a message.
+        cluster.engine.at(self.begin_s, self._start_ends)
 
-    def _go_on(self, _: Any) -> None:
+    def _start_ends(self, _: Any) -> None:
         if not self._cluster.cohort.takes(self):
             self.end_each()
 
     def begin_with(
         self, workers: list[SimulatedWorker], gradients: Sequence[Any], weights: Sequence[float]
     ) -> None:
-        """Averages the gradients of all members, in the order of their ids, and draws when they end."""
+        """Average the gradients of all members, in the order of their ids, and draw the end times."""
         cluster = self._cluster
         self._workers = workers
         self.mean = cluster.problem.mean(gradients, weights, self.exchange_id)
@@ -144,12 +144,12 @@ class Exchange:
 
     @property
     def ends_s(self) -> NDArray[np.float64]:
-        """When each member ends, in the order of their ids."""
+        """The end time of each member, shape (members,), in the order of their ids."""
         ends_s = [end_s for end_s, _, _ in self._ends]
         return np.roll(np.repeat(ends_s, [last - first for _, first, last in self._ends]), self.first)
 
     def end_each(self) -> None:
-        """Lets members end, each at its time."""
+        """Schedule the end of each member at its time."""
         ordered = self._workers[self.first :] + self._workers[: self.first]
         for end_s, first, last in self._ends:
             self._cluster.engine.at(end_s, self._end, (end_s, ordered[first:last]))
@@ -157,7 +157,7 @@ class Exchange:
     def _end(self, ending: tuple[float, list[SimulatedWorker]]) -> None:
         end_s, workers = ending
         if self._blocked and self._cluster.engine.now_s > self._ends_until_s:
-            self._held.append((max(end_s, self._blocked_s), workers))
+            self._held_ends.append((max(end_s, self._blocked_s), workers))
             return
         for worker in workers:
             worker.end_exchange(self)
@@ -166,5 +166,5 @@ class Exchange:
             self._cluster.exchanges.pop(self.exchange_id, None)
 
 
-def _id(worker: SimulatedWorker) -> int:
+def _worker_id(worker: SimulatedWorker) -> int:
     return worker.worker

@@ -1,4 +1,4 @@
-"""A simulated cluster that is like the one in which a run log was written; and what both can be compared by.
+"""A simulated cluster that reproduces a recorded run, and the quantities by which both are compared.
 
 Nothing here simulates or reads a file.
 """
@@ -19,18 +19,18 @@ _LATENCY_S_MIN = 1e-6
 
 
 def setting_of(entries: Sequence[Event | Action], *, seed: int = 0) -> Setting:
-    """Return a cluster whose workers compute as long as those of a run log did, step for step.
+    """Return a cluster whose workers have the compute times of a run log, step by step.
 
-    What else a step took is the same for all: the mean of batch, optimizer and the rest for a member, and the
-    mean of what an exchange took when all were there, without regard to its size. Injected slowness is in the
-    compute times already.
+    The rest of a step is the same for all workers: the mean of batch, optimizer and other time, and the mean
+    duration of an exchange from the arrival of all members on, regardless of its size. Injected slowness is
+    part of the compute times already.
 
     Args:
-        entries: of a run log in which everybody took part from the start and finished.
-        seed: of all chance that is left: in which order members end an exchange.
+        entries: of a run log in which all workers took part from the start and finished.
+        seed: seed of the remaining randomness: the order in which members end an exchange.
 
     Raises:
-        ValueError: nobody joined, computed or finished, or no step was timed.
+        ValueError: no worker joined, computed or finished, or no step was timed.
     """
     world = len({entry.worker for entry in entries if isinstance(entry, Joined)})
     readys = [entry for entry in entries if isinstance(entry, Ready)]
@@ -54,20 +54,20 @@ def setting_of(entries: Sequence[Event | Action], *, seed: int = 0) -> Setting:
 
 
 def decisions_of(entries: Iterable[Event | Action]) -> list[Halt | Group | EpochEnded]:
-    """Return what was decided until the first worker finished, in the order in which it was said.
+    """Return the decisions before the first worker finished, in the order of the log.
 
-    After that, a worker that has come back takes the batch to its end that it is in; a simulated one has no
-    batches of its own and is at the end of its epoch when the others are.
+    After that, a worker that comes back completes its current batch in the real run; a simulated one
+    has no batches of its own and ends its epoch together with the members.
     """
     running = takewhile(lambda entry: not isinstance(entry, Finished), entries)
     return [entry for entry in running if isinstance(entry, Halt | Group | EpochEnded)]
 
 
 def job_s(entries: Iterable[Event | Action]) -> float:
-    """Return how long a job took from when everybody was there until the first worker finished, in seconds.
+    """Return the duration of a job in seconds, from the last join until the first worker finished.
 
     Raises:
-        ValueError: nobody joined or finished.
+        ValueError: no worker joined or finished.
     """
     began_s = None
     for entry in entries:
