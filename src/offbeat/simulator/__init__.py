@@ -1,5 +1,5 @@
-"""The same policies under a virtual clock: clusters that are not there, with slow, dying and cut-off nodes.
+"""The policies under a virtual clock: simulated clusters with slow, dying and partitioned nodes.
 
-Nothing here opens a socket, starts a thread, or reads a real clock; chance comes from seeds, so that a run
+Nothing here opens a socket, starts a thread, or reads a real clock; all randomness is seeded, so that a run
 can be repeated exactly.
 """

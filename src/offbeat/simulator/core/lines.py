@@ -1,22 +1,22 @@
-"""Which nodes of a simulated cluster cannot hear each other, and what their transport makes of it.
+"""Which nodes of a simulated cluster cannot receive from each other, and what their transport does about it.
 
-A fault of the network stands between nodes for a while: between two, one way or both, or between some nodes
-and all others. Three things follow, and all of them are here.
+A fault of the network separates nodes for a while: two nodes, in one direction or both, or some nodes and all
+remaining ones. It has three consequences, all implemented here.
 
-What is under way between nodes that cannot hear each other stands, and is sent again once the line is used
-again: nothing is lost and nothing comes twice, for sessions outlive their connections. A mended line is used
-at the latest `REDIALLED_S` after it was mended. Where only one way is cut, the other way works until the
-connection is replaced by a fresh dial, which needs both ways.
+Messages under way between separated nodes stall, and are sent again once the line is used again: none is lost
+and none arrives twice, for sessions outlive their connections. A mended line is used at the latest
+`REDIALLED_S` after it was mended. Where only one direction is cut, the other one works until the connection
+is replaced by a fresh dial, which needs both.
 
 A node that has received nothing for `UNREACHABLE_S` from a node with which it has a session reports it, and
-reports as well when it receives something again. A worker has a session with every member of a group with
-which it has begun an exchange or shared a state; the coordinator has one with every worker. A process that
-is hung sends nothing; a hung node reports nothing.
+reports again when it receives something. A worker has a session with every member of a group with which it
+has begun an exchange or shared a state; the coordinator has one with every worker. A hung process sends
+nothing and reports nothing.
 
-A node of which the coordinator has received nothing for `lost_after_s` is lost, and a worker that has
+A node from which the coordinator has received nothing for `lost_after_s` is lost, and a worker that has
 received nothing from the coordinator for as long ends.
 
-Nothing here decides who takes part.
+Nothing here decides on membership.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 COORDINATOR = -1
 UNREACHABLE_S = 1.25
 REDIALLED_S = 3.0
-_REPLACED_S = 2.0  # after which silence a connection gives way to a fresh dial
+_REDIAL_AFTER_S = 2.0  # a connection that is silent for so long is replaced by a fresh dial
 _CAUSE = f"nothing has been received from it for {UNREACHABLE_S:g} s"
 
 
@@ -43,11 +43,11 @@ class Outage:
     """One fault of the network.
 
     Attributes:
-        nodes: what these send is lost.
-        peers: to whom; None for all others.
-        is_one_way: what `peers` send is not lost.
+        nodes: the nodes whose messages are lost.
+        peers: the receivers of these messages; None for all remaining nodes.
+        is_one_way: messages of `peers` are not lost.
         until_s: when the lines between them are used again.
-        is_replaced: the connections have been given up, and fresh dials need both ways.
+        is_replaced: the connections have been given up, and fresh dials need both directions.
     """
 
     nodes: frozenset[int]
@@ -63,11 +63,11 @@ class Outage:
         return (self.is_replaced or not self.is_one_way) and self._is_from(receiver, sender)
 
     def is_between(self, one: int, other: int) -> bool:
-        """Whether it keeps two nodes from an exchange, which needs both ways."""
+        """Whether it prevents an exchange between two nodes, which needs both directions."""
         return self._is_from(one, other) or self._is_from(other, one)
 
     def splits(self, members: tuple[int, ...]) -> bool:
-        """Whether it keeps these from an exchange."""
+        """Whether it prevents an exchange among these members."""
         inside = [member for member in members if member in self.nodes]
         if self.peers is None:
             return bool(inside) and len(inside) < len(members)
@@ -80,39 +80,39 @@ class Outage:
 
 
 class Lines:
-    """All lines of a cluster, as far as they are not as they should be.
+    """The state of all connections of a cluster: current outages and reported silences.
 
     Args:
-        cluster: whose.
+        cluster: the cluster.
 
     Attributes:
-        outages: those under way.
+        outages: the current ones.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.outages: list[Outage] = []
-        self._silent_s: dict[tuple[int, int], float] = {}  # receiver, sender: since when
+        self._silent_s: dict[tuple[int, int], float] = {}  # by receiver and sender: begin of the silence
         self._reported: set[tuple[int, int]] = set()  # receiver, sender
 
     @property
     def are_calm(self) -> bool:
-        """Whether every node hears every other one that is not hung, and has said so."""
+        """Whether there is no outage and no silence is reported."""
         return not (self.outages or self._reported)
 
     def free_s(self, one: int, other: int) -> float:
-        """Return when two nodes can hear each other; now if they can."""
+        """Return when two nodes receive from each other again; now if they do."""
         until_s = [outage.until_s for outage in self.outages if outage.is_between(one, other)]
         return max(until_s, default=self._cluster.engine.now_s)
 
     def is_silent(self, sender: int, receiver: int) -> bool:
-        """Whether the receiver gets nothing from the sender, because of the line or because it hangs."""
+        """Whether the receiver gets nothing from the sender, because of an outage or because it hangs."""
         if sender != COORDINATOR and self._cluster.is_hung(sender):
             return True
         return any(outage.stops(sender, receiver) for outage in self.outages)
 
     def silence_s(self, sender: int, receiver: int) -> float:
-        """Return for how long the receiver has got nothing from the sender."""
+        """Return for how long the receiver has received nothing from the sender, in seconds."""
         now_s = self._cluster.engine.now_s
         return now_s - self._silent_s.get((receiver, sender), now_s)
 
@@ -121,12 +121,12 @@ class Lines:
     def cut(
         self, nodes: frozenset[int], peers: frozenset[int] | None, length_s: float, *, is_one_way: bool
     ) -> None:
-        """What these nodes send to their peers is lost for a while, and what these send, unless one-way."""
+        """Cut the messages of these nodes to their peers for a while, and unless one-way, the reverse."""
         used_s = self._cluster.chance.random() * min(length_s, REDIALLED_S)
         self._begin(nodes, peers, length_s + used_s, is_one_way=is_one_way)
 
     def reset(self, nodes: frozenset[int], peers: frozenset[int]) -> None:
-        """Connections break; both ends know at once, dial, and send again what was under way."""
+        """Break connections; both ends notice at once, dial, and send again what was under way."""
         self._begin(nodes, peers, 4 * self._cluster.network.latency_s, is_one_way=False)
 
     def _begin(
@@ -141,8 +141,8 @@ class Lines:
             if outage.splits(present):
                 exchange.block(outage)
         self._delay(outage)
-        if is_one_way and length_s > _REPLACED_S:
-            cluster.engine.at(cluster.engine.now_s + _REPLACED_S, self._replace, outage)
+        if is_one_way and length_s > _REDIAL_AFTER_S:
+            cluster.engine.at(cluster.engine.now_s + _REDIAL_AFTER_S, self._replace, outage)
         cluster.engine.at(until_s, self._mend, outage)
         self.look()
 
@@ -152,7 +152,7 @@ class Lines:
         self.look()
 
     def _delay(self, outage: Outage) -> None:
-        """Control messages stand too."""
+        """Delay the control messages that an outage stops."""
         for one in self._cluster.living():
             if outage.stops(one.worker, COORDINATOR):
                 one.up_s = max(one.up_s, outage.until_s)
@@ -169,9 +169,9 @@ class Lines:
     # What nodes report -----------------------------------------------------------------------------------
 
     def look(self, _: object = None) -> None:
-        """See who hears whom, after anything that may have changed it."""
+        """Update silences and reports; to be called after any event that may have changed them."""
         cluster, now_s = self._cluster, self._cluster.engine.now_s
-        silent = set(self._silent())
+        silent = set(self._silent_pairs())
         for pair in [pair for pair in self._silent_s if pair not in silent]:
             del self._silent_s[pair]
         for receiver, sender in sorted(silent - self._silent_s.keys()):
@@ -183,7 +183,7 @@ class Lines:
                 cluster.engine.at(now_s + cluster.setting.lost_after_s, self._lose, since)
             elif sender == COORDINATOR:
                 notices_s = now_s + cluster.setting.lost_after_s + cluster.chance.random()
-                cluster.engine.at(notices_s, self._end, since)
+                cluster.engine.at(notices_s, self._end_orphan, since)
         for receiver, sender in sorted(self._reported - silent):
             is_over = not cluster.is_running(sender) or not (
                 receiver == COORDINATOR or cluster.is_running(receiver)
@@ -194,8 +194,8 @@ class Lines:
                 self._reported.discard((receiver, sender))
                 cluster.observe(receiver, PeerReachable(now_s=0.0, worker=_worker(receiver), peer=sender))
 
-    def _silent(self) -> Iterator[tuple[int, int]]:
-        """Yield each receiver with each sender of which it gets nothing."""
+    def _silent_pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield each (receiver, sender) of which the receiver gets nothing."""
         cluster = self._cluster
         running = [one.worker for one in cluster.living()]
         nodes = [COORDINATOR, *running]
@@ -218,7 +218,7 @@ class Lines:
                         yield receiver, sender
 
     def has_session(self, receiver: int, sender: int) -> bool:
-        """Whether the receiver expects to hear of the sender."""
+        """Whether the receiver expects messages from the sender."""
         if receiver == COORDINATOR:
             return self._cluster.is_present(sender)
         if sender == COORDINATOR:
@@ -229,30 +229,30 @@ class Lines:
                 return True
         return False
 
-    def _is_so(self, since: tuple[int, int, float]) -> bool:
+    def _is_still_silent(self, since: tuple[int, int, float]) -> bool:
         receiver, sender, since_s = since
         return self._silent_s.get((receiver, sender)) == since_s
 
     def _report(self, since: tuple[int, int, float]) -> None:
         receiver, sender, _ = since
-        if not self._is_so(since) or (receiver, sender) in self._reported:
+        if not self._is_still_silent(since) or (receiver, sender) in self._reported:
             return
         self._reported.add((receiver, sender))
         unreachable = PeerUnreachable(now_s=0.0, worker=_worker(receiver), peer=sender, cause=_CAUSE)
         self._cluster.observe(receiver, unreachable)
 
     def _lose(self, pair: tuple[int, int, float]) -> None:
-        if self._is_so(pair):
+        if self._is_still_silent(pair):
             self._cluster.lose(
-                pair[1], f"nothing was heard of it for {self._cluster.setting.lost_after_s:g} s"
+                pair[1], f"nothing was received from it for {self._cluster.setting.lost_after_s:g} s"
             )
 
-    def _end(self, since: tuple[int, int, float]) -> None:
-        if self._is_so(since):
+    def _end_orphan(self, since: tuple[int, int, float]) -> None:
+        if self._is_still_silent(since):
             self._cluster.kill(since[0], 0.0, "it lost the coordinator")
 
     def restart(self, reported: set[int]) -> None:
-        """Another coordinator observes from now on; its log says which workers are reported."""
+        """Continue with the observations of a new coordinator, whose log has these workers as reported."""
         self._reported = {pair for pair in self._reported if pair[0] != COORDINATOR}
         self._reported |= {(COORDINATOR, worker) for worker in reported}
         for pair in [pair for pair in self._silent_s if pair[0] == COORDINATOR]:
@@ -260,7 +260,7 @@ class Lines:
         self.look()
 
     def reports_of(self, worker: int) -> list[PeerUnreachable]:
-        """Return what a worker reports as things are."""
+        """Return the open reports of a worker."""
         return [
             PeerUnreachable(now_s=0.0, worker=worker, peer=sender, cause=_CAUSE)
             for receiver, sender in sorted(self._reported)

@@ -1,6 +1,6 @@
-"""How long a worker computes: models of compute time, each with its own chance for each worker.
+"""Compute times of workers: models of them, with independent random numbers for each worker.
 
-Nothing here knows what is computed; `offbeat.policies.slowness` says who is slowed on top.
+Nothing here knows what is computed; `offbeat.policies.slowness` adds injected slowness.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from offbeat.events import Ready
 from offbeat.policies.stragglers.injection import Slowness
 
-_BLOCK = 256
+_BLOCK = 256  # times drawn at once
 
 
 class ComputeTimes(Protocol):
     """A model of compute time."""
 
     def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
-        """Return how long a worker computes, in seconds, `count` times from its `first`-th time on."""
+        """Return a worker's next `count` compute times in seconds, from its `first`-th on, shape (count,)."""
 
 
 def _positive(thing: Any, *names: str) -> None:
@@ -35,7 +35,7 @@ def _positive(thing: Any, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """Always as long."""
+    """The same time always."""
 
     mean_s: float = 0.1
 
@@ -49,7 +49,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Jittered:
-    """Log-normal about the mean; `deviation` is the standard deviation as a share of the mean."""
+    """Log-normal around the mean; `deviation` is the standard deviation as a share of the mean."""
 
     mean_s: float = 0.1
     deviation: float = 0.05
@@ -65,9 +65,9 @@ class Jittered:
 
 @dataclass(frozen=True, kw_only=True)
 class Bursty:
-    """Jittered, and `factor` times as long in bursts, which come on average every `period` steps.
+    """Jittered, and `factor` times as long in bursts, one every `period` steps on average.
 
-    Bursts have `length` steps; those that overlap are one longer burst.
+    A burst has `length` steps; overlapping bursts form one longer burst.
     """
 
     mean_s: float = 0.1
@@ -92,9 +92,9 @@ class Bursty:
 
 @dataclass(frozen=True, kw_only=True)
 class Drifting:
-    """Jittered about a pace that wanders; the wandering's standard deviation is `drift` a step.
+    """Jittered around a pace that follows a random walk, whose steps have the standard deviation `drift`.
 
-    It is drawn back, so that it stays within about 7 `drift` of the mean.
+    The walk is mean-reverting: the pace stays within about 7 `drift` of the mean.
     """
 
     mean_s: float = 0.1
@@ -118,7 +118,7 @@ class Drifting:
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyTailed:
-    """Pareto above the least time: P(t > x) = (least / x)^`shape`, with mean `mean_s`."""
+    """Pareto above the minimum: P(t > x) = (minimum / x)^`shape`, with mean `mean_s`."""
 
     mean_s: float = 0.1
     shape: float = 3.0
@@ -126,7 +126,7 @@ class HeavyTailed:
     def __post_init__(self) -> None:
         _positive(self, "mean_s")
         if not self.shape > 1:
-            raise ValueError(f"expected a shape above 1 (else there is no mean), got {self.shape}")
+            raise ValueError(f"expected a shape above 1 (else the mean is infinite), got {self.shape}")
 
     def draw(self, worker: int, chance: np.random.Generator, count: int, first: int) -> NDArray[np.float64]:
         """See `ComputeTimes.draw`."""
@@ -136,9 +136,9 @@ class HeavyTailed:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """As a run log has them: each worker's own times in their order, over and over.
+    """The times of a run log: each worker's own times in their order, repeated cyclically.
 
-    Worker w does as the log's w-th worker, counted anew from the first where there are more.
+    Worker w gets the times of the log's worker at index w modulo their number.
     """
 
     times_s: tuple[tuple[float, ...], ...]
@@ -154,7 +154,7 @@ class Recorded:
 
 
 def recorded(entries: Iterable[Any]) -> Recorded:
-    """Read the compute times of every Ready of a run log.
+    """Extract the compute times of every Ready of a run log.
 
     Raises:
         ValueError: there are none.
@@ -176,10 +176,10 @@ MODELS: Mapping[str, type[Any]] = {
 
 
 def parse(text: str) -> ComputeTimes:
-    """Read a model: its name, or `name:key=value,key=value`.
+    """Parse a model: its name, or `name:key=value,key=value`.
 
     Raises:
-        ValueError: one line that says what was expected and what came.
+        ValueError: the text is no model; the message is one line with what was expected.
     """
     name, colon, rest = text.partition(":")
     kind = MODELS.get(name)
@@ -206,13 +206,13 @@ def parse(text: str) -> ComputeTimes:
 
 
 class Stopwatch:
-    """One worker's compute times, one after the other.
+    """One worker's compute times in sequence.
 
     Args:
-        model: where they come from.
-        worker: whose.
-        seed: of the whole run; each worker has its own chance, whatever the others do.
-        slowness: who is slowed on top; None where this worker never is.
+        model: the model of the times.
+        worker: the worker's id.
+        seed: seed of the whole run; each worker has an independent sequence.
+        slowness: injected slowness; None where no rule applies to this worker.
     """
 
     def __init__(self, model: ComputeTimes, worker: int, *, seed: int, slowness: Slowness | None) -> None:
@@ -220,12 +220,12 @@ class Stopwatch:
         self._worker = worker
         self._chance = np.random.default_rng([seed, worker])
         self._slowness = slowness
-        self._times_s = np.zeros(0)  # drawn, and from `_at` on not asked for
+        self._times_s = np.zeros(0)  # drawn; those from `_at` on are unused
         self._at = 0
         self._drawn = 0
 
     def next_s(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
-        """Return how long the next gradients take, in seconds."""
+        """Return the duration of the next gradients, in seconds."""
         if self._at == len(self._times_s):
             self._draw(1)
         time_s = float(self._times_s[self._at])
@@ -233,28 +233,28 @@ class Stopwatch:
         return time_s * self.factor(epoch, step_in_epoch, steps_per_epoch, step)
 
     def ahead_s(self, count: int) -> NDArray[np.float64]:
-        """Return the next `count` times without slowness, which stay to be asked for."""
+        """Return the next `count` times without slowness, shape (count,), and do not consume them."""
         if len(self._times_s) - self._at < count:
             self._draw(count)
         return self._times_s[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """Goes on as if `next_s` had been asked `count` times; `ahead_s` has shown at least so many."""
+        """Consume `count` times, which `ahead_s` has returned."""
         self._at += count
 
     @property
     def is_even(self) -> bool:
-        """Whether this worker is never slowed on top."""
+        """Whether no slowness rule applies to this worker."""
         return self._slowness is None
 
     def factor(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
-        """Return how many times as long a step takes for slowness on top."""
+        """Return the factor by which injected slowness extends a step."""
         if self._slowness is None:
             return 1.0
         return self._slowness.factor(self._worker, epoch, step_in_epoch, steps_per_epoch, step)
 
     def _draw(self, count: int) -> None:
-        """Has `count` times at least in hand."""
+        """Draw until at least `count` unused times are available."""
         blocks = [self._times_s[self._at :]]
         while sum(map(len, blocks)) < count:
             blocks.append(self._model.draw(self._worker, self._chance, _BLOCK, self._drawn))

@@ -1,7 +1,8 @@
-"""A simulated process of workers on a parameter server: it does what the runtime does, in virtual time.
+"""A simulated process of workers on a parameter server: a model of the runtime in virtual time.
 
-It asks the same `CacheDirectory` as the runtime. Nothing here decides who may start a step, or what is fresh
-enough. See `offbeat.runtime.server_synchronizer` and `offbeat.runtime.served_model` for what this stands for.
+It uses the same `CacheDirectory` as the runtime. Nothing here decides which worker may start a step, or which
+version is fresh enough. See `offbeat.runtime.server_synchronizer` and `offbeat.runtime.served_model` for the
+originals of this model.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ BEGINNING, PULLING, PUSHING, REPORTING = "beginning", "pulling", "pushing", "rep
 
 
 class ServedProcess:
-    """What the worker threads of a process share: its directory, its row, its pushes.
+    """State shared by the worker threads of a process: its cache directory, its row, its pushes.
 
     Args:
-        cluster: to which it belongs.
-        directory: its own.
+        cluster: the cluster.
+        directory: the cache directory of the process.
 
     Attributes:
-        number: of the process, its first worker's.
+        number: id of the process: that of its first worker.
         threads: its workers.
-        pulls: how often it has pulled.
+        pulls: pulls so far.
     """
 
     def __init__(self, cluster: BoundedCluster, number: int, directory: CacheDirectory) -> None:
@@ -66,13 +67,13 @@ class ServedProcess:
         self.row: Row | None = None
         self.pulls = 0
         self.first_clock: int | None = None  # None until it has begun
-        self._is_beginning = self._has_asked = False
-        self._given: dict[int, list[Step]] = {}  # by clock, until it is pushed
+        self._is_beginning = self._is_pulling = False
+        self._unpushed_steps: dict[int, list[Step]] = {}  # by clock
         self._under_way: dict[int, Push] = {}  # by time
-        self._readers: deque[tuple[ServedWorker, int, bool]] = deque()  # who, from which version on, anew
+        self._waiting_readers: deque[tuple[ServedWorker, int, bool]] = deque()  # thread, version, fresh
 
     def begin(self, is_new: bool) -> None:
-        """Take part; every thread that is beginning goes on when that is done."""
+        """Join the servers; every thread that is beginning continues when that is done."""
         if self._is_beginning:
             return
         self._is_beginning = True
@@ -85,7 +86,7 @@ class ServedProcess:
             return
         self.directory.begin(first + 1)
         cluster.servers.push(
-            Push(self.number, time_of(first), (), lambda _: self._get(self._begun, first + 1))
+            Push(self.number, time_of(first), (), lambda _: self._dispatch(self._begun, first + 1))
         )
 
     def _begun(self, first_clock: int) -> None:
@@ -94,37 +95,37 @@ class ServedProcess:
             thread.begun()
 
     def give(self, step: Step, pushed: Sequence[Step]) -> tuple[int, Push | None]:
-        """Take a thread's gradients, of `pushed`; returns their time, and the push if it is under way."""
+        """Accept a thread's gradients of these steps; return their time, and the push if it was sent."""
         time = self.directory.give(step.worker, step.clock)
         if self.cluster.terms.is_versioned:
-            self._given.setdefault(step.clock, []).extend(pushed)
+            self._unpushed_steps.setdefault(step.clock, []).extend(pushed)
             return time, None
         return time, self._push(time, pushed)
 
     def passed(self, worker: int, clock: int) -> None:
-        """A thread adds nothing more to clocks before this one."""
+        """Note that a thread adds nothing to clocks before this one any more."""
         self._push_clocks(self.directory.passed(worker, clock))
 
     def leave(self, worker: int) -> None:
-        """A thread adds nothing more at all."""
+        """Note that a thread adds nothing any more."""
         self._push_clocks(self.directory.leave(worker))
         self._settle()
 
     def _push_clocks(self, clocks: range) -> None:
         for clock in clocks:
-            self._push(time_of(clock), self._given.pop(clock, []))
-        self._go_on()
+            self._push(time_of(clock), self._unpushed_steps.pop(clock, []))
+        self._serve_readers()
 
     def _push(self, time: int, steps: Sequence[Step]) -> Push:
         push = self._under_way[time] = Push(
-            self.number, time, tuple(steps), lambda push: self._get(self._pushed, push)
+            self.number, time, tuple(steps), lambda push: self._dispatch(self._pushed, push)
         )
         self.cluster.servers.push(push)
         return push
 
     def _pushed(self, push: Push) -> None:
         del self._under_way[push.time]
-        self._go_on()
+        self._serve_readers()
         for thread in self.threads:
             thread.pushed()
         self._settle()
@@ -134,7 +135,7 @@ class ServedProcess:
         return push is None or push.time not in self._under_way
 
     def _settle(self) -> None:
-        """The last thread that leaves waits until all is done that was pushed."""
+        """Leave the servers once all threads have left and all pushes are applied."""
         if self.directory.is_empty and not self._under_way:
             self.cluster.servers.withdraw(self.number)
             for thread in self.threads:
@@ -142,48 +143,48 @@ class ServedProcess:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all threads have left, and all that they have pushed is applied."""
+        """Whether all threads have left, and all their pushes are applied."""
         return self.directory.is_empty and not self._under_way
 
     def pull(self, reader: ServedWorker, version: int, *, fresh: bool) -> None:
-        """Let a thread have a row of this version or a later one; one asks after the other."""
-        self._readers.append((reader, version, fresh))
-        self._go_on()
+        """Pull a row of this version or a later one for a thread; one pull at a time."""
+        self._waiting_readers.append((reader, version, fresh))
+        self._serve_readers()
 
     def fetch(self, then: Callable[[Row], None]) -> None:
-        """Pull in the background, whatever version."""
+        """Pull any version in the background."""
         self.pulls += 1
-        self.cluster.servers.pull(self.number, 0, lambda row: self._get(then, row))
+        self.cluster.servers.pull(self.number, 0, lambda row: self._dispatch(then, row))
 
-    def _go_on(self) -> None:
-        """Let the next thread pull, if what it needs of this process is on the servers."""
-        while self._readers and not self._has_asked:
-            reader, version, fresh = self._readers[0]
+    def _serve_readers(self) -> None:
+        """Serve waiting threads, as far as the servers have applied this process's pushes that they need."""
+        while self._waiting_readers and not self._is_pulling:
+            reader, version, fresh = self._waiting_readers[0]
             row = self.row
             if not fresh and row is not None and row.version >= version:
-                self._readers.popleft()
+                self._waiting_readers.popleft()
                 reader.read(row)
                 continue
             if self.cluster.terms.is_versioned and not self._has_applied(version):
                 return
-            self._has_asked = True
+            self._is_pulling = True
             self.pulls += 1
             reader.pulls += 1
-            self.cluster.servers.pull(self.number, version, lambda row: self._get(self._pulled, row))
+            self.cluster.servers.pull(self.number, version, lambda row: self._dispatch(self._pulled, row))
 
     def _has_applied(self, version: int) -> bool:
         return self.directory.has_pushed(version) and time_of(version - 1) not in self._under_way
 
     def _pulled(self, row: Row) -> None:
-        self._has_asked = False
+        self._is_pulling = False
         self.row = row
         self.directory.pulled(row.version)
-        reader, _, _ = self._readers.popleft()
+        reader, _, _ = self._waiting_readers.popleft()
         reader.read(row)
-        self._go_on()
+        self._serve_readers()
 
-    def _get(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Something has come for this process, which hangs with its threads."""
+    def _dispatch(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Dispatch a message for this process, which hangs together with its threads."""
         self.threads[0].get(call, argument)
 
 
@@ -191,12 +192,12 @@ class ServedWorker(SimulatedWorker):
     """One worker thread of a process.
 
     Attributes:
-        process: its own.
-        grant: the last that it has heard since it last said something that is answered by one.
-        number: how many steps it has finished.
-        spent_s: how long it has been doing what.
-        staleness: how often it has read a version that was so many clocks old.
-        reads: how often it has read from where.
+        process: its process.
+        grant: the last Grant since the last event that one answers.
+        number: steps that it has finished.
+        spent_s: time spent, by activity.
+        staleness: reads, by the age of the version in clocks.
+        reads: reads, by source.
     """
 
     cluster: BoundedCluster
@@ -217,71 +218,71 @@ class ServedWorker(SimulatedWorker):
         self.place = f"simulated, process {process.number}"
         process.threads.append(self)
         samples = cluster.setting.samples
-        self.loop = None if samples is None else Loop(samples, self, self._tell_wants)
+        self.loop = None if samples is None else Loop(samples, self, self._send_request)
         self.grant: Grant | None = None
         self.number = 0
         self.staleness: Counter[int] = Counter()
         self.reads: Counter[str] = Counter()
         self.pulls = 0
-        self._row: Row | None = None  # behind the thread cache
-        self._own: list[tuple[int, ...]] = []  # numbers of the steps in each push of the log
-        self._visible: list[int] = []  # of each piece of what it has: how many of its own steps
+        self._row: Row | None = None  # the row in the thread cache
+        self._logged: list[tuple[int, ...]] = []  # numbers of the steps in each push of the log
+        self._visible: list[int] = []  # its own steps in each piece of its parameters
         self._unpushed: list[Step] = []
         self._fetched: Row | None = None
         self._is_fetching = False
         self._awaited: Push | None = None
         self._last_push: Push | None = None
-        self._is_open = self._has_begun = False
+        self._has_step = self._has_begun = False
         self._clock = 0
         self._read_version = 0
         self._computed_s = 0.0
         self._inbox: deque[tuple[Callable[[Any], None], Any]] = deque()
 
-    # What it looks like ----------------------------------------------------------------------------------
+    # Interface of the loop -------------------------------------------------------------------------------
 
     @property
     def doing(self) -> str:
-        """What it is doing, in a word."""
+        """The current activity."""
         return self._doing
 
     @doing.setter
     def doing(self, word: str) -> None:
-        """Does something else from now on."""
+        """Start another activity."""
         now_s = self.cluster.engine.now_s
         self.spent_s[self._doing] += now_s - self._since_s
         self._doing, self._since_s = word, now_s
 
     @property
     def round(self) -> int:
-        """How many steps it has finished, as its `Loop` asks."""
+        """Steps that it has finished, for its `Loop`."""
         return self.number
 
     @property
     def is_member(self) -> bool:
-        """Whether what it computes counts, as its `Loop` asks: always."""
+        """Whether its gradients count, for its `Loop`: always."""
         return True
 
-    # What comes from outside -----------------------------------------------------------------------------
+    # Input -----------------------------------------------------------------------------------------------
 
     def get(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Something comes, from the coordinator, the servers or its own computation."""
+        """Dispatch a message of the coordinator, of the servers or of its own computation."""
         if self.is_hung:
             self._inbox.append((call, argument))
         else:
             call(argument)
 
     def hear(self, actions: tuple[Action, ...]) -> None:
-        """Hears from the coordinator."""
-        self.get(self._hear_all, actions)
+        """Process actions of the coordinator."""
+        self.get(self._apply_actions, actions)
 
-    def _hear_all(self, actions: tuple[Action, ...]) -> None:
+    def _apply_actions(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             if self.doing == ENDED:
                 return
-            self._hear_one(action)
+            self._apply_action(action)
         self._proceed()
 
-    def _hear_one(self, action: Action) -> None:
+    def _apply_action(self, action: Action) -> None:
         match action:
             case Start() if self.doing == MEETING:
                 self.doing = BEGINNING
@@ -289,7 +290,7 @@ class ServedWorker(SimulatedWorker):
                 self.begun()
             case Grant():
                 self.grant = action
-                if self._has_begun and not self._is_open and not action.may_start:
+                if self._has_begun and not self._has_step and not action.may_start:
                     self.process.passed(self.worker, action.clock)
             case Deal():
                 assert self.loop is not None
@@ -301,12 +302,12 @@ class ServedWorker(SimulatedWorker):
                 self.cluster.end_process(self.process)
 
     def hang(self) -> None:
-        """Does nothing from now on."""
+        """Stop all activity."""
         self.is_hung = True
         self._busy += 1
 
     def resume(self, *, tensors_first: bool) -> None:
-        """Goes on, and finds what has come meanwhile."""
+        """Resume, and process what has arrived meanwhile."""
         self.is_hung = False
         if self.doing in (COMPUTING, APPLYING):
             self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
@@ -315,7 +316,7 @@ class ServedWorker(SimulatedWorker):
             call(argument)
 
     def end(self) -> None:
-        """Is no more."""
+        """End the worker."""
         if self.doing != ENDED:
             self._busy += 1
             self.doing = ENDED
@@ -325,7 +326,7 @@ class ServedWorker(SimulatedWorker):
     # Beginning and ending --------------------------------------------------------------------------------
 
     def begun(self) -> None:
-        """The process takes part."""
+        """Begin to train: the process has joined the servers."""
         first_clock = self.process.first_clock
         if self.doing != BEGINNING or first_clock is None:
             return
@@ -345,32 +346,32 @@ class ServedWorker(SimulatedWorker):
         self.settle()
 
     def settle(self) -> None:
-        """Leaves if everybody has finished and its process is through."""
+        """Leave if all workers have finished and all pushes of the process are applied."""
         if self.doing == FINISHED and self._is_dismissed and self.process.is_settled:
-            self._say_left()
+            self._send_left()
 
-    def _say_left(self) -> None:
+    def _send_left(self) -> None:
         cluster = self.cluster
         self.doing = LEAVING
         self.has_left = True
         cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.number))
 
-    def _tell_wants(self, wants: Wants) -> None:
-        self._tell(wants)
+    def _send_request(self, wants: Wants) -> None:
+        self._send(wants)
 
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         self.cluster.tell(self, replace(event, now_s=self.cluster.arrival_s(self)))
 
     # A step ----------------------------------------------------------------------------------------------
 
     def _proceed(self) -> None:
-        """Goes on if what it has waited for is there."""
+        """Continue if the message that it waits for is there."""
         grant = self.grant
         if self.doing == REPORTING and grant is not None:
             self.process.passed(self.worker, grant.clock)
             if self.is_leaving:
                 self.process.leave(self.worker)
-                self._say_left()
+                self._send_left()
             else:
                 self._compute()
         elif self.doing == WANTING:
@@ -379,7 +380,7 @@ class ServedWorker(SimulatedWorker):
             self._start(grant)
 
     def _compute(self) -> None:
-        """Goes on with the loop: another batch, the end of a step, or the end."""
+        """Continue the loop: another batch, the end of a step, or the end."""
         if self.loop is None:
             if self.number >= self.cluster.steps:
                 self._finish((self.number - 1) // self.cluster.steps_per_epoch)
@@ -397,23 +398,23 @@ class ServedWorker(SimulatedWorker):
                 self._take_batch()
 
     def _take_batch(self) -> None:
-        if self._is_open:
+        if self._has_step:
             self._begin_to_compute()
         else:
             self.doing = WAITING
             self._proceed()
 
     def _start(self, grant: Grant) -> None:
-        """Reads parameters that are fresh enough."""
+        """Read parameters that are fresh enough."""
         cluster, terms, directory = self.cluster, self.cluster.terms, self.process.directory
         self._clock = grant.clock
-        self._is_open = True
+        self._has_step = True
         self.doing = PULLING
         self.process.passed(self.worker, grant.clock)
         if self.loop is not None:
             cluster.epoch = max(cluster.epoch, self.loop.epoch)
         if terms.fetch_every is not None:
-            self._read_what_came(terms.fetch_every)
+            self._read_fetched(terms.fetch_every)
             return
         source = directory.read(self.worker, grant.version) if terms.is_bounded else "server"
         self.reads[source] += 1
@@ -426,13 +427,13 @@ class ServedWorker(SimulatedWorker):
             self.process.pull(self, grant.version, fresh=not terms.is_bounded)
 
     def read(self, row: Row) -> None:
-        """A row is there that is fresh enough; goes on."""
+        """Install a row that is fresh enough, and compute."""
         if self.doing != ENDED:
             self._install(row)
             self._begin_to_compute()
 
-    def _read_what_came(self, fetch_every: int) -> None:
-        """Takes in what was fetched in the background, and fetches anew when it is time."""
+    def _read_fetched(self, fetch_every: int) -> None:
+        """Install what was fetched in the background, and fetch again when it is due."""
         if self._row is None:
             self.reads["server"] += 1
             self.process.pull(self, 0, fresh=True)
@@ -444,25 +445,25 @@ class ServedWorker(SimulatedWorker):
             self._is_fetching = True
             self.reads["server"] += 1
             self.pulls += 1
-            self.process.fetch(self._fetch)
+            self.process.fetch(self._on_fetched)
         self._begin_to_compute()
 
-    def _fetch(self, row: Row) -> None:
+    def _on_fetched(self, row: Row) -> None:
         self._fetched, self._is_fetching = row, False
 
     def _install(self, row: Row) -> None:
-        """Takes a row into the thread cache, and its own steps that are not in it."""
+        """Install a row into the thread cache, and replay its own steps that are missing in it."""
         directory, worker = self.process.directory, self.worker
         self._visible = []
         for piece in row.pieces:
-            replayed = [number for own in self._own[directory.held(worker, piece.time) :] for number in own]
+            replayed = [number for own in self._logged[directory.held(worker, piece.time) :] for number in own]
             seen = piece.steps[worker]
             if replayed != list(range(seen, seen + len(replayed))):
                 self.cluster.violated(
-                    f"worker {worker} replays its steps {replayed} on {seen} of them that are there"
+                    f"worker {worker} replays its steps {replayed} on top of {seen} that the row has"
                 )
             self._visible.append(seen + len(replayed))
-        del self._own[: directory.installed(worker, row.version, min(piece.time for piece in row.pieces))]
+        del self._logged[: directory.installed(worker, row.version, min(piece.time for piece in row.pieces))]
         self._row = row
 
     def _begin_to_compute(self) -> None:
@@ -497,7 +498,7 @@ class ServedWorker(SimulatedWorker):
         self._be_busy(self.cluster.apply_s)
 
     def _apply(self) -> None:
-        """Makes its own step on what it has, and gives its gradients."""
+        """Apply its own step locally, and hand over its gradients."""
         cluster, terms = self.cluster, self.cluster.terms
         step = Step(self.worker, self.number, self._clock)
         cluster.check_step(step)
@@ -515,17 +516,17 @@ class ServedWorker(SimulatedWorker):
         time, push = self.process.give(steps[-1], steps)
         if self.cluster.terms.steps_locally:
             self.process.directory.log(self.worker, time)
-            self._own.append(tuple(step.number for step in steps))
+            self._logged.append(tuple(step.number for step in steps))
         self._awaited = push if self.cluster.terms.is_bounded else self._last_push
         self._last_push = push
 
     def pushed(self) -> None:
-        """What was pushed may be applied; goes on if that is what it waits for."""
+        """Continue if the awaited push is applied."""
         if self.doing != PUSHING or not self.process.is_done(self._awaited):
             return
         self._awaited = None
         blocks: tuple[int, ...] = () if self.loop is None else self.loop.contribute()
-        self._is_open = False
+        self._has_step = False
         self.active_s = self.cluster.progress_s = self.cluster.engine.now_s
         self._report(self._clock, self._read_version, blocks)
         if self.loop is not None:
@@ -533,12 +534,12 @@ class ServedWorker(SimulatedWorker):
         self._computed_s = 0.0
 
     def _report(self, clock: int | None, version: int, blocks: tuple[int, ...]) -> None:
-        """Tells the coordinator that a step is done; what it answers says which clock is next."""
+        """Report a finished step to the coordinator, whose Grant names the next clock."""
         loop = self.loop
         self.grant = None
         self.doing = REPORTING
         samples = 1 if loop is None else sum(block.samples for block in loop.blocks)
-        self._tell(
+        self._send(
             Clocked(
                 now_s=0.0,
                 worker=self.worker,

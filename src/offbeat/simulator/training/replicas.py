@@ -25,10 +25,10 @@ class Problem(Protocol):
         """Return the state before the first step."""
 
     def gradient(self, state: State, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> Gradient:
-        """Return a worker's gradient in its `iteration`-th computation, of the blocks that it was dealt."""
+        """Return a worker's gradient in its `iteration`-th computation, for the blocks that it was dealt."""
 
     def gradients(self, state: State, workers: Sequence[int], iterations: Iterable[int]) -> list[Gradient]:
-        """Return the gradients of many workers, each in its own `iterations`-th computation."""
+        """Return the gradients of many workers, for each in its `iterations`-th computation."""
 
     def mean(self, gradients: Sequence[Gradient], weights: Sequence[float], exchange_id: int) -> Gradient:
         """Return the weighted mean; weights may sum to less than 1, and to 0 if only joiners are left."""
@@ -41,7 +41,7 @@ class Problem(Protocol):
 
 
 class History:
-    """States that only say which exchanges have made them: two are equal where their pasts are."""
+    """States that only identify the exchanges that made them: states of equal histories are equal."""
 
     def begin(self) -> int:
         """See `Problem.begin`."""
@@ -75,11 +75,11 @@ class _Momentum:
 
 
 class LeastSquares:
-    """Linear least squares in float64 with momentum; everybody draws batches from the same samples.
+    """Linear least squares in float64 with momentum; all workers draw batches from the same samples.
 
     Args:
-        seed: of samples and batches.
-        parameters: how many.
+        seed: seed of samples and batches.
+        parameters: number of parameters.
         lr: learning rate of SGD with momentum 0.9.
     """
 
@@ -123,61 +123,61 @@ class LeastSquares:
 
 
 @dataclass(frozen=True, eq=False)
-class _Share:
+class _TrackedGradient:
     gradient: Any
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Past:
+class _TrackedState:
     state: Any
-    blocks: tuple[Block, ...] = ()  # whose gradients were in the last mean
-    before: _Past | None = None
+    blocks: tuple[Block, ...] = ()  # blocks whose gradients were in the last mean
+    before: _TrackedState | None = None
 
 
 class Uses:
-    """Another problem, whose states also know which dealt blocks each mean contained that made them.
+    """A wrapped problem whose states also record which dealt blocks were in the means that made them.
 
     Args:
-        problem: the other one; its gradients do not depend on the blocks.
+        problem: the wrapped problem; its gradients do not depend on the blocks.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def uses(self, state: _Past) -> Counter[tuple[int, int]]:
+    def uses(self, state: _TrackedState) -> Counter[tuple[int, int]]:
         """Return how often each (epoch, position) was in a mean that made the state."""
         counter: Counter[tuple[int, int]] = Counter()
-        past: _Past | None = state
-        while past is not None:
-            for block in past.blocks:
+        ancestor: _TrackedState | None = state
+        while ancestor is not None:
+            for block in ancestor.blocks:
                 for start, stop in block.ranges:
                     counter.update((block.epoch, position) for position in range(start, stop))
-            past = past.before
+            ancestor = ancestor.before
         return counter
 
-    def begin(self) -> _Past:
+    def begin(self) -> _TrackedState:
         """See `Problem.begin`."""
-        return _Past(self.problem.begin())
+        return _TrackedState(self.problem.begin())
 
-    def gradient(self, state: _Past, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> _Share:
+    def gradient(self, state: _TrackedState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> _TrackedGradient:
         """See `Problem.gradient`."""
-        return _Share(self.problem.gradient(state.state, worker, iteration), blocks)
+        return _TrackedGradient(self.problem.gradient(state.state, worker, iteration), blocks)
 
-    def gradients(self, state: _Past, workers: Sequence[int], iterations: Iterable[int]) -> list[_Share]:
+    def gradients(self, state: _TrackedState, workers: Sequence[int], iterations: Iterable[int]) -> list[_TrackedGradient]:
         """See `Problem.gradients`."""
-        return [_Share(one, ()) for one in self.problem.gradients(state.state, workers, iterations)]
+        return [_TrackedGradient(one, ()) for one in self.problem.gradients(state.state, workers, iterations)]
 
-    def mean(self, gradients: Sequence[_Share], weights: Sequence[float], exchange_id: int) -> _Share:
-        """See `Problem.mean`; what has no weight is not in it."""
+    def mean(self, gradients: Sequence[_TrackedGradient], weights: Sequence[float], exchange_id: int) -> _TrackedGradient:
+        """See `Problem.mean`; gradients without weight are not recorded."""
         mean = self.problem.mean([one.gradient for one in gradients], weights, exchange_id)
         counted = [one for one, weight in zip(gradients, weights, strict=True) if weight]
-        return _Share(mean, tuple(block for one in counted for block in one.blocks))
+        return _TrackedGradient(mean, tuple(block for one in counted for block in one.blocks))
 
-    def step(self, state: _Past, mean: _Share) -> _Past:
+    def step(self, state: _TrackedState, mean: _TrackedGradient) -> _TrackedState:
         """See `Problem.step`."""
-        return _Past(self.problem.step(state.state, mean.gradient), mean.blocks, state)
+        return _TrackedState(self.problem.step(state.state, mean.gradient), mean.blocks, state)
 
-    def same(self, one: _Past, other: _Past) -> bool:
+    def same(self, one: _TrackedState, other: _TrackedState) -> bool:
         """See `Problem.same`."""
         return self.problem.same(one.state, other.state)

@@ -1,6 +1,6 @@
-"""The samples of a simulated worker: it asks for them, waits, takes them and ends epochs as the runtime does.
+"""The training loop of a simulated worker: it requests samples, waits, consumes them and ends epochs.
 
-Nothing here decides who gets what; see `offbeat.runtime.dealt` for what this stands for.
+Nothing here decides who gets which samples; `offbeat.runtime.dealt` is the original of this model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from offbeat.policies.data.block_queue import Hand
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What all workers' loops go through.
+    """The samples of all workers' loops.
 
     Attributes:
         count: samples in an epoch.
         batch_size: samples in a batch at most.
-        epochs: after how many a loop is over, None for never.
-        batches_per_round: how many batches a loop accumulates before its gradients are exchanged.
-        breaks_off_after: with so many rounds the loop leaves every other epoch early; None for never.
+        epochs: epochs in a loop, None for no limit.
+        batches_per_round: batches that a loop accumulates before its gradients are exchanged.
+        breaks_off_after: rounds after which the loop leaves every other epoch early; None for never.
 
     Raises:
         ValueError: a number below 1.
@@ -42,43 +42,43 @@ class Samples:
 
 
 class Next(Enum):
-    """What a loop goes on with."""
+    """The next activity of a loop."""
 
-    BATCH = auto()  # gradients of what it was dealt, or of samples that count for nothing
-    ROUND = auto()  # the exchange of what it has accumulated: the epoch is over
-    WAIT = auto()  # nothing, until something is heard
-    OVER = auto()  # nothing any more
+    BATCH = auto()  # gradients of a dealt block, or of samples that count for nothing
+    ROUND = auto()  # the exchange of the accumulated gradients: the epoch is over
+    WAIT = auto()  # nothing, until a message arrives
+    OVER = auto()  # nothing, the loop has ended
 
 
 class Taker(Protocol):
-    """Who goes through the samples."""
+    """The consumer of the samples."""
 
     @property
     def worker(self) -> int:
-        """Its id."""
+        """The worker's id."""
 
     @property
     def round(self) -> int:
-        """How many rounds it has finished."""
+        """Rounds that it has finished."""
 
     @property
     def is_member(self) -> bool:
-        """Whether what it computes counts."""
+        """Whether its gradients count."""
 
 
 class Loop:
-    """One worker's way through its epochs, batch by batch.
+    """One worker's progress through its epochs, batch by batch.
 
     Args:
-        samples: of all workers.
-        taker: whose way, a worker's `Follower` where there are groups.
-        tell: says something to the coordinator, at once.
+        samples: the samples of all workers.
+        taker: the worker; its `Follower` where there are groups.
+        tell: sends a request to the coordinator, at once.
 
     Attributes:
         epoch: the worker's, from 0.
-        epochs_ended: how many the group is done with, as far as is known.
-        hand: what it was dealt.
-        blocks: behind the gradients of the round under way.
+        epochs_ended: epochs that the group has completed, as far as is known.
+        hand: the dealt blocks.
+        blocks: the blocks behind the gradients of the round under way.
     """
 
     def __init__(self, samples: Samples, taker: Taker, tell: Callable[[Wants], None]) -> None:
@@ -86,30 +86,30 @@ class Loop:
         self.hand = Hand()
         self.epoch = self.epochs_ended = 0
         self.blocks: tuple[Block, ...] = ()
-        self._taker, self._tell = taker, tell
-        self._batches = 0  # of the round under way
+        self._taker, self._send = taker, tell
+        self._batches = 0  # in the round under way
         self._rounds = 0  # in this epoch
         self._blocks_per_round = 0
-        self._is_inside = False  # the epoch has begun
-        self._has_ended = self._has_asked = self._has_given_up = False
+        self._is_in_epoch = False  # the epoch has begun
+        self._has_ended = self._has_asked = self._has_skipped = False
 
     @property
     def share(self) -> float:
-        """How far the epoch is."""
+        """The share of the epoch that is used, 0 to 1."""
         return self.hand.used / self.samples.count
 
     def hear(self, deal: Deal) -> None:
-        """Takes a Deal up."""
+        """Apply a Deal."""
         self.hand.hear(deal)
 
     def begin_at(self, epoch: int) -> None:
-        """Enters the loop late, as one who has the state of others that are in `epoch`."""
+        """Enter the loop late, with a state of members that are in `epoch`."""
         self.epoch = epoch
 
     def next(self) -> Next:
-        """What to do now; a batch is taken, one that counts is in `blocks`."""
+        """Return the next activity; it consumes a batch, which is added to `blocks` if it counts."""
         while True:
-            if not self._is_inside:
+            if not self._is_in_epoch:
                 if self.epoch == self.samples.epochs:
                     return Next.OVER
                 self._enter()
@@ -122,31 +122,31 @@ class Loop:
             elif is_member and not len(hand) and not hand.is_awaited:
                 self._ask()
                 return Next.WAIT
-            else:  # what it is dealt is for when it has the members' state
-                self._take(hand.load() if is_member else None)
+            else:  # a worker outside the group keeps its dealt blocks until it has the members' state
+                self._consume(hand.load() if is_member else None)
                 return Next.BATCH
 
     def computed(self) -> bool:
-        """Whether the batches taken make up a round."""
+        """Whether the consumed batches make up a round."""
         return self._batches == self.samples.batches_per_round
 
     def contribute(self) -> tuple[int, ...]:
-        """Ids of the blocks behind the gradients, as the worker names them when it is Ready."""
+        """Return the ids of the blocks behind the gradients, for the worker's Ready."""
         ids = self.hand.contribute(self._taker.is_member)
         self._blocks_per_round = max(self._blocks_per_round, len(ids))
         return ids
 
     def end_round(self) -> None:
-        """The round is over, for this worker."""
+        """End the round, for this worker."""
         self.blocks = ()
         self._batches = 0
         self._rounds += 1
         if self.epoch % 2 == 0 and self._rounds == self.samples.breaks_off_after and not self._has_ended:
-            self._has_given_up = True
+            self._has_skipped = True
             self.hand.throw_away()
             self._leave()
 
-    def _take(self, block: Block | None) -> None:
+    def _consume(self, block: Block | None) -> None:
         hand = self.hand
         if block is None:
             hand.is_awaited = False
@@ -160,13 +160,13 @@ class Loop:
         return self.hand.is_over or (not self._taker.is_member and self.epochs_ended > self.epoch)
 
     def _enter(self) -> None:
-        self._is_inside, self._has_ended = True, False
+        self._is_in_epoch, self._has_ended = True, False
         self.hand.begin(self.epoch)
         self._has_asked = False
         self._ask()
 
     def _leave(self) -> None:
-        self._is_inside = False
+        self._is_in_epoch = False
         self._rounds = 0
         self.epoch += 1
 
@@ -176,7 +176,7 @@ class Loop:
         self._has_asked = True
         samples = self.samples
         together = self._blocks_per_round
-        self._tell(
+        self._send(
             Wants(
                 now_s=0.0,
                 worker=self._taker.worker,
@@ -184,11 +184,11 @@ class Loop:
                 samples=samples.count,
                 batch_size=samples.batch_size,
                 is_last=samples.epochs is not None and self.epoch + 1 == samples.epochs,
-                skips=self._has_given_up,
+                skips=self._has_skipped,
                 ahead=together + 1 if together > 1 else 0,
                 taken=self.hand.taken,
                 round=self._taker.round,
                 used=(),
             )
         )
-        self._has_given_up = False
+        self._has_skipped = False

@@ -1,6 +1,6 @@
-"""A simulated worker: it does what the runtime's session does, with the same `Follower`, in virtual time.
+"""A simulated worker: a model of the runtime's session in virtual time, with the same `Follower`.
 
-Nothing here decides who takes part.
+Nothing here decides on membership.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from offbeat.simulator.training.exchange import Exchange
 
 COMPUTING, EXCHANGING, APPLYING = "computing", "exchanging", "applying"
-WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "taking", "meeting", "finished", "ended"
-WANTING, LEAVING = "wanting samples", "leaving"
+WAITING, TAKING, MEETING, FINISHED, ENDED = "waiting", "receiving a state", "joining", "finished", "ended"
+WANTING, LEAVING = "requesting samples", "leaving"
 _SAVES_EVERY = 13  # steps, where samples are dealt
 
 
 class Parcel(NamedTuple):
-    """What a donor sends to those who join."""
+    """The state that a donor sends to joiners."""
 
     generation: int
     state: Any
@@ -57,22 +57,22 @@ class SimulatedWorker:
     """One worker and its replica.
 
     Attributes:
-        doing: one of the words above.
-        state: the replica; None in a newcomer that has taken none yet.
-        weight: 0 where the gradients are of other parameters than those of the group, else 1, or batches
-            where samples are dealt.
-        outside: how often it has computed since it last took part.
-        steps_taken: optimizer steps that it took as a member.
-        contributed: how many dealt blocks the gradients are of.
-        active_s: when it last had gradients or took a step.
-        computed: how many gradients it has computed.
-        stopwatch: how long it takes for them.
-        loop: its way through the samples, None where none are dealt.
-        saved: states that it has taken down, where samples are dealt, by rounds that they have finished.
-        told: what it has said to the coordinator, where samples are dealt.
-        heard: how many messages of the coordinator have reached it.
-        known: the members of all groups with which it has exchanged anything.
-        place: where its process is.
+        doing: the current activity, one of the constants above.
+        state: the replica; None in a newcomer that has not received one yet.
+        weight: 0 where the gradients belong to other parameters than the group's, else 1, or the share of a
+            whole batch where samples are dealt.
+        outside: computations since it was last a member.
+        steps_taken: optimizer steps as a member.
+        contributed: dealt blocks behind the gradients.
+        active_s: when it last had gradients or finished a step.
+        computed: gradients that it has computed.
+        stopwatch: durations of its computations.
+        loop: its progress through the samples, None where none are dealt.
+        saved: saved states by finished rounds, where samples are dealt.
+        told: events sent to the coordinator, where messages are numbered.
+        heard: messages received from the coordinator.
+        known: the members of all groups in which it has exchanged anything.
+        place: where its process runs.
     """
 
     place = "simulated"
@@ -101,7 +101,7 @@ class SimulatedWorker:
         self._is_new = is_new
         self.stopwatch = stopwatch
         samples = cluster.setting.samples
-        self.loop = None if samples is None else Loop(samples, self.follower, self._tell_wants)
+        self.loop = None if samples is None else Loop(samples, self.follower, self._send_request)
         self.saved: dict[int, Any] = {}
         self.told: list[Event] = []
         self.heard = 0
@@ -109,26 +109,26 @@ class SimulatedWorker:
         self.computed = 0
         self._compute_s = 0.0
         self._busy_until_s = 0.0
-        self._busy = 0  # counts what it was busy with; who comes back with an older number comes too late
-        self._given: Group | None = None  # the last group to whose newcomers it gave its state
+        self._busy = 0  # number of its current computation; the end of one with an older number is ignored
+        self._donated_to: Group | None = None  # the last group to whose joiners it sent its state
         self._received: Parcel | None = None
         self.known: set[tuple[int, ...]] = set()
         self._queue: deque[tuple[bool, Callable[[Any], None], Any]] = deque()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, if only hung."""
+        """Whether it runs; a hung worker does."""
         return self.doing != ENDED
 
-    # What comes from outside; a hung worker finds it when it goes on -----------------------------------
+    # Input; a hung worker processes it when it resumes ------------------------------------------------
 
     def meet(self, _: Any = None) -> None:
-        """Asks to take part."""
+        """Ask to join."""
         if self.is_alive:
             self.tell_joined()
 
     def tell_joined(self) -> None:
-        """Says that it wants to take part."""
+        """Send the request to join."""
         cluster = self.cluster
         cluster.tell(
             self,
@@ -145,31 +145,31 @@ class SimulatedWorker:
         )
 
     def hear(self, actions: tuple[Action, ...]) -> None:
-        """Hears from the coordinator."""
+        """Process actions of the coordinator."""
         if self.is_hung:
             self._queue.append((False, self.hear, actions))
             return
         for action in actions:
             if self.doing == ENDED:
                 return
-            self._hear_one(action)
+            self._apply_action(action)
         if self.doing == WANTING:
             self._compute()
 
-    def _hear_one(self, action: Action) -> None:
+    def _apply_action(self, action: Action) -> None:
         match action:
             case Start():
                 self.has_heard_start = True
             case Halt():
-                self._hear_halt(action)
+                self._on_halt(action)
             case Group():
                 self.follower.hear_group(action)
-                if self.doing != WANTING:  # it has its hands free only in an exchange
-                    self._give()
+                if self.doing != WANTING:  # only in an exchange is its main thread free to send a state
+                    self._donate_state()
                 if self.doing == MEETING and self.state is not None:
                     self._compute()
                 elif self.doing in (WAITING, TAKING, MEETING):
-                    self._go_on()
+                    self._continue()
             case EpochEnded():
                 self._end_epoch(action.epoch)
             case Recall():
@@ -185,7 +185,7 @@ class SimulatedWorker:
                 self.end()
 
     def receive(self, parcel: Parcel) -> None:
-        """A donor's state has come."""
+        """Receive a donor's state."""
         if self.is_hung:
             self._queue.append((True, self.receive, parcel))
             return
@@ -194,10 +194,10 @@ class SimulatedWorker:
         if self._is_dismissed:
             self._leave()
         elif self.doing in (TAKING, MEETING):
-            self._go_on()
+            self._continue()
 
     def end_exchange(self, exchange: Exchange) -> None:
-        """The mean of an exchange is there."""
+        """Receive the mean of an exchange."""
         if self.is_hung:
             self._queue.append((True, self.end_exchange, exchange))
             return
@@ -206,7 +206,7 @@ class SimulatedWorker:
         cluster = self.cluster
         self.exchange = None
         if not self.follower.finish_round(exchange.contributions):
-            cluster.violated(f"worker {self.worker} goes on with an exchange that it had abandoned")
+            cluster.violated(f"worker {self.worker} continues an exchange that it had abandoned")
         self._means.append(exchange.mean)
         if len(self._means) < cluster.rounds_per_step:
             self._compute()
@@ -217,14 +217,14 @@ class SimulatedWorker:
             self._apply()
 
     def hang(self) -> None:
-        """Does nothing from now on."""
+        """Stop all activity."""
         self.is_hung = True
         self._busy += 1
         if self.exchange is not None:
             self.exchange.block(self)
 
     def resume(self, *, tensors_first: bool) -> None:
-        """Goes on, and finds what has come meanwhile, from other workers first or in the order of time.
+        """Resume, and process what has arrived meanwhile: messages of workers first, or in order of arrival.
 
         What a worker was computing takes what it still took when it hung.
         """
@@ -242,7 +242,7 @@ class SimulatedWorker:
             self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
 
     def end(self) -> None:
-        """Is no more."""
+        """End the worker."""
         if self.doing == ENDED:
             return
         if self.exchange is not None:
@@ -257,7 +257,7 @@ class SimulatedWorker:
         cluster, follower = self.cluster, self.follower
         return (
             self.exchange is exchange
-            and follower.group is self._given
+            and follower.group is self._donated_to
             and not follower.will_change
             and follower.step + 1 < cluster.steps
             and self.weight == 1.0
@@ -268,7 +268,7 @@ class SimulatedWorker:
     def catch_up(
         self, exchange: Exchange, *, rounds: int, state: Any, gradient: Any, done_s: float, ready: Ready
     ) -> None:
-        """Is where a worker is that has begun this exchange, `rounds` after the one that it had begun.
+        """Advance to the state of a worker that has begun this exchange, `rounds` after its last one.
 
         Args:
             exchange: the one that it has begun.
@@ -302,7 +302,7 @@ class SimulatedWorker:
                 self._finish(self.loop.epoch - 1)
                 return
             if following is Next.ROUND:
-                self._say_ready()
+                self._send_ready()
                 return
         self.doing = COMPUTING
         step = self.follower.step + self.outside
@@ -327,11 +327,11 @@ class SimulatedWorker:
             return
         self.computed += 1
         if self.loop is None or self.loop.computed():
-            self._say_ready()
+            self._send_ready()
         else:
             self._compute()
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         cluster, follower, loop = self.cluster, self.follower, self.loop
         self.active_s = cluster.engine.now_s
         self.weight = 1.0
@@ -360,19 +360,19 @@ class SimulatedWorker:
             )
             cluster.tell(self, self.last_ready)
         self._compute_s = 0.0
-        self._go_on()
+        self._continue()
 
-    def _tell_wants(self, wants: Wants) -> None:
+    def _send_request(self, wants: Wants) -> None:
         self.cluster.tell(self, replace(wants, now_s=self.cluster.arrival_s(self)))
 
-    def _go_on(self) -> None:
-        """Asks the follower what to do with the gradients, or, in a newcomer, whether to take a state."""
+    def _continue(self) -> None:
+        """Ask the follower what to do with the gradients, or in a newcomer, whether to receive a state."""
         cluster, follower = self.cluster, self.follower
         turn = follower.turn()
-        if follower.group is not self._given:
-            self._give()
+        if follower.group is not self._donated_to:
+            self._donate_state()
         if turn in (Turn.GO, Turn.TAKE):
-            self._meet_members()
+            self._open_sessions()
         if turn is Turn.GO:
             self.outside = 0
             self.doing = EXCHANGING
@@ -380,7 +380,7 @@ class SimulatedWorker:
         elif turn is Turn.WAIT:
             self.doing = MEETING if self.gradient is None and self.state is None else WAITING
         elif turn is Turn.TAKE:
-            self._take()
+            self._adopt_state()
         elif self.state is None:
             self.doing = MEETING
         else:
@@ -389,15 +389,15 @@ class SimulatedWorker:
             self.outside += 1
             self._count_step()
 
-    def _meet_members(self) -> None:
-        """Has sessions with all members from now on."""
+    def _open_sessions(self) -> None:
+        """Open sessions with all members of the group."""
         group = self.follower.group
         assert group is not None
         if group.members not in self.known:
             self.known.add(group.members)
             self.cluster.met()
 
-    def _take(self) -> None:
+    def _adopt_state(self) -> None:
         received, follower = self._received, self.follower
         if received is None or follower.group is None or received.generation != follower.group.generation:
             self.doing = TAKING
@@ -412,7 +412,7 @@ class SimulatedWorker:
                 self.loop.begin_at(received.epoch)
             self._compute()
         else:
-            self._go_on()
+            self._continue()
 
     def _apply(self) -> None:
         cluster, follower = self.cluster, self.follower
@@ -422,26 +422,26 @@ class SimulatedWorker:
         follower.finish_step()
         self.steps_taken += 1
         cluster.progress_s = self.active_s = cluster.engine.now_s
-        if follower.group is not self._given:
-            self._give()
+        if follower.group is not self._donated_to:
+            self._donate_state()
         self._count_step()
 
     def _count_step(self) -> None:
-        """Computes the next step, unless this worker is through."""
+        """Compute the next step, unless this worker has finished or leaves."""
         cluster, follower = self.cluster, self.follower
         if self.loop is not None:
             self.loop.end_round()
             if follower.is_member and follower.step % _SAVES_EVERY == self.worker % _SAVES_EVERY:
-                self._save()
+                self._save_state()
         if self.is_leaving or (cluster.lockstep and follower.step >= cluster.steps):
-            self._say_left()
+            self._send_left()
         elif follower.step + self.outside >= cluster.steps:
             self._finish((follower.step + self.outside - 1) // cluster.steps_per_epoch)
         else:
             self._compute()
 
-    def _save(self) -> None:
-        """Takes its state down, and goes on without waiting to hear what that holds."""
+    def _save_state(self) -> None:
+        """Save its state, and continue without waiting for the samples that it contains."""
         cluster, round_ = self.cluster, self.follower.round
         self.saved[round_] = self.state
         cluster.tell(self, Saving(now_s=cluster.arrival_s(self), worker=self.worker, round=round_))
@@ -455,7 +455,7 @@ class SimulatedWorker:
         cluster.tell(self, self.last_finished)
 
     def _leave(self) -> None:
-        """Takes the final state if the last group says so, and leaves."""
+        """Adopt the final state if the last group requires it, and leave."""
         follower = self.follower
         if follower.group is not None and self.worker in follower.group.joining and not follower.is_member:
             received = self._received
@@ -464,19 +464,19 @@ class SimulatedWorker:
                 return
             self.state = received.state
             follower.take(round=received.round)
-        self._say_left()
+        self._send_left()
 
-    def _say_left(self) -> None:
+    def _send_left(self) -> None:
         cluster = self.cluster
         cluster.tell(self, Left(now_s=cluster.arrival_s(self), worker=self.worker, step=self.follower.step))
         self.has_left = True
         if not cluster.is_numbered:
             self.end()
         else:
-            self.doing = LEAVING  # until that is written down
+            self.doing = LEAVING  # until the coordinator has logged it
 
     def _end_epoch(self, epoch: int) -> None:
-        """Goes on to the next epoch with its next step, if no group counts on it."""
+        """Enter the next epoch with the next step, unless a group counts on this worker."""
         if self.loop is not None:
             self.loop.epochs_ended = max(self.loop.epochs_ended, epoch + 1)
             return
@@ -486,7 +486,7 @@ class SimulatedWorker:
 
     # Changes -------------------------------------------------------------------------------------------
 
-    def _hear_halt(self, halt: Halt) -> None:
+    def _on_halt(self, halt: Halt) -> None:
         cluster = self.cluster
         answer = self.follower.hear_halt(halt, cluster.arrival_s(self))
         if answer is None:
@@ -497,15 +497,15 @@ class SimulatedWorker:
             if self.follower.finish_round():
                 cluster.violated(f"worker {self.worker} counts an exchange that it has abandoned")
             self.exchange = None
-            self._go_on()
+            self._continue()
 
-    def _give(self) -> None:
-        """Sends the state to those who join, once for each group."""
+    def _donate_state(self) -> None:
+        """Send the state to the joiners, once for each group."""
         follower = self.follower
         group = follower.group
-        if group is None or group is self._given:
+        if group is None or group is self._donated_to:
             return
-        self._given = group
+        self._donated_to = group
         for place, joiner in enumerate(follower.joiners):
             epoch = 0 if self.loop is None else self.loop.epoch
             parcel = Parcel(group.generation, self.state, follower.round, epoch)
