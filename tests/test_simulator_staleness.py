@@ -204,10 +204,10 @@ def test_a_warm_start_with_several_workers_is_found():
     [
         (ReplaysTwice, "replays its steps", 0),
         (ReplaysNothing, "replays its steps|of its own", 0),
-        (ServesOldThreads, "reads what lacks steps", 0),
-        (ServesOldRows, "reads what lacks steps", 0),
+        (ServesOldThreads, "reads values that lack steps", 0),
+        (ServesOldRows, "reads values that lack steps", 0),
         (PushesTooEarly, "comes to a server|in the sum of clock|which is over", 0),
-        (PullsTooEarly, "reads what lacks steps", 0),
+        (PullsTooEarly, "reads values that lack steps", 0),
         (PushesNoEmptyClocks, "where clock|the job does not end|nobody has finished", 200),
     ],
 )

@@ -1,6 +1,6 @@
-"""Fault campaigns on a parameter server: a random cluster with random faults a seed, under one strategy.
+"""Fault campaigns on a parameter server: a random cluster with random faults per seed, under one strategy.
 
-Nothing here mends anything; a seed that fails says so in one line, with the command that repeats it.
+A seed that fails gives a one-line error with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _UNTIL_S = 1500.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One seed's cluster.
+    """The cluster of one seed.
 
     Attributes:
         setting: the cluster and its faults.
-        served: the strategy's way with the parameter server.
+        served: how the strategy uses the parameter server.
         arguments: of `BoundedStaleness`.
     """
 
@@ -63,7 +63,7 @@ class Case:
     arguments: Mapping[str, Any]
 
     def build(self) -> list[Policy]:
-        """Return fresh policies."""
+        """Return new policies."""
         world, is_open = self.setting.world, self.arguments["shards"] == "dynamic"
         return [Assembly(world, is_open=is_open), BoundedStaleness(world, **self.arguments)]
 
@@ -73,12 +73,12 @@ class Case:
 
 
 def case(seed: int, terms: Terms, arguments: Mapping[str, Any]) -> Case:
-    """Draw a cluster; the same for the same seed.
+    """Draw a cluster; deterministic for a seed.
 
     Args:
-        seed: of all chance.
+        seed: seed of all random numbers.
         terms: the strategy's.
-        arguments: of its `BoundedStaleness`, but for the world.
+        arguments: of its `BoundedStaleness`, without the world.
     """
     chance = random.Random(f"staleness {seed}")
     threads = chance.choice([1, 1, 2, 3])
@@ -149,30 +149,30 @@ def _faults(
     for _ in range(chance.randint(1, 5)):
         now_s += chance.choice([0.0, 0.01, chance.random(), chance.random()])
         worker = chance.choice(sorted(alive))
-        mates = {worker}
+        process_workers = {worker}
         if worker < world:
-            mates = set(range(worker - worker % threads, worker - worker % threads + threads))
+            process_workers = set(range(worker - worker % threads, worker - worker % threads + threads))
         length_s = chance.choice([0.05, 0.3, 1.0, 4.0]) * (0.8 + 0.4 * chance.random())
-        is_long = length_s >= lost_after_s / 2  # until the line is used again
+        is_long = length_s >= lost_after_s / 2  # including the time until the line is used again
         match chance.choice(kinds):
-            case "die" if alive - mates:
-                alive -= mates
+            case "die" if alive - process_workers:
+                alive -= process_workers
                 yield Death(at_s=now_s, workers=(worker,))
-            case "hang" if alive - mates or not is_long:
-                alive -= mates if is_long else set()
+            case "hang" if alive - process_workers or not is_long:
+                alive -= process_workers if is_long else set()
                 yield Hang(at_s=now_s, worker=worker, length_s=length_s)
             case "late":
                 yield Late(at_s=now_s, worker=worker, length_s=min(length_s, 1.0))
-            case "cut" if alive - mates or not is_long:
-                alive -= mates if is_long else set()
+            case "cut" if alive - process_workers or not is_long:
+                alive -= process_workers if is_long else set()
                 lost = chance.choice(WHOSE)
                 yield Cut(at_s=now_s, worker=worker, peer=None, length_s=length_s, lost=lost)
-            case "split" if alive - mates or not is_long:
-                alive -= mates if is_long else set()
+            case "split" if alive - process_workers or not is_long:
+                alive -= process_workers if is_long else set()
                 yield Split(at_s=now_s, workers=(worker,), length_s=length_s)
             case "reset":
                 yield Reset(at_s=now_s, worker=worker, peer=None)
-            case "leave" if alive - mates:
+            case "leave" if alive - process_workers:
                 alive -= {worker}
                 yield Departure(at_s=now_s, worker=worker)
             case "join":
@@ -187,7 +187,7 @@ def _faults(
 
 
 def _cuts_from_servers(chance: random.Random, world: int, threads: int, *, is_alone: bool) -> Iterator[Fault]:
-    """A process does not reach the servers, for long only if nothing else happens and others can go on."""
+    """Yield a cut of a process from the servers, a long one only if it is alone and others can continue."""
     if chance.random() < 0.8:
         return
     worker, at_s = chance.randrange(world), 0.1 + 2.0 * chance.random()
@@ -205,13 +205,13 @@ def run(
     """Run one case.
 
     Args:
-        this: what.
-        command: that repeats it.
+        this: the case.
+        command: the command that repeats it.
         build: makes the coordinator's policies.
-        directory: makes a process's directory.
+        directory: makes a process's cache directory.
 
     Raises:
-        ViolationError: something happened that must not; the text ends with the command that repeats it.
+        ViolationError: an invariant was violated; the text ends with the command that repeats the run.
     """
     cluster = BoundedCluster(this.setting, lambda: build(this), this.served, directory=directory)
     try:
@@ -219,6 +219,6 @@ def run(
         alive = [f"{one.worker} {one.doing}" for one in cluster.threads.values() if one.is_alive]
         if alive:
             cluster.violated(f"the job does not end: {', '.join(alive)}")
-    except OffbeatError as error:  # also one that the policies do not understand
+    except OffbeatError as error:  # also an event that the policies refuse
         raise ViolationError(f"{error} ({this}); again: {command}") from None
     return cluster

@@ -1,6 +1,6 @@
-"""A cluster that is not there whose workers train on a parameter server, with bounded staleness or without.
+"""A simulated cluster whose workers train on a parameter server, with or without bounded staleness.
 
-Nothing here decides who may start a step; what must hold of who does is looked at with every step and read.
+Nothing here decides which worker may start a step; the invariants are checked with every step and read.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from offbeat.simulator.training.worker import SimulatedWorker
 
 MakeDirectory = Callable[[Sequence[int], Terms], CacheDirectory]
 
-_NOISE = 0.03  # of a version's loss
+_NOISE = 0.03  # standard deviation of the log of a version's loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What there is besides workers.
+    """Parameters of a simulated run that concern the parameter server.
 
     Attributes:
         terms: how the strategy uses the parameter server.
-        bounds: the least and the greatest staleness that the policy may allow, in clocks; None for any.
-        bound_step: by how much it may change from one version to the next.
-        threads: workers in a process, for those that are there at the start.
-        servers: how many hold a stretch of the parameters each.
-        halves_after: the training loss halves with so many clocks; infinite for one that only varies.
+        bounds: the minimum and maximum staleness that the policy may allow, in clocks; None for no bound.
+        bound_step: maximum change of the bound from one version to the next.
+        threads: workers in a process, among those that are there at the start.
+        servers: number of servers, each with a part of the parameters.
+        halves_after: clocks in which the training loss halves; infinite for one that only fluctuates.
         warm_start: steps that one worker takes alone.
     """
 
@@ -70,45 +70,45 @@ class Served:
 
 
 def served_of(terms: Terms, arguments: Mapping[str, Any], **more: Any) -> Served:
-    """Return what fits these arguments of `BoundedStaleness`."""
+    """Return the `Served` for these arguments of `BoundedStaleness`."""
     s, dynamic = arguments["s"], arguments.get("dynamic")
     if s is None or dynamic is None:
         warm_start = arguments.get("warm_start", 0)
         return Served(terms=terms, bounds=None if s is None else (s, s), warm_start=warm_start, **more)
     bounds = (dynamic.get("s_min", 3), dynamic.get("s_max", 10))
-    has_stragglers = arguments.get("detector") is not None  # for whom the greatest bound holds at once
+    has_stragglers = arguments.get("detector") is not None  # for stragglers the maximum applies at once
     step = bounds[1] if has_stragglers else dynamic.get("step", 1)
     return Served(terms=terms, bounds=bounds, bound_step=step, **more)
 
 
 def make_directory(threads: Sequence[int], terms: Terms) -> CacheDirectory:
-    """Return a process's directory."""
+    """Return the cache directory of a process."""
     return CacheDirectory(threads, is_versioned=terms.is_versioned, clears_threads=terms.clears_thread_cache)
 
 
 class BoundedCluster(Cluster):
-    """One run on a parameter server.
+    """One simulated run on a parameter server.
 
-    What is looked at: nobody starts further ahead of the slowest than the bound, which stays in its limits
-    and changes as slowly as it may; what is read holds every step of living workers that the bound asks for,
-    and all own ones once; with a bound of 0, nothing else; every clock's sum is of that clock's steps; no
-    step is lost or counts twice; nobody waits at a gate that has no bound, but for a warm start, in which one
-    worker is alone; each sample is used once.
+    Checked invariants: no worker starts further ahead of the slowest than the bound, which stays within its
+    limits and changes no faster than allowed; what a worker reads contains every step of living workers that
+    the bound requires, and all its own steps once; with a bound of 0, nothing else; every clock's sum is of
+    that clock's steps; no step is lost or counted twice; no worker waits at a gate without a bound, except during
+    a warm start, in which one worker is alone; each sample is used once.
 
     Source: the invariants of the specification's sections 2.4 and 2.5.
 
     Args:
-        setting: what is simulated.
-        policies: builds the coordinator's policies, anew for each coordinator.
-        served: what there is besides.
-        directory: makes a process's directory.
+        setting: parameters of the run.
+        policies: builds the coordinator's policies; called again for each restarted coordinator.
+        served: parameters of the run that concern the parameter server.
+        directory: makes a process's cache directory.
         keeps_log: whether `log` is kept.
 
     Attributes:
-        servers: the parameter server.
-        epoch: the latest in which a worker has started a step.
-        steps_of: of each worker: the clocks of its steps.
-        bound_seen: the last bound that a Grant named.
+        servers: the parameter servers.
+        epoch: the latest one in which a worker has started a step.
+        steps_of: the clocks of the steps, by worker.
+        bound_seen: the bound in the last Grant that had one.
     """
 
     HAS_SERVERS: ClassVar = True
@@ -131,26 +131,26 @@ class BoundedCluster(Cluster):
         self.steps_of: dict[int, list[int]] = {}
         self.bound_seen: int | None = None
         self._make_directory = directory
-        self._clocks: dict[int, int] = {}  # of who has begun and not ended, as the policy has said it
+        self._clocks: dict[int, int] = {}  # the policy's clock of each worker that has begun and not ended
         self._version_seen = 0
         self._ended: set[int] = set()  # workers whose steps may be missing
         self._has_lost = False
-        self._misses: dict[int, bool] = {}  # of processes that were cut from the servers: whether they are
+        self._misses_servers: dict[int, bool] = {}  # by process, once it was cut from the servers
         self._blocks: dict[int, Block] = {}
         self._used: dict[tuple[int, int], tuple[int, ...]] = {}  # by worker and step
 
     @property
     def step(self) -> int:
-        """How many steps whoever is furthest has finished."""
+        """Steps finished by the furthest worker."""
         return max(len(one) for one in self.steps_of.values())
 
     @property
     def threads(self) -> dict[int, ServedWorker]:
-        """All workers that ever were."""
+        """All workers, past and present."""
         return {worker: one for worker, one in self._workers.items() if isinstance(one, ServedWorker)}
 
     def loss(self, clock: int) -> float:
-        """What everybody says at a clock: a loss that falls, and varies by 3 %."""
+        """The loss that all workers report at a clock: it decreases, with fluctuations of 3 %."""
         chance = random.Random(f"loss {self.setting.seed} {clock}")
         falls = 0.5 ** (clock / self.served.halves_after)
         return float(falls * math.exp(chance.gauss(0.0, _NOISE)))
@@ -165,7 +165,7 @@ class BoundedCluster(Cluster):
         self.steps_of[worker] = []
         return ServedWorker(self, worker, stopwatch, process, is_new=is_new)
 
-    # Faults: processes hang and die, not threads ---------------------------------------------------------
+    # Faults: processes hang and die, not threads ----------------------------------------------------------
 
     def _mates(self, worker: int) -> tuple[int, ...]:
         one = self._workers.get(worker)
@@ -176,59 +176,61 @@ class BoundedCluster(Cluster):
     def _fail(self, fault: Fault) -> None:
         match fault:
             case Death() | Split():
-                everybody = {mate for worker in fault.workers for mate in self._mates(worker)}
+                everybody = {
+                    thread_worker for worker in fault.workers for thread_worker in self._mates(worker)
+                }
                 super()._fail(replace(fault, workers=tuple(sorted(everybody))))
             case Hang() if fault.worker in self._workers:
-                for mate in self._mates(fault.worker):
-                    super()._fail(replace(fault, worker=mate))
+                for thread_worker in self._mates(fault.worker):
+                    super()._fail(replace(fault, worker=thread_worker))
             case Cut(peer=peer) if peer == SERVERS and fault.worker in self._workers:
                 super()._fail(fault)
                 process = self.threads[fault.worker].process
-                self.engine.at(self.engine.now_s + UNREACHABLE_S, self._see_whether_it_misses, process)
+                self.engine.at(self.engine.now_s + UNREACHABLE_S, self._check_reachability, process)
             case _:
                 super()._fail(fault)
 
-    def _see_whether_it_misses(self, process: ServedProcess) -> None:
-        """A process reports that nothing comes from the servers, and later that something does."""
+    def _check_reachability(self, process: ServedProcess) -> None:
+        """Report that a process receives nothing from the servers, and later that it does again."""
         now_s, number = self.engine.now_s, process.number
         if not self.is_running(number):
             return
         until_s = max(self.lines.free_s(number, SERVERS), self._hung_until_s.get(number, now_s))
         if until_s > now_s:
-            self.engine.at(until_s, self._see_whether_it_misses, process)
-        if not self.is_hung(number) and self._misses.get(number, False) != (until_s > now_s):
-            self._misses[number] = until_s > now_s
+            self.engine.at(until_s, self._check_reachability, process)
+        if not self.is_hung(number) and self._misses_servers.get(number, False) != (until_s > now_s):
+            self._misses_servers[number] = until_s > now_s
             self._report_servers(number)
 
     def _report_servers(self, number: int) -> None:
-        """What a process says of the servers; its client's line repeats it until it is heard."""
+        """Report the state of the servers for a process; repeated until the coordinator receives it."""
         if self._is_down or not self.is_present(number) or self._is_cut_off(number):
             if self.is_running(number):
                 self.engine.at(self.engine.now_s + self.setting.tick_s, self._report_servers, number)
             return
         now_s, node = self.engine.now_s - self.behind_s, f"client-{number}"
         for server in range(self.served.servers):
-            if self._misses[number]:
+            if self._misses_servers[number]:
                 self.ask(ServerMissed(now_s=now_s, node=node, server=server, cause="nothing comes from it"))
             else:
                 self.ask(ServerReached(now_s=now_s, node=node, server=server))
 
     def _come_back(self, _: Any) -> None:
         super()._come_back(_)
-        for number in self._misses:
+        for number in self._misses_servers:
             self._report_servers(number)
 
     def kill(self, worker: int, after_s: float, cause: str) -> None:
-        """See `Cluster.kill`; the other threads of its process end with it."""
-        for mate in self._mates(worker):
-            super().kill(mate, after_s, cause)
+        """See `Cluster.kill`; the other threads of its process end, too."""
+        for thread_worker in self._mates(worker):
+            super().kill(thread_worker, after_s, cause)
 
     def end_process(self, process: ServedProcess) -> None:
-        """A thread was told to end; its process ends with it."""
+        """End the process of a thread that was told to end."""
         self.kill(process.number, self.setting.detect_s, "its process has ended")
 
     def ended(self, process: ServedProcess) -> None:
-        """A thread has ended; servers learn of it once all have."""
+        """Note that a thread has ended; the servers learn of it once all threads of the process have."""
         if not any(thread.is_alive for thread in process.threads):
             at_s = self.engine.now_s + self.setting.detect_s
             self.engine.at(at_s, lambda _: self.servers.withdraw(process.number))
@@ -243,7 +245,7 @@ class BoundedCluster(Cluster):
         if not self._is_down and all(thread.worker in self._gone for thread in process.threads):
             self.servers.withdraw(process.number)
 
-    # What is said ----------------------------------------------------------------------------------------
+    # Events and actions ----------------------------------------------------------------------------------
 
     def ask(self, event: Event) -> bool:
         """See `Cluster.ask`."""
@@ -259,7 +261,7 @@ class BoundedCluster(Cluster):
         for action in actions:
             match action:
                 case Grant():
-                    self._take_down(action)
+                    self._note_clock(action)
                 case Deal():
                     self._blocks |= {block.id: block for block in action.blocks}
                 case _:
@@ -284,14 +286,14 @@ class BoundedCluster(Cluster):
                 case CloseServers():
                     pass
                 case _:
-                    self.violated(f"nobody expects {action}")
+                    self.violated(f"expected an action for workers on servers, got {action}")
 
-    # What must hold --------------------------------------------------------------------------------------
+    # Invariants ------------------------------------------------------------------------------------------
 
-    def _take_down(self, grant: Grant) -> None:
+    def _note_clock(self, grant: Grant) -> None:
         before = self._clocks.get(grant.worker, 0)
         if grant.clock < before:
-            self.violated(f"worker {grant.worker} goes back from clock {before} to {grant.clock}")
+            self.violated(f"worker {grant.worker}: its clock goes back from {before} to {grant.clock}")
         self._clocks[grant.worker] = grant.clock
 
     def _check_grant(self, grant: Grant) -> None:
@@ -300,13 +302,13 @@ class BoundedCluster(Cluster):
         if is_warming and grant.may_start and not self.terms.is_dealt and worker != min(self._clocks):
             self.violated(f"worker {worker} may start while another takes its first steps alone")
         if not grant.may_start:
-            known = grant.reason in ("it has no samples", "not everybody is here yet")
-            if bounds is None and not known and not is_warming:
-                self.violated(f"worker {worker} has to wait where there is no bound: {grant.reason}")
+            is_expected = grant.reason in ("it has no samples", "not everybody is here yet")
+            if bounds is None and not is_expected and not is_warming:
+                self.violated(f"worker {worker} has to wait though there is no bound: {grant.reason}")
             return
         if bounds is None or grant.bound is None:
             if (bounds is None) != (grant.bound is None):
-                self.violated(f"worker {worker} may start with a bound of {grant.bound}")
+                self.violated(f"worker {worker} may start with an unexpected bound of {grant.bound}")
             return
         least = min(self._clocks.values())
         if grant.clock - least > grant.bound or grant.clock - grant.version > grant.bound:
@@ -315,7 +317,7 @@ class BoundedCluster(Cluster):
                 f"of {grant.bound}, and the slowest is at {least}"
             )
         if not bounds[0] <= grant.bound <= bounds[1]:
-            self.violated(f"worker {worker} has a bound of {grant.bound}, which is not in {bounds}")
+            self.violated(f"worker {worker} has a bound of {grant.bound}, expected one in {bounds}")
         self._check_change(grant.bound, least)
 
     def _check_change(self, bound: int, version: int) -> None:
@@ -326,7 +328,7 @@ class BoundedCluster(Cluster):
         self.bound_seen, self._version_seen = bound, max(version, self._version_seen)
 
     def complete(self, steps: Counter[int]) -> float:
-        """Return the first clock at which a step of a living worker is not among these, or may not be yet."""
+        """Return the first clock with a step of a living worker not among these, or still to come."""
         return min(
             (
                 clocks[steps[worker]] if steps[worker] < len(clocks) else self._clocks.get(worker, math.inf)
@@ -337,14 +339,14 @@ class BoundedCluster(Cluster):
         )
 
     def check_step(self, step: Step) -> None:
-        """See that a step comes before its clock is over."""
+        """Record a step, and check that its clock is not over."""
         self.steps_of[step.worker].append(step.clock)
         is_over = self.terms.is_versioned and self.servers.version > step.clock
         if is_over and step.worker not in self._ended:
             self.violated(f"worker {step.worker} takes a step at clock {step.clock}, which is over")
 
     def check_read(self, worker: ServedWorker, grant: Grant, row: Row, visible: Sequence[int]) -> None:
-        """See that what a worker reads holds what it has to, and its own steps once."""
+        """Check that what a worker reads contains the required steps, and its own steps once."""
         who = f"worker {worker.worker} at clock {grant.clock}"
         if self.terms.push_every == 1 and any(count != worker.number for count in visible):
             self.violated(f"{who} has taken {worker.number} steps and sees {list(visible)} of its own")
@@ -353,7 +355,9 @@ class BoundedCluster(Cluster):
         required = max(0, grant.clock - grant.bound)
         complete = min(piece.complete for piece in row.pieces)
         if complete < required:
-            self.violated(f"{who} reads what lacks steps of clock {complete}; it needs version {required}")
+            self.violated(
+                f"{who} reads values that lack steps of clock {complete}; it needs version {required}"
+            )
         if grant.bound == 0 and self.terms.is_versioned:
             for other, clocks in self.steps_of.items():
                 if any(piece.steps[other] > bisect_left(clocks, grant.clock) for piece in row.pieces):
@@ -374,7 +378,7 @@ class BoundedCluster(Cluster):
             return
         expected = 0 if samples is None or self._has_lost else (samples.epochs or 0) * samples.count
         if len(uses) < expected:
-            self.violated(f"{len(uses)} of {expected} samples were used")
+            self.violated(f"the job ended with {len(uses)} of {expected} samples used")
         for worker, clocks in self.steps_of.items():
             for steps in self.servers.steps:
                 if not self._has_lost and steps[worker] != len(clocks):

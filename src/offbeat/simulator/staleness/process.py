@@ -456,7 +456,9 @@ class ServedWorker(SimulatedWorker):
         directory, worker = self.process.directory, self.worker
         self._visible = []
         for piece in row.pieces:
-            replayed = [number for own in self._logged[directory.held(worker, piece.time) :] for number in own]
+            replayed = [
+                number for own in self._logged[directory.held(worker, piece.time) :] for number in own
+            ]
             seen = piece.steps[worker]
             if replayed != list(range(seen, seen + len(replayed))):
                 self.cluster.violated(

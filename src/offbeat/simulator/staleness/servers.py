@@ -1,7 +1,7 @@
-"""Servers of parameters that are not there: which steps of whom each of them holds, and up to which clock.
+"""Simulated parameter servers, reduced to versions: the steps of each worker that a server has, by clock.
 
-Nothing here knows who may start a step, or what a step computes; see `offbeat.simulator.serving` for how
-servers survive their own deaths.
+Nothing here knows which worker may start a step, or what a step computes; see `offbeat.simulator.serving` for
+the fault tolerance of servers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """One step's gradients.
+    """The gradients of one step.
 
     Attributes:
-        worker: whose.
-        number: how many steps that worker had finished before.
-        clock: at which it was taken.
+        worker: the worker.
+        number: steps that the worker had finished before.
+        clock: the clock of the step.
     """
 
     worker: int
@@ -34,14 +34,14 @@ class Step(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """What a process sends to all servers.
+    """A push of a process to all servers.
 
     Attributes:
-        process: who.
+        process: the sender.
         time: of the push.
-        steps: whose gradients are in it.
-        then: is called once all servers have applied it.
-        acknowledged: by how many servers.
+        steps: the steps whose gradients are in it.
+        then: called once all servers have applied it.
+        acknowledged: servers that have applied it.
     """
 
     process: int
@@ -52,12 +52,12 @@ class Push:
 
 
 class Piece(NamedTuple):
-    """What one server had when it was asked.
+    """One server's part of a row.
 
     Attributes:
-        time: of the last push of the process that asks that was applied.
-        steps: of each worker: how many of its steps were applied.
-        complete: all steps of living workers at clocks before this one were.
+        time: of the last applied push of the process that pulls.
+        steps: applied steps, by worker.
+        complete: all steps of living workers at clocks before this one were applied.
     """
 
     time: int
@@ -66,11 +66,11 @@ class Piece(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Parameters as the servers had them.
+    """Parameters as pulled from the servers.
 
     Attributes:
-        version: as the process may take it for.
-        pieces: of each server.
+        version: the version that it counts as.
+        pieces: one for each server.
     """
 
     version: int
@@ -79,80 +79,84 @@ class Row(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Server:
-    """One server: a stretch of the parameters.
+    """One server, with a part of the parameters.
 
     Attributes:
-        version: how many clocks were applied, where pushes are summed clock by clock.
-        steps: how many steps of each worker.
-        times: of each process: of its last push that was applied.
-        waiting: of each process: pushes for whose clock others are awaited.
-        heard_s: when the last message of each process comes, for they come in order.
+        version: applied clocks, where pushes are summed clock by clock.
+        steps: applied steps, by worker.
+        times: time of the last applied push, by process.
+        waiting: pushes whose clock is not complete, by process.
+        last_arrival_s: arrival of the last message, by process; messages of a process arrive in order.
     """
 
     version: int = 0
     steps: Counter[int] = field(default_factory=Counter)
     times: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, deque[Push]] = field(default_factory=dict)
-    heard_s: dict[int, float] = field(default_factory=dict)
+    last_arrival_s: dict[int, float] = field(default_factory=dict)
 
 
 class Servers:
-    """The parameter server, as far as versions go.
+    """The parameter servers, reduced to versions.
 
-    Where pushes are summed clock by clock, a clock is applied once all processes that take part in it have
-    pushed it; else each push is, on arrival. Every server does so by itself. Nobody shares a line.
+    Where pushes are summed clock by clock, a clock is applied once all participating processes have pushed
+    it; else each push is applied on arrival. Every server does so by itself. No two transfers share a link.
 
     Args:
-        cluster: to which they belong.
-        count: how many there are.
-        is_versioned: pushes are summed.
+        cluster: the cluster.
+        count: number of servers.
+        is_versioned: pushes are summed clock by clock.
     """
 
     def __init__(self, cluster: BoundedCluster, count: int, *, is_versioned: bool) -> None:
         self._cluster, self._is_versioned = cluster, is_versioned
         self._servers = [_Server() for _ in range(count)]
-        self._begins: dict[int, int] = {}  # of each process that takes part: from which clock on
+        self._first_clocks: dict[
+            int, int
+        ] = {}  # of each participating process: the first clock that it pushes
         self._gone: set[int] = set()
 
     @property
     def version(self) -> int:
-        """The last one that some server has."""
+        """The latest version on any server."""
         return max(one.version for one in self._servers)
 
     @property
     def steps(self) -> list[Counter[int]]:
-        """What each server has applied: of each worker, how many steps."""
+        """The applied steps on each server, by worker."""
         return [one.steps for one in self._servers]
 
     def enlist(self, process: int) -> int:
-        """A process takes part; return the first clock whose sum waits for it."""
-        begin = self._begins[process] = self.version if self._is_versioned else 0
+        """Let a process participate; return the first clock whose sum waits for it."""
+        begin = self._first_clocks[process] = self.version if self._is_versioned else 0
         for server in self._servers:
             server.times[process] = time_of(begin - 1) if not begin else 0
         return begin
 
     def withdraw(self, process: int) -> None:
-        """A process takes part no more; what it has pushed and waits for others is dropped."""
+        """End the participation of a process; its pushes that wait for other processes are dropped."""
         self._gone.add(process)
-        if self._begins.pop(process, None) is None:
+        if self._first_clocks.pop(process, None) is None:
             return
         for server in self._servers:
             server.waiting.pop(process, None)
-            self._sum(server)
+            self._apply_complete(server)
 
     def push(self, push: Push) -> None:
         """Send a push to every server."""
         share = self._cluster.size_bytes // len(self._servers) if push.steps else 0
         for server in self._servers:
-            self._cluster.engine.at(self._arrival_s(server, push.process, share), self._hear, (server, push))
+            self._cluster.engine.at(
+                self._arrival_s(server, push.process, share), self._receive, (server, push)
+            )
 
     def pull(self, process: int, version: int, then: Callable[[Row], None]) -> None:
-        """Ask every server; `then` is called with the row.
+        """Request a row from every server.
 
         Args:
-            process: who asks.
-            version: for which the row may be taken, where pushes are not summed.
-            then: is called.
+            process: the process that pulls.
+            version: the version that the row counts as, where pushes are not summed.
+            then: called with the row.
         """
         pieces: dict[int, Piece] = {}
 
@@ -181,29 +185,29 @@ class Servers:
         takes_s = cluster.network.transfer_s(size_bytes) * (
             1 + cluster.network.spread * cluster.chance.random()
         )
-        at_s = max(server.heard_s.get(process, 0.0), cluster.lines.free_s(process, SERVERS) + takes_s)
-        server.heard_s[process] = at_s
+        at_s = max(server.last_arrival_s.get(process, 0.0), cluster.lines.free_s(process, SERVERS) + takes_s)
+        server.last_arrival_s[process] = at_s
         return at_s
 
-    def _hear(self, message: tuple[_Server, Push]) -> None:
+    def _receive(self, message: tuple[_Server, Push]) -> None:
         server, push = message
         if not self._is_versioned:
             self._apply(server, push)
         elif push.process not in self._gone:
             server.waiting.setdefault(push.process, deque()).append(push)
-            self._sum(server)
+            self._apply_complete(server)
 
-    def _sum(self, server: _Server) -> None:
-        """Apply what is complete."""
-        while self._begins:
-            waited = [one for one, begin in self._begins.items() if begin <= server.version]
-            pushes = [server.waiting[one][0] for one in waited if server.waiting.get(one)]
-            if len(pushes) < len(waited):
+    def _apply_complete(self, server: _Server) -> None:
+        """Apply all clocks that are complete."""
+        while self._first_clocks:
+            expected = [one for one, begin in self._first_clocks.items() if begin <= server.version]
+            pushes = [server.waiting[one][0] for one in expected if server.waiting.get(one)]
+            if len(pushes) < len(expected):
                 return
             for push in pushes:
                 if push.time != time_of(server.version):
                     self._cluster.violated(
-                        f"process {push.process} pushes clock {clock_of(push.time)} where clock "
+                        f"process {push.process} pushed clock {clock_of(push.time)} where clock "
                         f"{server.version} is due"
                     )
                 server.waiting[push.process].popleft()

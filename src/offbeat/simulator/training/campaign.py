@@ -1,6 +1,6 @@
-"""Fault campaigns: random clusters with random faults, one a seed, and what must hold in each of them.
+"""Fault campaigns: random clusters with random faults, one per seed, and the invariants of each run.
 
-Nothing here mends anything; a seed that fails says so in one line, with the command that repeats it.
+A seed that fails gives a one-line error with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from offbeat.simulator.training.replicas import History, LeastSquares, Problem
 from offbeat.simulator.training.sample_loop import Samples
 from offbeat.simulator.training.worker import COMPUTING, SimulatedWorker
 
-_QUIET_S = 9.0  # more than any wait of the policies below
+_QUIET_S = 9.0  # longer than any wait of the policies below
 _STUCK_S = 8.0
-_PAIRS_STUCK_S = 4.0  # where nothing happens but that two workers cannot reach each other
+_PAIRS_STUCK_S = 4.0  # where the only faults are between pairs of workers
 _CHANGE_S = 2.0
 _BATCHES_S = 0.05
 _KINDS = ["die", "hang", "hang", "late", "cut", "split", "pair", "pair", "reset", "join", "leave", "restart"]
@@ -47,13 +47,13 @@ _KINDS = ["die", "hang", "hang", "late", "cut", "split", "pair", "pair", "reset"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One seed's cluster.
+    """The cluster of one seed.
 
     Attributes:
         setting: the cluster and its faults.
         arguments: of `PartialGroups`, or of `Lockstep`.
         has_gradients: whether it trains a small problem.
-        is_lockstep: whether all workers keep together all the time.
+        is_lockstep: whether the policy is `Lockstep`.
     """
 
     setting: Setting
@@ -62,7 +62,7 @@ class Case:
     is_lockstep: bool = False
 
     def build(self) -> list[Policy]:
-        """Return fresh policies."""
+        """Return new policies."""
         if self.is_lockstep:
             return [Assembly(self.setting.world), Lockstep(self.setting.world, **self.arguments)]
         return [
@@ -77,7 +77,7 @@ class Case:
 
 
 def case(seed: int) -> Case:
-    """Draw a cluster; the same for the same seed."""
+    """Draw a cluster; deterministic for a seed."""
     chance = random.Random(f"campaign {seed}")
     world = chance.randint(2, 12)
     lost_after_s = chance.choice([3.0, 5.0])
@@ -105,7 +105,7 @@ def case(seed: int) -> Case:
         tick_s=chance.choice([0.1, 0.5]),
         detect_s=chance.choice([0.001, 0.01, 0.1]),
         lost_after_s=lost_after_s,
-        stuck_after_s=_PAIRS_STUCK_S if has_pairs_only else _STUCK_S + _stands_s(faults, lost_after_s),
+        stuck_after_s=_PAIRS_STUCK_S if has_pairs_only else _STUCK_S + _undecided_s(faults, lost_after_s),
         seed=seed,
     )
     if samples is not None:
@@ -128,7 +128,7 @@ def case(seed: int) -> Case:
 
 
 def lockstep_case(seed: int) -> Case:
-    """Draw a cluster in lockstep; the same for the same seed."""
+    """Draw a cluster in lockstep; deterministic for a seed."""
     chance = random.Random(f"lockstep {seed}")
     world = chance.randint(2, 8)
     lost_after_s, silent_s = chance.choice([3.0, 5.0]), chance.choice([3.0, 10.0])
@@ -181,8 +181,8 @@ def _samples(chance: random.Random, world: int, *, has_end: bool) -> Samples | N
 def _slow(chance: random.Random, world: int) -> Iterator[SlowRule]:
     for _ in range(chance.choice([0, 0, 1, 2])):
         when = chance.choice([None, EpochPart(start=0.0, end=0.5), Burst(slow_steps=15, period_steps=40)])
-        who = chance.choice([None, chance.randrange(world)])
-        yield SlowRule(worker=who, factor=chance.choice([1.5, 3.0, 6.0]), when=when)
+        worker = chance.choice([None, chance.randrange(world)])
+        yield SlowRule(worker=worker, factor=chance.choice([1.5, 3.0, 6.0]), when=when)
 
 
 def _faults(
@@ -234,7 +234,7 @@ def _faults(
 
 
 def _pair_faults(chance: random.Random, world: int) -> Iterator[Fault]:
-    """Draw faults between two workers each, and long enough apart that the first is no more felt."""
+    """Draw faults between pairs of workers, far enough apart that each has no effect on the next."""
     now_s = 0.5
     for _ in range(chance.randint(1, 3)):
         fault = _pair_fault(chance, now_s, *chance.sample(range(world), 2))
@@ -249,8 +249,8 @@ def _pair_fault(chance: random.Random, now_s: float, worker: int, peer: int) -> 
     return Cut(at_s=now_s, worker=worker, peer=peer, length_s=length_s, lost=chance.choice(WHOSE[:2]))
 
 
-def _stands_s(faults: Iterable[Fault], lost_after_s: float) -> float:
-    """Return for how long nobody may decide, because most cannot be heard."""
+def _undecided_s(faults: Iterable[Fault], lost_after_s: float) -> float:
+    """Return for how long no decision may be made because most workers are unreachable, in seconds."""
     return sum(
         min(fault.length_s + REDIALLED_S, lost_after_s)
         for fault in faults
@@ -259,24 +259,24 @@ def _stands_s(faults: Iterable[Fault], lost_after_s: float) -> float:
 
 
 def _outage_s(fault: Fault) -> float:
-    """Return for how long a fault may keep nodes from each other."""
+    """Return for how long a fault may separate nodes, in seconds."""
     if isinstance(fault, Hang | Cut | Split):
         return fault.length_s + min(fault.length_s, REDIALLED_S)
     return fault.length_s if isinstance(fault, Late | Restart) else 0.0
 
 
 def run_lockstep(seed: int) -> Cluster:
-    """Run one seed in lockstep: see `run`."""
+    """Run the lockstep case of a seed: see `run`."""
     return _run(
         lockstep_case(seed), check_lockstep, f"offbeat simulate --strategy bsp --seeds 1 --seed {seed}"
     )
 
 
 def run(seed: int, build: Callable[[Case], list[Policy]] = Case.build) -> Cluster:
-    """Run one seed.
+    """Run the case of a seed.
 
     Raises:
-        ViolationError: something happened that must not; the text ends with the command that repeats it.
+        ViolationError: an invariant was violated; the text ends with the command that repeats the run.
     """
     return _run(case(seed), check, f"offbeat simulate --seeds 1 --seed {seed}", build)
 
@@ -298,15 +298,15 @@ def _run(
 
 
 def check_lockstep(this: Case, cluster: Cluster) -> None:
-    """See that all have taken all steps together, or that no passing outage stopped the job."""
+    """Check that all workers took all steps together, or that the job did not stop for a transient outage."""
     setting, stopped = this.setting, cluster.stopped
     if stopped is not None:
         outages_s = sum(map(_outage_s, setting.faults))
         dead = {worker for fault in setting.faults if isinstance(fault, Death) for worker in fault.workers}
         if stopped.worker is None and outages_s < this.arguments["silent_s"]:
-            cluster.violated(f"a passing outage stops the job: {stopped.reason}")
+            cluster.violated(f"a transient outage stopped the job: {stopped.reason}")
         if stopped.worker is not None and stopped.worker not in dead and outages_s < setting.lost_after_s:
-            cluster.violated(f"a pause is taken for a death: {stopped.reason}")
+            cluster.violated(f"a pause was taken for a death: {stopped.reason}")
         return
     for one in cluster.workers.values():
         if not one.has_left or one.follower.step != setting.steps:
@@ -315,8 +315,8 @@ def check_lockstep(this: Case, cluster: Cluster) -> None:
             cluster.violated(f"workers 0 and {one.worker} ended with different states")
 
 
-def _is_kept_by_a_slow_one(worker: SimulatedWorker) -> bool:
-    """Whether it is in an exchange with a worker that still computes, which is as slow as it was drawn."""
+def _waits_for_slow_member(worker: SimulatedWorker) -> bool:
+    """Whether it is in an exchange with a worker that still computes, however slow that one was drawn."""
     if worker.exchange is None:
         return False
     workers = worker.cluster.workers
@@ -324,7 +324,7 @@ def _is_kept_by_a_slow_one(worker: SimulatedWorker) -> bool:
 
 
 def check(this: Case, cluster: Cluster) -> None:
-    """See that a run ended as it must."""
+    """Check the invariants at the end of a run."""
     now_s = cluster.engine.now_s
     members = cluster.groups[-1][1].members if cluster.groups else ()
     left = [cluster.workers[one] for one in members if cluster.workers[one].has_left]
@@ -335,11 +335,11 @@ def check(this: Case, cluster: Cluster) -> None:
         classifier = policy.state_dict().get("classifier", {"workers": []})
         for worker, count, is_slow, *_ in classifier["workers"]:
             if not 0 <= count <= classifier["limit"]:
-                cluster.violated(f"the counter of worker {worker} is {count}")
+                cluster.violated(f"the counter of worker {worker} is out of range: {count}")
             if is_slow:
                 stragglers.add(worker)
     if cluster.stopped is not None:
-        return  # the cluster has seen that nobody has the state any more
+        return  # the cluster has checked that no worker has the state any more
     for one in left:
         if not cluster.problem.same(one.state, left[0].state):
             cluster.violated(f"workers {left[0].worker} and {one.worker} ended with different states")
@@ -351,8 +351,8 @@ def check(this: Case, cluster: Cluster) -> None:
         return
     is_changing = now_s - cluster.changed_s < _CHANGE_S
     for one in alive:
-        if now_s - one.active_s > _STUCK_S / 2 and one.doing != COMPUTING and not _is_kept_by_a_slow_one(one):
+        if now_s - one.active_s > _STUCK_S / 2 and one.doing != COMPUTING and not _waits_for_slow_member(one):
             cluster.violated(f"worker {one.worker} has been {one.doing} since {one.active_s:.3f} s")
-        is_heard = one.active_s > cluster.changed_s  # since the last change, in which it was left out
+        is_heard = one.active_s > cluster.changed_s  # since the last change, which excluded it
         if is_heard and not (is_changing or one.worker in stragglers or one.worker in members):
             cluster.violated(f"worker {one.worker} lives, is not slow, and is not among {members}")

@@ -160,15 +160,21 @@ class Uses:
         """See `Problem.begin`."""
         return _TrackedState(self.problem.begin())
 
-    def gradient(self, state: _TrackedState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()) -> _TrackedGradient:
+    def gradient(
+        self, state: _TrackedState, worker: int, iteration: int, blocks: tuple[Block, ...] = ()
+    ) -> _TrackedGradient:
         """See `Problem.gradient`."""
         return _TrackedGradient(self.problem.gradient(state.state, worker, iteration), blocks)
 
-    def gradients(self, state: _TrackedState, workers: Sequence[int], iterations: Iterable[int]) -> list[_TrackedGradient]:
+    def gradients(
+        self, state: _TrackedState, workers: Sequence[int], iterations: Iterable[int]
+    ) -> list[_TrackedGradient]:
         """See `Problem.gradients`."""
         return [_TrackedGradient(one, ()) for one in self.problem.gradients(state.state, workers, iterations)]
 
-    def mean(self, gradients: Sequence[_TrackedGradient], weights: Sequence[float], exchange_id: int) -> _TrackedGradient:
+    def mean(
+        self, gradients: Sequence[_TrackedGradient], weights: Sequence[float], exchange_id: int
+    ) -> _TrackedGradient:
         """See `Problem.mean`; gradients without weight are not recorded."""
         mean = self.problem.mean([one.gradient for one in gradients], weights, exchange_id)
         counted = [one for one, weight in zip(gradients, weights, strict=True) if weight]
