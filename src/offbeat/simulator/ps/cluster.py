@@ -1,13 +1,13 @@
-"""A parameter server that is not there: clients that count, servers that come, leave and die, and a network.
+"""A simulated parameter server: clients that count, servers that join, leave and die, and a faulty network.
 
-The network loses, repeats and reorders, resets connections, and cuts nodes off from one another, one way or
-both, one pair or as many as are behind one switch, for up to twice as long as a silence that is a death. No
-cut may cost anything that was acknowledged, and 3 s after the last one all that was asked for has to be done.
+The network loses, repeats and reorders packets, resets connections, and separates nodes, in one direction or
+both, a single pair or all nodes behind one switch, for up to twice as long as a silence that counts as a
+death. No cut may lose anything that was acknowledged, and 3 s after the last one all requests must be done.
 
-Every push adds 1 to some keys, in a digit of its client's own. At the end each key must be, on its master and
-on every replica, what was pushed to it: no push lost that was acknowledged, none applied twice. Where pushes
-are summed, none is acknowledged without those of all others. What is pulled with the times of the client's
-own pushes holds just these. The policies decide; nothing here does.
+Every push adds 1 to some keys, in a digit that belongs to its client. At the end each key must equal what was
+pushed to it, on its master and on every replica: no acknowledged push is lost, none is applied twice. Where
+pushes are summed, none is acknowledged without those of all other participants. A pull that asks for the
+times of the client's own pushes contains exactly these pushes. The policies decide; nothing here does.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ from offbeat.policies.ps.server_node import MANAGER, Send, ServerNode, Store
 from offbeat.simulator.core.engine import Engine
 from offbeat.simulator.training.cluster import ViolationError
 
-_FAULTS_END = 30  # in requests of a client
+_FAULTS_END = 30  # faults occur during the first so many requests of a client
 _FAULTS = (
     *("die", "die", "be called dead", "come", "leave"),
     *("cut", "restart", "client comes", "client dies", "namespace comes"),
 )
 _FAULTS_OF_NETWORKS = ("cut one way", "switch", "switch", "reset", "reset", "vanish")
-_CHANGES_OF_MASTERS = ("come", "leave") * 3  # further ones, where pushes are summed
-_QUIET_S = 120.0  # virtual; whatever still waits then waits for ever
+_CHANGES_OF_MASTERS = ("come", "leave") * 3  # additional ones, where pushes are summed
+_QUIET_S = 120.0  # virtual; requests that wait until then count as stuck
 _RESEND_S, _RESEND_MAX_S = 0.02, 0.1  # where a client waits 0.01 s between two requests
 _TICK_S = 0.25
-_UNREACHABLE_S = 1.25  # after which it is said that nothing comes from a node
-_DIALS_S = 1.0  # within which a mended line is used
-_BACK_S = 3.0  # within which all goes on after the last fault
+_UNREACHABLE_S = 1.25  # silence after which a node is reported
+_DIALS_S = 1.0  # time within which a mended line is used
+_RECOVERY_S = 3.0  # time within which all requests continue after the last fault
 _DIGIT_BITS = 16  # of one client's pushes in a value
 
 Place = tuple[str, int]  # a namespace, and a key or block in it
-Counted = tuple[str, int, int]  # a namespace, a key in it, and whose pushes are counted
+Counted = tuple[str, int, int]  # a namespace, a key in it, and the client whose pushes are counted
 MakeManager = Callable[..., Manager]
 MakeNode = Callable[[int, Store], ServerNode]
 MakeClient = Callable[[int, Callable[[Content, int, int], Content]], Client]
 
 
 class Counts:
-    """A table of whole numbers."""
+    """A table of integers."""
 
     def __init__(self) -> None:
         self.values: Counter[int] = Counter()
@@ -132,7 +132,7 @@ class Counts:
 
 
 class Tables:
-    """One server's tables."""
+    """The tables of one server."""
 
     def __init__(self) -> None:
         self._tables: dict[str, Counts] = {}
@@ -143,26 +143,26 @@ class Tables:
 
 
 def cut(content: dict[int, int], first: int, last: int) -> dict[int, int]:
-    """Return what is there for keys `first` to `last` - 1."""
+    """Return the content for keys `first` to `last` - 1."""
     return {key: count for key, count in content.items() if first <= key < last}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is tried.
+    """Parameters of a trial.
 
     Attributes:
-        seed: of everything.
-        servers, clients: how many there are at the start.
+        seed: seed of all random numbers.
+        servers, clients: their numbers at the start.
         copies: replicas of each block.
-        pushes: of each client, which has some under way at once.
-        keys: that are pushed to.
-        block_keys: in a block.
-        virtual_nodes: of each server on the ring.
-        faults: how often something goes wrong, or a server comes or leaves.
-        lost, doubled: share of the packets.
-        pace_s: the longest time between two requests of a client.
-        cut_s_max: how long nodes are cut off from one another at most.
+        pushes: pushes of each client, several of which are under way at once.
+        keys: keys in a namespace.
+        block_keys: keys in a block.
+        virtual_nodes: virtual nodes of each server on the ring.
+        faults: number of faults, including servers that join or leave.
+        lost, doubled: share of the packets, 0 to 1.
+        pace_s: maximum time between two requests of a client.
+        cut_s_max: maximum time for which nodes are separated.
         aggregates: whether there are namespaces that aggregate, and clients that die when masters change.
     """
 
@@ -183,7 +183,7 @@ class Trial:
 
 
 def trial_of(seed: int) -> Trial:
-    """Return the trial of a seed, with as much of everything as it draws."""
+    """Draw the trial of a seed."""
     chance = random.Random(f"trial {seed}")
     is_lossy = chance.random() < 0.5
     trial = Trial(
@@ -199,27 +199,27 @@ def trial_of(seed: int) -> Trial:
         doubled=chance.choice([0.0, 0.2]) if is_lossy else 0.0,
         aggregates=chance.random() < 0.6,
     )
-    if chance.random() < 0.5:  # its cuts are longer than what is a death, and its clients work for as long
+    if chance.random() < 0.5:  # cuts longer than a silence that counts as a death; clients work as long
         faults = trial.faults and trial.faults + 2
         trial = replace(trial, faults=faults, pace_s=1.0, cut_s_max=2 * SILENT_S)
     if not trial.aggregates:
         return trial
-    # What goes wrong with sums takes several clients, and pushes for as long as there are faults.
+    # Faults of sums need several clients, and pushes for as long as there are faults.
     return replace(
         trial, clients=max(2, trial.clients), pushes=40, faults=trial.faults and max(3, trial.faults)
     )
 
 
 class Serving:
-    """One trial; `run` raises if something happened that must not.
+    """One trial; `run` raises if an invariant is violated.
 
     Args:
-        trial: what is tried.
+        trial: the parameters.
         make_node, make_client, make_manager: make a server, a client, and the manager.
 
     Attributes:
-        views: all that the manager said, each once.
-        requests: how many the clients made.
+        views: all views that the manager published, each once.
+        requests: requests of the clients so far.
     """
 
     def __init__(
@@ -232,10 +232,10 @@ class Serving:
         self.trial = trial
         self.views: list[View] = []
         self.requests = 0
-        self._make_node, self._make_client, self._make_a_manager = make_node, make_client, make_manager
+        self._make_node, self._make_client, self._manager_factory = make_node, make_client, make_manager
         self._engine = Engine()
         self._chance = random.Random(f"serving {trial.seed}")
-        self._whims = random.Random(f"whims {trial.seed}")  # of clients: what to say besides keys and values
+        self._option_chance = random.Random(f"whims {trial.seed}")  # for options of requests
         self._spaces = [
             Space(f"space {number}", trial.keys, trial.block_keys, "", aggregates=bool(number))
             for number in range(1 + trial.aggregates)
@@ -243,94 +243,92 @@ class Serving:
         self._manager = self._make_manager()
         self._opened = {space.name for space in self._spaces}
         for space in self._spaces:
-            self._manager.handle(self._opening_of(space))
+            self._manager.handle(self._space_opened(space))
         self._nodes: dict[int, ServerNode] = {}
         self._stores: dict[int, Tables] = {}
         self._clients = {number: make_client(number, cut) for number in range(trial.clients)}
         self._left_to_push = dict.fromkeys(self._clients, trial.pushes)
-        self._channels: dict[tuple[str, str], Channel] = {}  # whose end, and to whom
-        self._cut_s: dict[
-            tuple[str, str], tuple[float, float]
-        ] = {}  # sender and receiver: from and until when
-        self._reset_s: dict[frozenset[str], float] = {}  # when all that was under way between two was lost
-        self._unheard: set[tuple[str, str]] = set()  # of which sender and receiver that has been said
-        self._ends_s = 0.0  # when the last fault is over
-        # Where packets are lost, some of what is sent again is lost, too.
-        self._back_s = 2 * _BACK_S if trial.lost else _BACK_S
+        self._channels: dict[tuple[str, str], Channel] = {}  # by the node that holds it, and its peer
+        self._cut_s: dict[tuple[str, str], tuple[float, float]] = {}  # by sender and receiver: begin and end
+        self._reset_s: dict[frozenset[str], float] = {}  # when all packets under way between two were lost
+        self._reported_silent: set[tuple[str, str]] = set()  # sender and receiver
+        self._ends_s = 0.0  # the end of the last fault
+        # Where packets are lost, some retransmissions are lost, too.
+        self._recovery_s = 2 * _RECOVERY_S if trial.lost else _RECOVERY_S
         self._joined = {f"client-{client}" for client in self._clients}
         self._dead: set[str] = set()
         self._vanished: set[int] = set()  # servers whose hosts are dead
-        self._doomed: set[int] = set()  # servers that are dead or will be called so
-        self._doomed_clients: set[int] = set()  # likewise
-        self._through: set[tuple[str, int]] = set()  # namespaces, and clients that have withdrawn from them
+        self._doomed: set[int] = set()  # servers that are dead or will be declared dead
+        self._doomed_clients: set[int] = set()  # clients of which the same holds
+        self._withdrawn: set[tuple[str, int]] = set()  # namespaces, and clients that have withdrawn from them
         self._leaving: set[int] = set()
-        self._forgotten: set[str] = set()  # dead, or called dead, or gone, as the manager has it
-        self._ignored: dict[str, set[str]] = {}  # by node: with whom it does not speak any more
-        self._asked_s: dict[tuple[int, int], float] = {}  # when requests were made
-        # Requests that are not done: what was pushed, or what had been acknowledged when the pull was made.
+        self._forgotten: set[str] = set()  # dead, declared dead, or gone, according to the manager
+        self._ignored: dict[str, set[str]] = {}  # by node: the nodes with which it no longer communicates
+        self._requested_s: dict[tuple[int, int], float] = {}  # when requests were made
+        # Requests under way: what was pushed, or what had been acknowledged when the pull was made.
         self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
         self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
-        self._bringing: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}  # of pushes
+        self._fetching: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}  # of pushes
         self._wants_times: dict[tuple[int, int], bool] = {}  # by pull
-        self._asked_of: dict[tuple[int, int], str] = {}  # the namespace of each request
+        self._namespace_of: dict[tuple[int, int], str] = {}  # by request
         self._pushed: Counter[Counted] = Counter()
-        # What each client knows to be everywhere; of sums, that is what all had pushed.
+        # What each client knows to be on all replicas; of sums, that is what all clients had pushed.
         self._acknowledged = {client: Counter[Counted]() for client in self._clients}
-        self._masters: dict[tuple[int, Place], int] = {}  # who served, by epoch and block
-        # How many times of a namespace each client has gone through, what it has pushed at which, and whose
+        self._masters: dict[tuple[int, Place], int] = {}  # the server that answered, by epoch and block
+        # The times of a namespace that each client has passed, its pushes by time, and the clients whose
         # pushes were in the sum of a key, by view and time.
         self._rounds: Counter[tuple[str, int]] = Counter()
-        self._times: dict[tuple[int, int], int] = {}  # of requests
-        self._at: dict[tuple[str, int], dict[int, Counter[Counted]]] = {}  # by namespace and client, by time
+        self._times: dict[tuple[int, int], int] = {}  # by request
+        self._pushed_at: dict[tuple[str, int], dict[int, Counter[Counted]]] = {}  # by namespace and client
         self._sums: dict[tuple[int, str, int, int], tuple[int, ...]] = {}
 
     def run(self) -> None:
-        """Runs the trial to its end.
+        """Run the trial to its end.
 
         Raises:
-            ViolationError: something happened that must not.
+            ViolationError: an invariant was violated.
         """
         engine = self._engine
         for server in range(self.trial.servers):
             self._start_server(server)
         for client in self._clients:
-            engine.at(self._chance.random() * 0.01, self._work, client)
+            engine.at(self._chance.random() * 0.01, self._make_request, client)
         pace_s = self.trial.pace_s
         for _ in range(self.trial.faults):
-            engine.at(pace_s + self._chance.random() * (_FAULTS_END - 1) * pace_s, self._go_wrong)
-        engine.at(_TICK_S, self._pass_time)
+            engine.at(pace_s + self._chance.random() * (_FAULTS_END - 1) * pace_s, self._inject_fault)
+        engine.at(_TICK_S, self._tick_manager)
         engine.run(_QUIET_S)
         self._check_the_end()
 
-    # What happens ----------------------------------------------------------------------------------------
+    # Faults ----------------------------------------------------------------------------------------------
 
     def _make_manager(self) -> Manager:
         trial = self.trial
-        return self._make_a_manager(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
+        return self._manager_factory(trial.servers, virtual_nodes=trial.virtual_nodes, copies=trial.copies)
 
-    def _opening_of(self, space: Space) -> SpaceOpened:
+    def _space_opened(self, space: Space) -> SpaceOpened:
         now_s = self._engine.now_s
         return SpaceOpened(now_s=now_s, node="client-0", function="", **space._asdict())
 
-    def _joining_of(self, node: str) -> NodeJoined:
+    def _node_joined(self, node: str) -> NodeJoined:
         return NodeJoined(now_s=self._engine.now_s, node=node, addresses=("somewhere",), functions=())
 
     def _start_server(self, server: int) -> None:
         self._stores[server] = Tables()
         self._nodes[server] = self._make_node(server, self._stores[server])
-        self._tell(f"server-{server}", MANAGER, [self._joining_of(f"server-{server}")])
+        self._send(f"server-{server}", MANAGER, [self._node_joined(f"server-{server}")])
 
-    def _pass_time(self, _: None) -> None:
+    def _tick_manager(self, _: None) -> None:
         now_s = self._engine.now_s
         self._decide(Tick(now_s=now_s))
-        self._engine.at(now_s + _TICK_S, self._pass_time)
-        settled_s = self._ends_s + self._back_s
+        self._engine.at(now_s + _TICK_S, self._tick_manager)
+        settled_s = self._ends_s + self._recovery_s
         if self._vanished:
             settled_s += _UNREACHABLE_S + SILENT_S + _DIALS_S + _TICK_S
         if now_s - _TICK_S < settled_s <= now_s:
             self._check_progress()
 
-    def _go_wrong(self, _: None) -> None:
+    def _inject_fault(self, _: None) -> None:
         chance, now_s = self._chance, self._engine.now_s
         alive = [server for server in self._nodes if server not in self._doomed]
         self._ends_s = max(self._ends_s, now_s)
@@ -341,7 +339,7 @@ class Serving:
         elif kind == "leave" and len(alive) > len(self._leaving) + 1:
             self._leaving.add(chance.choice(alive))
             leaving = [ServerLeaves(now_s=now_s, node="client-0", server=one) for one in self._leaving]
-            self._tell("client-0", MANAGER, leaving)
+            self._send("client-0", MANAGER, leaving)
         elif kind in ("cut", "cut one way", "switch", "reset"):
             names = [f"server-{server}" for server in alive] + [f"client-{one}" for one in self._clients]
             self._disturb(kind, [*names, MANAGER])
@@ -353,13 +351,13 @@ class Serving:
             name, keys = f"space {len(self._spaces)}", self.trial.keys
             aggregates = self.trial.aggregates and chance.random() < 0.5
             self._spaces.append(Space(name, keys, chance.randint(1, keys), "", aggregates=aggregates))
-            self._tell("client-0", MANAGER, [self._opening_of(self._spaces[-1])])
+            self._send("client-0", MANAGER, [self._space_opened(self._spaces[-1])])
         elif kind == "client comes":
             client = len(self._clients)
             self._clients[client] = self._make_client(client, cut)
             self._left_to_push[client], self._acknowledged[client] = self.trial.pushes, Counter()
-            self._tell(f"client-{client}", MANAGER, [self._joining_of(f"client-{client}")])
-            self._work(client)
+            self._send(f"client-{client}", MANAGER, [self._node_joined(f"client-{client}")])
+            self._make_request(client)
         elif kind == "client dies":
             self._doom_a_client(0.03)
         elif kind in ("die", "be called dead", "vanish") and self._may_lose_one(alive):
@@ -379,7 +377,7 @@ class Serving:
             self._engine.at(now_s + 0.001 + self._chance.random() * 0.03, self._lose, server)
 
     def _may_lose(self, server: int, kind: str) -> bool:
-        """Whether others have all that a server has, whatever becomes of those that are cut off now."""
+        """Whether other servers have everything that a server has, whatever happens to separated ones."""
         if self.trial.cut_s_max < SILENT_S:
             return kind != "vanish"
         now_s, servers = self._engine.now_s, self._manager._group.servers
@@ -389,7 +387,7 @@ class Serving:
         return self._manager._group.may_lose(server, shaky) and 2 * vanished <= len(servers)
 
     def _disturb(self, kind: str, names: Sequence[str]) -> None:
-        """Something happens between two of these, or between some of them and all others."""
+        """Disturb the network between two of these nodes, or between some of them and the rest."""
         if len(names) < 2:
             return
         chance, now_s = self._chance, self._engine.now_s
@@ -406,53 +404,53 @@ class Serving:
         self._cut_off(pairs, chance.random() * self.trial.cut_s_max)
 
     def _cut_off(self, pairs: Iterable[tuple[str, str]], length_s: float) -> None:
-        """What the first of each pair sends does not reach the second for a while."""
+        """Cut the packets from the first of each pair to the second for a while."""
         now_s = self._engine.now_s
         for pair in pairs:
             from_s, until_s = self._cut_s.get(pair, (now_s, now_s))
             until_s = max(until_s, now_s + length_s)
             self._cut_s[pair] = from_s if from_s <= now_s < until_s else now_s, until_s
-            self._engine.at(now_s + _UNREACHABLE_S, self._look_whether_unheard, pair)
+            self._engine.at(now_s + _UNREACHABLE_S, self._report_silence, pair)
             if until_s < _QUIET_S:
                 self._ends_s = max(self._ends_s, until_s)
-                self._engine.at(until_s + self._chance.random() * _DIALS_S, self._look_whether_heard, pair)
+                self._engine.at(until_s + self._chance.random() * _DIALS_S, self._report_recovery, pair)
 
     def _is_cut_off(self, sender: str, to: str) -> bool:
         return self._engine.now_s < self._cut_s.get((sender, to), (0.0, 0.0))[1]
 
-    def _look_whether_unheard(self, pair: tuple[str, str]) -> None:
-        """Say of a cut that has lasted for a while that nothing comes from a node, to the manager."""
+    def _report_silence(self, pair: tuple[str, str]) -> None:
+        """Report to the manager that a cut has lasted long enough to be noticed."""
         (sender, to), now_s = pair, self._engine.now_s
-        if not self._is_cut_off(sender, to) or pair in self._unheard or sender not in self._joined:
+        if not self._is_cut_off(sender, to) or pair in self._reported_silent or sender not in self._joined:
             return
         silent_s = now_s - self._cut_s[pair][0]
         if silent_s < _UNREACHABLE_S * 0.999:
             return
         if to == MANAGER:
-            self._unheard.add(pair)
-            self._decide_of(sender, NodeSilent(now_s=now_s, node=sender, silent_s=silent_s))
+            self._reported_silent.add(pair)
+            self._observe(sender, NodeSilent(now_s=now_s, node=sender, silent_s=silent_s))
         elif to.startswith("server-") and sender.startswith("server-"):
-            self._unheard.add(pair)
+            self._reported_silent.add(pair)
             missed = ServerMissed(now_s=now_s, node=to, server=_number(sender), cause="nothing has come")
-            self._tell(to, MANAGER, [missed])
+            self._send(to, MANAGER, [missed])
 
-    def _look_whether_heard(self, pair: tuple[str, str]) -> None:
+    def _report_recovery(self, pair: tuple[str, str]) -> None:
         (sender, to), now_s = pair, self._engine.now_s
-        if self._is_cut_off(sender, to) or pair not in self._unheard:
+        if self._is_cut_off(sender, to) or pair not in self._reported_silent:
             return
-        self._unheard.discard(pair)
+        self._reported_silent.discard(pair)
         if to == MANAGER:
-            self._decide_of(sender, NodeHeard(now_s=now_s, node=sender))
+            self._observe(sender, NodeHeard(now_s=now_s, node=sender))
         else:
-            self._tell(to, MANAGER, [ServerReached(now_s=now_s, node=to, server=_number(sender))])
+            self._send(to, MANAGER, [ServerReached(now_s=now_s, node=to, server=_number(sender))])
 
-    def _decide_of(self, node: str, event: Event) -> None:
-        """The coordinator has observed something of a node; of one that is gone nothing counts any more."""
+    def _observe(self, node: str, event: Event) -> None:
+        """Let the manager handle an observation of a node, unless it has dropped the node."""
         if node not in self._forgotten:
             self._decide(event)
 
     def _doom_a_client(self, within_s: float) -> None:
-        """One of them dies, or is called dead."""
+        """Let a random client die, or be declared dead."""
         alive = [client for client in self._clients if client and client not in self._doomed_clients]
         if not alive:
             return
@@ -467,7 +465,7 @@ class Serving:
         self._lose_node(f"client-{client}")
 
     def _may_lose_one(self, alive: list[int]) -> bool:
-        """Whether no more servers are gone, and not replaced, than nothing may be lost with."""
+        """Whether one more server may be lost without losing data."""
         view = self._manager._group.view
         if view is None:
             return False
@@ -479,7 +477,7 @@ class Serving:
         self._lose_node(f"server-{server}")
 
     def _lose_node(self, name: str) -> None:
-        """A process is seen closed, as soon as it can be seen; or is turned away."""
+        """Report a closed process, once that can be observed, or refuse a node."""
         if name in self._forgotten:
             return
         now_s = self._engine.now_s
@@ -491,18 +489,18 @@ class Serving:
         self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """The manager does not speak with this node any more, alive or dead, but to tell it so."""
+        """Stop the manager's communication with a node, dead or alive, after a last message that says so."""
         if name not in self._forgotten:
-            self._tell(MANAGER, name, [Refuse(peer=name, reason="it was lost")])
+            self._send(MANAGER, name, [Refuse(peer=name, reason="it was lost")])
             self._forgotten.add(name)
 
     def _ignore(self, node: str, other: str) -> None:
-        """A node does not speak with another one any more."""
+        """Stop the communication of a node with another one."""
         self._ignored.setdefault(node, set()).add(other)
         self._channels.pop((node, other), None)
 
-    def _work(self, client: int) -> None:
-        """Makes a request, and another a little later."""
+    def _make_request(self, client: int) -> None:
+        """Make a request, and schedule the next."""
         name = f"client-{client}"
         if name in self._dead:
             return
@@ -511,40 +509,40 @@ class Serving:
             return
         chance = self._chance
         space = chance.choice([space for space in self._spaces if space.name in self._opened])
-        self._engine.at(self._engine.now_s + chance.random() * self.trial.pace_s, self._work, client)
+        self._engine.at(self._engine.now_s + chance.random() * self.trial.pace_s, self._make_request, client)
         one = self._clients[client]
         is_pull = chance.random() < 0.3
-        found = self._some_keys(chance) if is_pull or not space.aggregates else self._keys_of(client, space)
+        found = self._some_keys(chance) if is_pull or not space.aggregates else self._next_keys(client, space)
         if found is None:
-            self._take_up(name, one.enlist(space.name))
+            self._dispatch(name, one.enlist(space.name))
             return
         first, last = found
         self.requests += 1
         if is_pull:
-            wants_times = self._whims.random() < 0.5
-            number, said = one.pull(space.name, first, last, times=wants_times)
+            wants_times = self._option_chance.random() < 0.5
+            number, outputs = one.pull(space.name, first, last, times=wants_times)
             self._pulling[client, number] = (space.name, first, last, self._known_in(space, client))
             self._wants_times[client, number] = wants_times
         else:
             self._left_to_push[client] -= 1
             content = {key: 1 << _DIGIT_BITS * client for key in range(first, last) if chance.random() < 0.5}
-            if self._whims.random() < 0.1:
-                content = {}  # it has nothing at this time
+            if self._option_chance.random() < 0.1:
+                content = {}  # an empty push
             time, wants_values = self._time_of(client, space), not self.requests % 3
-            number, said = one.push(space.name, content, first, last, time, wants_values=wants_values)
+            number, outputs = one.push(space.name, content, first, last, time, wants_values=wants_values)
             own = self._pushing[client, number] = Counter((space.name, key, client) for key in content)
             self._pushed.update(own)
             if wants_values:
                 known = self._known_in(space, client) | (self._acknowledged[client] + own)
-                self._bringing[client, number] = (space.name, first, last, known)
-        self._asked_of[client, number] = space.name
-        self._asked_s[client, number] = self._engine.now_s
-        self._take_up(name, said)
+                self._fetching[client, number] = (space.name, first, last, known)
+        self._namespace_of[client, number] = space.name
+        self._requested_s[client, number] = self._engine.now_s
+        self._dispatch(name, outputs)
 
     def _known_in(self, space: Space, client: int) -> Counter[Counted]:
-        """What has to be in what a client pulls."""
+        """Return what a client's pull has to contain."""
         known = Counter(self._acknowledged[client])
-        if not space.aggregates:  # its own pushes are, acknowledged or not
+        if not space.aggregates:  # its own pushes, acknowledged or not
             own = {at: n for at, n in self._pushed.items() if (at[0], at[2]) == (space.name, client)}
             known |= Counter(own)
         return known
@@ -554,12 +552,12 @@ class Serving:
         return first, chance.randrange(first, self.trial.keys) + 1
 
     def _time_of(self, client: int, space: Space) -> int | None:
-        """The time that a client chooses for its next push; None if it leaves it to come next.
+        """Return the time that a client chooses for its next push; None for the time that comes next.
 
-        Where all push the same ranges, nobody leaves out a time whose range does not come again.
+        Where all clients push the same ranges, none skips a time whose range does not come again.
         """
         begins = self._clients[client].begins(space.name) if space.aggregates else 1
-        step = self._whims.choice((0, 1, 3))
+        step = self._option_chance.choice((0, 1, 3))
         if space.aggregates and not self._is_whole(space):
             step = min(step, 1)
         if begins is None or not step:
@@ -569,11 +567,11 @@ class Serving:
         return begins - 1 + self._rounds[space.name, client]
 
     def _is_whole(self, space: Space) -> bool:
-        """Whether all push all keys of a namespace each time."""
+        """Whether every push of a namespace has all keys."""
         return random.Random(f"{self.trial.seed} {space.name}").random() < 0.5
 
-    def _keys_of(self, client: int, space: Space) -> tuple[int, int] | None:
-        """What a client is to push next where all push the same; None while it does not know its time."""
+    def _next_keys(self, client: int, space: Space) -> tuple[int, int] | None:
+        """Return the range that every client pushes next; None while this one does not know its time."""
         if self._is_whole(space):
             return 0, space.keys
         begins = self._clients[client].begins(space.name)
@@ -583,44 +581,44 @@ class Serving:
         return self._some_keys(random.Random(f"{self.trial.seed} {space.name} {time}"))
 
     def _withdraw_when_done(self, client: int) -> None:
-        """Others wait for a client's pushes, until it says that there will be none."""
+        """Withdraw a client from sums after its last push, so that other clients do not wait for it."""
         if self._left_to_push[client]:
             return
-        pushing = {self._asked_of[request] for request in self._pushing if request[0] == client}
+        pushing = {self._namespace_of[request] for request in self._pushing if request[0] == client}
         for space in self._spaces:
-            if space.aggregates and space.name not in pushing and (space.name, client) not in self._through:
-                self._through.add((space.name, client))
-                self._take_up(f"client-{client}", self._clients[client].withdraw(space.name))
+            if space.aggregates and space.name not in pushing and (space.name, client) not in self._withdrawn:
+                self._withdrawn.add((space.name, client))
+                self._dispatch(f"client-{client}", self._clients[client].withdraw(space.name))
 
     # The nodes -------------------------------------------------------------------------------------------
 
-    def _hear(self, name: str, sender: str, message: Any) -> None:
+    def _receive(self, name: str, sender: str, message: Any) -> None:
         if name == MANAGER:
-            self._manage(sender, message)
+            self._on_manager_message(sender, message)
         elif isinstance(message, Refuse):
-            self._dead.add(name)  # it ends
+            self._dead.add(name)  # the node ends
         elif isinstance(message, ClientGone):
             self._ignore(name, message.node)
         elif name.startswith("client-"):
             client = self._clients[_number(name)]
             if isinstance(message, View):
-                self._ignore_who_is_gone(name, client._view, message)
-            self._take_up(name, client.see(message) if isinstance(message, View) else client.hear(message))
+                self._ignore_departed(name, client._view, message)
+            self._dispatch(name, client.see(message) if isinstance(message, View) else client.hear(message))
         else:
             node = self._nodes[_number(name)]
             if isinstance(message, View):
-                self._ignore_who_is_gone(name, node.view, message)
-            said = node.see(message) if isinstance(message, View) else node.hear(sender, message)
-            self._check_answers(node, said)
-            self._take_up(name, said)
+                self._ignore_departed(name, node.view, message)
+            outputs = node.see(message) if isinstance(message, View) else node.hear(sender, message)
+            self._check_answers(node, outputs)
+            self._dispatch(name, outputs)
 
-    def _ignore_who_is_gone(self, name: str, before: View | None, after: View) -> None:
+    def _ignore_departed(self, name: str, before: View | None, after: View) -> None:
         there = {*after.ring.servers, *(() if after.target is None else after.target.servers)}
         for one in () if before is None else before.ring.servers:
             if one not in there:
                 self._ignore(name, f"server-{one}")
 
-    def _manage(self, sender: str, message: Any) -> None:
+    def _on_manager_message(self, sender: str, message: Any) -> None:
         now_s = self._engine.now_s
         if isinstance(message, Filled):
             message = ServerFilled(now_s=now_s, node=sender, view=message.view)
@@ -640,40 +638,40 @@ class Serving:
 
     def _decide(self, event: Event) -> None:
         if isinstance(event, ServerLeaves) and f"server-{event.server}" in self._manager._standing:
-            return  # who wants to lose nothing does not give up a server that is waited for
+            return  # a server that is waited for is not given up, so that no data is lost
         for action in self._manager.handle(event):
             self._act(action)
 
     def _act(self, action: Action) -> None:
         match action:
             case Viewed(node=""):
-                self._say(view_of(action))
+                self._broadcast(view_of(action))
             case Viewed():
-                self._tell(MANAGER, action.node, [view_of(action)])
+                self._send(MANAGER, action.node, [view_of(action)])
             case Refuse():
                 self._forget(action.peer)
             case ClientGone():
                 for one in self._nodes:
-                    self._tell(MANAGER, f"server-{one}", [action])
+                    self._send(MANAGER, f"server-{one}", [action])
             case _:
                 raise AssertionError(f"the manager decided {action}")
 
-    def _say(self, view: View) -> None:
+    def _broadcast(self, view: View) -> None:
         before = self.views[-1] if self.views else view
         if before is view or before.number < view.number:
             self.views.append(view)
         for name in [f"server-{one}" for one in self._nodes] + [f"client-{one}" for one in self._clients]:
-            self._tell(MANAGER, name, [view])
+            self._send(MANAGER, name, [view])
         servers = view.ring.servers
         if self.trial.aggregates and servers != before.ring.servers and self._chance.random() < 0.5:
             self._doom_a_client(0.006)
             if not self.trial.cut_s_max > SILENT_S:
                 self._disturb("cut", [f"server-{server}" for server in servers])
 
-    def _take_up(self, name: str, said: Iterable[Send | Done | Failed]) -> None:
-        """Sends what a node says, and takes note of a client's requests that are done."""
+    def _dispatch(self, name: str, outputs: Iterable[Send | Done | Failed]) -> None:
+        """Send a node's messages, and process a client's results."""
         by_receiver: dict[str, list[Any]] = {}
-        for one in said:
+        for one in outputs:
             if isinstance(one, Done):
                 self._done(_number(name), one)
             elif isinstance(one, Failed):
@@ -683,22 +681,22 @@ class Serving:
                     self._note_time(one.message)
                 by_receiver.setdefault(one.to, []).append(one.message)
         for to, messages in by_receiver.items():
-            self._tell(name, to, messages)
+            self._send(name, to, messages)
 
     def _note_time(self, push: Push) -> None:
         request = push.client, push.number
         self._times[request] = push.time
         if request in self._pushing:
-            self._at.setdefault((push.namespace, push.client), {})[push.time] = self._pushing[request]
+            self._pushed_at.setdefault((push.namespace, push.client), {})[push.time] = self._pushing[request]
 
     def _done(self, client: int, done: Done) -> None:
         request = client, done.number
         content = self._pushing.pop(request, None)
         if content is not None:
             self._acknowledged[client].update(content)
-            self._know_the_sum(client, done.number)
-            if request in self._bringing:
-                self._check_values(client, *self._bringing.pop(request), done)
+            self._acknowledge_sum(client, done.number)
+            if request in self._fetching:
+                self._check_values(client, *self._fetching.pop(request), done)
             self._withdraw_when_done(client)
             return
         name, first, last, known = self._pulling.pop(request)
@@ -709,7 +707,7 @@ class Serving:
     def _check_values(
         self, client: int, name: str, first: int, last: int, known: Counter[Counted], done: Done
     ) -> dict[int, int]:
-        """See that what has come holds what it has to; return it by key."""
+        """Check that the values contain what they have to; return them by key."""
         values: dict[int, int] = {}
         for _, _, part in done.parts:
             values |= part
@@ -717,33 +715,33 @@ class Serving:
             self._check_value((name, key), values.get(key, 0), known, f"what client {client} pulled")
         return values
 
-    def _know_the_sum(self, client: int, number: int) -> None:
-        """Where pushes are summed, who has one acknowledged knows that those of all others are everywhere."""
+    def _acknowledge_sum(self, client: int, number: int) -> None:
+        """Where pushes are summed, an acknowledgement means that the other clients' pushes are in place."""
         view, name, time = (
             self._manager._group.view,
-            self._asked_of[client, number],
+            self._namespace_of[client, number],
             self._times[client, number],
         )
         if view is None or not view.spaces[name].aggregates:
             return
         participants = view.participants.get(name, {})
         if client not in participants:
-            return  # it is out, and what it is still told is of a view in which others were participants
+            return  # the client is out; the acknowledgement is of a view with other participants
         for other, begins in participants.items():
             if other == client or begins > time or f"client-{other}" in self._dead:
                 continue
-            pushed = self._at.get((name, other), {})
+            pushed = self._pushed_at.get((name, other), {})
             if max(pushed, default=0) < time:
                 self._violated(f"client {client} was acknowledged time {time} of {name} without {other}")
-            self._acknowledged[client].update(pushed.get(time, Counter()))  # it may have left the time out
+            self._acknowledged[client].update(pushed.get(time, Counter()))  # empty if it skipped the time
 
     # The network -----------------------------------------------------------------------------------------
 
-    def _tell(self, sender: str, to: str, messages: list[Any]) -> None:
-        if self._may_speak(sender, to):
-            self._put(sender, to, self._channel(sender, to).send(messages, self._engine.now_s))
+    def _send(self, sender: str, to: str, messages: list[Any]) -> None:
+        if self._may_send(sender, to):
+            self._transmit(sender, to, self._channel(sender, to).send(messages, self._engine.now_s))
 
-    def _may_speak(self, sender: str, to: str) -> bool:
+    def _may_send(self, sender: str, to: str) -> bool:
         if sender in self._dead or (sender == MANAGER and to in self._forgotten):
             return False
         return to not in self._ignored.get(sender, ())
@@ -756,8 +754,8 @@ class Serving:
             self._channels[name, to] = channel
         return channel
 
-    def _put(self, sender: str, to: str, packets: list[Packet]) -> None:
-        """Packets arrive in any order, once, twice or not at all."""
+    def _transmit(self, sender: str, to: str, packets: list[Packet]) -> None:
+        """Transmit packets, which arrive in any order, once, twice or not at all."""
         chance, now_s = self._chance, self._engine.now_s
         for packet in packets:
             if self._is_cut_off(sender, to):
@@ -767,13 +765,13 @@ class Serving:
                 self._engine.at(arrives_s, self._arrive, (sender, to, packet, now_s))
         due_s = self._channel(sender, to).due_s
         if due_s is not None:
-            self._engine.at(due_s, self._tick, (sender, to))
+            self._engine.at(due_s, self._resend, (sender, to))
 
-    def _tick(self, pair: tuple[str, str]) -> None:
+    def _resend(self, pair: tuple[str, str]) -> None:
         if pair in self._channels and self._dead.isdisjoint(pair):
             again = self._channels[pair].tick(self._engine.now_s)
             if again:
-                self._put(*pair, again)
+                self._transmit(*pair, again)
 
     def _arrive(self, what: tuple[str, str, Packet, float]) -> None:
         sender, to, packet, sent_s = what
@@ -785,9 +783,9 @@ class Serving:
         if was_reset or self._is_cut_off(sender, to):
             return
         messages, answer = self._channel(to, sender).hear(packet, self._engine.now_s)
-        self._put(to, sender, answer)
+        self._transmit(to, sender, answer)
         for message in messages:
-            self._hear(to, sender, message)
+            self._receive(to, sender, message)
 
     # Checks ----------------------------------------------------------------------------------------------
 
@@ -797,16 +795,16 @@ class Serving:
             f"again: offbeat simulate ps --seeds 1 --seed {self.trial.seed}"
         )
 
-    def _check_answers(self, node: ServerNode, said: list[Send]) -> None:
-        """See that within an epoch no two servers answer for one block, and that nothing was missed."""
+    def _check_answers(self, node: ServerNode, outputs: list[Send]) -> None:
+        """Check that in an epoch no two servers answer for one block, and that no push was missed."""
         view = node.view
-        for one in said:
+        for one in outputs:
             answer = one.message
             if isinstance(answer, Copy) and answer.master == node.server:
                 self._check_sum(answer, node)
             if view is None or not isinstance(answer, Pushed | Pulled):
                 continue
-            space = view.spaces[self._asked_of[_number(one.to), answer.number]]
+            space = view.spaces[self._namespace_of[_number(one.to), answer.number]]
             for block in space.blocks(answer.first, answer.last):
                 place = space.name, block
                 other = self._masters.setdefault((view.epoch, place), node.server)
@@ -817,7 +815,7 @@ class Serving:
             self._violated(f"server {node.server} has missed a push")
 
     def _check_sum(self, copy: Copy, node: ServerNode) -> None:
-        """See that what is pushed at one time is one operation, and goes down a chain as one."""
+        """Check that the pushes of one time form one operation, on all replicas of a chain."""
         operation, view = copy.operation, node.view
         begins = {} if view is None else view.participants.get(operation.namespace, {})
         clients = tuple(mark.client for mark in operation.marks)
@@ -842,35 +840,35 @@ class Serving:
     def _check_own(
         self, client: int, name: str, span: tuple[int, int], values: dict[int, int], times: tuple[Piece, ...]
     ) -> None:
-        """See that just those of a client's own pushes are in what it pulled that its times say."""
-        pushed = self._at.get((name, client), {})
+        """Check that a pull contains exactly those of the client's own pushes that its times indicate."""
+        pushed = self._pushed_at.get((name, client), {})
         for key in range(*span):
             upto = sum(piece.time for piece in times if piece.first <= key < piece.last)
-            told = sum((name, key, client) in content for time, content in pushed.items() if time <= upto)
+            expected = sum((name, key, client) in content for time, content in pushed.items() if time <= upto)
             count = values.get(key, 0) >> _DIGIT_BITS * client & (1 << _DIGIT_BITS) - 1
-            if count != told:
+            if count != expected:
                 self._violated(
-                    f"client {client} pulled {count} of its own pushes of {(name, key)}, and times that say "
-                    f"{told}"
+                    f"client {client} pulled {count} of its own pushes of {(name, key)}, expected "
+                    f"{expected} by its times"
                 )
 
     def _check_progress(self) -> None:
-        """See that all goes on that does not wait for what others push, and was asked for before."""
-        view, limit_s = self._manager._group.view, self._engine.now_s - self._back_s
+        """Check that no request that depends on no other client is overdue."""
+        view, limit_s = self._manager._group.view, self._engine.now_s - self._recovery_s
         for waiting in (self._pushing, self._pulling):
             for client, number in waiting:
-                name = self._asked_of[client, number]
+                name = self._namespace_of[client, number]
                 is_alone = view is not None and name in view.spaces and not view.spaces[name].aggregates
                 is_there = f"client-{client}" not in self._forgotten | self._dead
-                if is_alone and is_there and self._asked_s[client, number] < limit_s:
+                if is_alone and is_there and self._requested_s[client, number] < limit_s:
                     self._violated(
-                        f"request {number} of client {client} is not done {self._back_s} s after the faults"
+                        f"request {number} of client {client} is open {self._recovery_s} s after the faults"
                     )
 
     def _check_the_end(self) -> None:
         view = self._manager._group.view
         if view is None:
-            self._violated("the servers never came together")
+            self._violated("the servers never formed a cluster")
             return
         if not view.ring.servers:
             self._violated("no server is left")

@@ -92,8 +92,8 @@ class BoundedCluster(Cluster):
     Checked invariants: no worker starts further ahead of the slowest than the bound, which stays within its
     limits and changes no faster than allowed; what a worker reads contains every step of living workers that
     the bound requires, and all its own steps once; with a bound of 0, nothing else; every clock's sum is of
-    that clock's steps; no step is lost or counted twice; no worker waits at a gate without a bound, except during
-    a warm start, in which one worker is alone; each sample is used once.
+    that clock's steps; no step is lost or counted twice; no worker waits at a gate without a bound, except
+    during a warm start, in which one worker is alone; each sample is used once.
 
     Source: the invariants of the specification's sections 2.4 and 2.5.
 
