@@ -98,13 +98,12 @@ def test_without_an_unslowed_case_nothing_is_said_to_be_slower():
 def test_the_sentence_follows_from_the_figures():
     rows = [row(epoch_s=2.0), row(slow=("1:5",), epoch_s=9.2, wait_share=0.76)]
     assert comparison.sentences(rows) == [
-        "In lockstep (bsp), one slow worker of four made everybody 4.6 times slower: "
-        "the others spent 76% of their time waiting."
+        "In lockstep (bsp), one slow worker of four made every worker 4.6 times slower: "
+        "the other workers spent 76% of their time waiting."
     ]
     rows = [row(epoch_s=2.0), row(slow=("1:5", "2:5"), epoch_s=2.04)]
     assert comparison.sentences(rows) == [
-        "In lockstep (bsp), two slow workers of four made no difference that can be told from chance "
-        "(1.02 times as long)."
+        "In lockstep (bsp), two slow workers of four made no difference beyond noise (1.02 times as long)."
     ]
 
 

@@ -1,4 +1,4 @@
-"""Strategies side by side under the same slowness: the cases, the table that compares them, and its words.
+"""Comparison of strategies under the same slowness: the cases, the table, and sentences about it.
 
 Nothing here starts a process or prints; `offbeat.job` runs each case.
 """
@@ -15,8 +15,8 @@ from offbeat.cli import timesheet
 from offbeat.cli.timesheet import TimeSheet
 from offbeat.policies.stragglers.injection import Burst, SlowRule, parse
 
-FIRST_EPOCH: Final = 1  # the epoch before it warms up: connections, memory and caches are set up in it
-_NOTICED: Final = 1.05  # less is not told from chance
+FIRST_EPOCH: Final = 1  # epoch 0 is a warm-up: connections, memory and caches are set up in it
+_RATIO_MIN: Final = 1.05  # smaller ratios count as noise
 _NUMBERS: Final = (
     *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve"),
@@ -25,11 +25,11 @@ _NUMBERS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training of the comparison.
+    """One training of a comparison.
 
     Attributes:
         strategy: as on the command line.
-        slow: the rules of this case, none for not slowed.
+        slow: the slowness rules of this case, empty for none.
     """
 
     strategy: str
@@ -37,19 +37,19 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case as an end of names: `bsp_1_5`."""
+        """The case as a suffix of names: `bsp_1_5`."""
         return f"{_slug(self.strategy)}_{_slug('_'.join(self.slow) or 'none')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one case came to.
+    """The result of one case.
 
     Attributes:
-        epoch_s: seconds an epoch until the last worker was done, mean over the epochs after the first.
-        wait_share: share of the time spent waiting for others, 0 to 1, mean over the workers that no rule
-            slows (over all workers where a rule may slow each).
-        accuracy: on the test samples after the last epoch, None where none was measured.
+        epoch_s: duration of an epoch in seconds, until the last worker ended it; mean over all but the first.
+        wait_share: share of the time spent waiting for other workers, 0 to 1, mean over the workers that no
+            rule slows (over all workers where a rule may slow each).
+        accuracy: on the test samples after the last epoch, None where it was not measured.
     """
 
     case: Case
@@ -60,10 +60,10 @@ class Row:
 
 
 def parse_slow(text: str) -> tuple[str, ...]:
-    """Read the slowness of one case: `none`, or rules joined by `+`.
+    """Parse the slowness of one case: `none`, or rules joined by `+`.
 
     Raises:
-        ValueError: one line that says what is not understood.
+        ValueError: the text is no slowness; the message is one line.
     """
     if text == "none":
         return ()
@@ -76,10 +76,10 @@ def parse_slow(text: str) -> tuple[str, ...]:
 
 
 def cases(strategies: Sequence[str], slows: Sequence[str]) -> list[Case]:
-    """Return every strategy under every slowness, the strategies in the outer order.
+    """Return every strategy under every slowness, in the order of the strategies.
 
     Raises:
-        ValueError: a slowness that is not understood, or something that is given twice.
+        ValueError: a slowness is malformed, or something is given twice.
     """
     for what, given in (("strategy", strategies), ("slow", slows)):
         twice = [text for text in given if given.count(text) > 1]
@@ -90,10 +90,10 @@ def cases(strategies: Sequence[str], slows: Sequence[str]) -> list[Case]:
 
 
 def row(case: Case, workers: int, sheet: TimeSheet, threads: int = 1) -> Row:
-    """Return what the case came to, from the time sheet of its run; a process has so many worker threads."""
+    """Return the result of a case from the time sheet of its run; `threads` is worker threads per process."""
     epochs = sorted({entry.epoch for entry in sheet.entries if entry.epoch >= FIRST_EPOCH})
     if not epochs:
-        raise ValueError("a comparison needs at least 2 epochs, for the first one only warms up")
+        raise ValueError("a comparison needs at least 2 epochs, for the first one is a warm-up")
     free = _free_workers([parse(text) for text in case.slow], workers)
     shares = [entry.share("wait") for entry in sheet.totals(FIRST_EPOCH) if entry.worker // threads in free]
     measured = timesheet.accuracy(sheet.epoch(epochs[-1]))
@@ -107,19 +107,19 @@ def row(case: Case, workers: int, sheet: TimeSheet, threads: int = 1) -> Row:
 
 
 def baseline(rows: Sequence[Row]) -> Row | None:
-    """Return the row that the others are compared with: bsp not slowed, else the first that is not slowed."""
+    """Return the row to compare with: that of bsp without slowness, else the first without slowness."""
     unslowed = [row for row in rows if not row.case.slow]
     bsp = [row for row in unslowed if row.case.strategy.partition(":")[0] == "bsp"]
     return next(iter(bsp or unslowed), None)
 
 
 def ratio(row: Row, base: Row | None) -> float | None:
-    """Return how many times as long an epoch took, None where there is nothing to compare with."""
+    """Return the duration of an epoch relative to that of `base`; None without a base."""
     return row.epoch_s / base.epoch_s if base is not None and base.epoch_s else None
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the findings as numbers by name, the unit last."""
+    """Return the results as numbers by name, with the unit last."""
     base = baseline(rows)
     found: dict[str, float | None] = {}
     for row in rows:
@@ -132,7 +132,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as flat objects."""
+    """Return the rows as flat dicts."""
     base = baseline(rows)
     return [
         {
@@ -149,12 +149,12 @@ def plain_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def in_words(slow: Sequence[str]) -> str:
-    """Say a slowness as a sentence without its full stop."""
+    """Describe a slowness as a sentence without its full stop."""
     return "; ".join(_rule_in_words(parse(text)) for text in slow) or "nobody is slowed"
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
-    """Say what the figures mean."""
+    """Return sentences that interpret the figures."""
     said = []
     for row in rows:
         own = next((r for r in rows if r.case.strategy == row.case.strategy and not r.case.slow), None)
@@ -164,7 +164,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         alike = sorted((row for row in rows if row.case.slow == slow), key=lambda row: row.epoch_s)
         first, last = alike[0], alike[-1]
         gain = last.epoch_s / first.epoch_s
-        if slow and gain >= _NOTICED:
+        if slow and gain >= _RATIO_MIN:
             said.append(
                 f"Where {in_words(slow)}, {first.case.strategy} was {times(gain)} times as fast as "
                 f"{last.case.strategy}."
@@ -173,7 +173,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def times(ratio: float) -> str:
-    """Return a ratio as text, with as many digits as tell it from 1."""
+    """Format a ratio, with two decimals below 2 and one above."""
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
@@ -182,13 +182,13 @@ def _cost(row: Row, ratio: float) -> str:
     opening = "In lockstep (bsp)" if name == "bsp" else f"Under {name}"
     slowed = _slowed_count([parse(text) for text in row.case.slow])
     who = f"{_number(slowed)} slow worker{'s' * (slowed > 1)} of {_number(row.workers)}"
-    if ratio < _NOTICED:
+    if ratio < _RATIO_MIN:
         seen = f"({times(ratio)} times as long)"
-        return f"{opening}, {who} made no difference that can be told from chance {seen}."
-    everybody = "everybody" if name == "bsp" else "the whole training"
+        return f"{opening}, {who} made no difference beyond noise {seen}."
+    everybody = "every worker" if name == "bsp" else "the whole training"
     return (
         f"{opening}, {who} made {everybody} {times(ratio)} times slower: "
-        f"the others spent {row.wait_share:.0%} of their time waiting."
+        f"the other workers spent {row.wait_share:.0%} of their time waiting."
     )
 
 
@@ -217,7 +217,7 @@ def _number(count: int) -> str:
 
 
 def _slug(text: str) -> str:
-    """`1:5@0.0-0.5` as `1_5_at_0p0_to_0p5`: different spellings stay different names."""
+    """Return `1:5@0.0-0.5` as `1_5_at_0p0_to_0p5`: different spellings stay different names."""
     for sign, word in ((".", "p"), ("@", "_at_"), ("-", "_to_"), ("/", "_of_")):
         text = text.replace(sign, word)
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")

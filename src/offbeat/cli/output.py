@@ -1,8 +1,8 @@
-"""Where the commands write: what a terminal can show, and what becomes of what cannot be written.
+"""Output of the commands: tables that fit the terminal, and the handling of failed writes.
 
-Results go to standard output, progress and complaints to standard error. `guarded` is around every command:
-what is lost of a result ends the command with an error of this module, what is lost of progress ends nothing,
-and no text fails over a character that the encoding lacks. Nothing here decides what is shown.
+Results go to standard output, progress and errors to standard error. `guarded` wraps every command: a result
+that cannot be written ends the command with an error of this module, progress that cannot be written is
+dropped, and no text fails over a character that the encoding lacks. Nothing here decides what is shown.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rich.text import Text
 
 from offbeat.errors import OffbeatError
 
-NONE: Final = "-"  # in a cell of which there is no value
+NONE: Final = "-"  # for a cell without a value
 _BAR_FROM_COLUMNS: Final = 80
 
 
 class OutputError(OffbeatError):
-    """What a command has to show cannot be written.
+    """A result cannot be written.
 
     Attributes:
-        reason: what the system says.
+        reason: the system's error message.
     """
 
     def __init__(self, reason: str) -> None:
@@ -41,7 +41,7 @@ class OutputError(OffbeatError):
 
 
 class ReaderGoneError(Exception):
-    """The process that read standard output has closed it and wants no more."""
+    """The reader of standard output has closed it."""
 
 
 # Streams -------------------------------------------------------------------------------------------------
@@ -49,12 +49,12 @@ class ReaderGoneError(Exception):
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Writes to standard output and standard error, and their failures, go through `_Guard` inside.
+    """Route standard output and standard error through `_Guard` inside the context.
 
-    Of the three standard streams those that are closed are opened on /dev/null, so that no file or socket
-    gets their numbers and what a child process prints.
+    Those of the three standard streams that are closed are opened on /dev/null, so that no file or socket
+    gets their descriptors, and with them the output of a child process.
     """
-    _open_what_is_closed()
+    _open_closed_streams()
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, _Guard(before[0], is_result=True))
     sys.stderr = cast(TextIO, _Guard(before[1], is_result=False))
@@ -65,10 +65,10 @@ def guarded() -> Iterator[None]:
 
 
 class _Guard:
-    """A text stream whose first failure is its last: what follows goes to /dev/null.
+    """A text stream that redirects itself to /dev/null after its first failure.
 
     Args:
-        is_result: a failure is an error; else nobody hears of it, for there is nowhere left to say so.
+        is_result: a failure is an error; else it is ignored, for there is no stream left to report it.
     """
 
     def __init__(self, stream: TextIO, *, is_result: bool) -> None:
@@ -84,24 +84,24 @@ class _Guard:
 
         Raises:
             OutputError: it cannot be written.
-            ReaderGoneError: nobody reads it.
+            ReaderGoneError: the reader has closed the stream.
         """
         try:
             self._stream.write(text)
         except OSError as error:
-            self._lose(error)
+            self._fail(error)
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written; raises as `write` does."""
+        """Flush the stream; raises as `write` does."""
         try:
             self._stream.flush()
         except OSError as error:
-            self._lose(error)
+            self._fail(error)
 
-    def _lose(self, error: OSError) -> None:
-        with suppress(OSError):  # a stream that is no file has no number
-            _point_at_nothing(self._stream.fileno())
+    def _fail(self, error: OSError) -> None:
+        with suppress(OSError):  # a stream that is no file has no descriptor
+            _redirect_to_null(self._stream.fileno())
         if not self._is_result:
             return
         if isinstance(error, BrokenPipeError):
@@ -109,24 +109,24 @@ class _Guard:
         raise OutputError(error.strerror or str(error)) from error
 
 
-def _point_at_nothing(number: int) -> None:
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, number)
-    os.close(nothing)
+def _redirect_to_null(number: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)
 
 
-def _open_what_is_closed() -> None:
+def _open_closed_streams() -> None:
     names = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for _ in names:  # each gets the lowest number that is free: that of the stream
+    for _ in names:  # each gets the lowest free descriptor: that of the stream
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name in names:
-        # A result for a standard output that is closed is lost: it cannot be written, as on a full disk.
+        # A closed standard output is an error for results: opened read-only, every write to it fails.
         mode = os.O_RDONLY if name == "stdout" else os.O_RDWR
         setattr(sys, name, os.fdopen(os.open(os.devnull, mode), "r" if name == "stdin" else "w"))
 
 
 def columns_max() -> int | None:
-    """Return how many columns a line has room for: as COLUMNS or the terminal says; None without a limit."""
+    """Return the width of a line in columns, from COLUMNS or the terminal; None without a limit."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
@@ -138,11 +138,11 @@ class Table:
     """Rows of text under heads.
 
     Attributes:
-        title: a line above, "" for none.
-        heads: of the columns; a line feed breaks one. With two columns and no heads each row is a name and
-            its value.
+        title: a line above the table, "" for none.
+        heads: heads of the columns, which may contain line feeds. With two columns and no heads each row is a
+            name and its value.
         rows: as many cells each as there are columns.
-        words: which columns are text, which begins at the left; the others are numbers.
+        words: indices of the text columns, which are left-aligned; the remaining ones are numbers.
     """
 
     title: str = ""
@@ -156,11 +156,11 @@ def show(*shown: Table | str | Text) -> None:
 
     A table that does not fit into the terminal breaks its text between words; where that is not enough, each
     cell becomes a line `head: cell`, and an empty line ends a row. So no number and no name is ever cut.
-    Where standard output is no terminal, and COLUMNS says nothing, there is no limit.
+    Where standard output is no terminal and COLUMNS is not set, there is no limit.
 
     Raises:
-        OutputError: it cannot be written.
-        ReaderGoneError: nobody reads it.
+        OutputError: the text cannot be written.
+        ReaderGoneError: the reader has closed standard output.
     """
     for one in shown:
         if isinstance(one, Table):
@@ -185,7 +185,7 @@ def _console(columns: int = 80) -> Console:
 
 
 def _widths(table: Table, columns: int | None) -> list[int] | None:
-    """How wide the columns of a table are, None where no table fits."""
+    """Return the widths of a table's columns; None where no table fits."""
     cells = list(zip(*([table.heads] if table.heads else []), *table.rows, strict=True))
     widths = [max(cell_len(line) for cell in column for line in [*cell.splitlines(), ""]) for column in cells]
     least = [max(cell_len(word) for cell in column for word in [*cell.split(), ""]) for column in cells]
@@ -227,7 +227,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def progress() -> Progress:
-    """Bars on standard error, which the terminal has room for; what is said beside them is whole."""
+    """Return a progress display on standard error that fits the terminal; descriptions are never cut."""
     console = Console(file=sys.stderr)
     what = TextColumn("{task.description}", markup=False, table_column=rich_table.Column(overflow="fold"))
     bar = [BarColumn()] if console.width >= _BAR_FROM_COLUMNS else []

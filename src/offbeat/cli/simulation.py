@@ -1,6 +1,6 @@
-"""`offbeat simulate`: a strategy, or a parameter server, on a cluster that is not there; fault campaigns.
+"""`offbeat simulate`: a strategy, or a parameter server, on a simulated cluster; fault campaigns.
 
-It reads arguments, runs the simulator and prints; which policies a strategy has, the command line says.
+It reads arguments, runs the simulator and prints; the command line maps a strategy to its policies.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _SEED_MAX = 2**63 - 1
 
 
 class What(StrEnum):
-    """What is simulated."""
+    """The system to simulate."""
 
     TRAINING = "training"
     PS = "ps"
 
 
 def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
-    """Adds the command.
+    """Add the command `simulate`.
 
     Args:
-        app: to what.
-        build: from a strategy as text and a world to what builds the coordinator's policies.
-        on_servers: from a strategy as text to how it uses a parameter server, and the arguments of its
-            `BoundedStaleness`; None for one that uses none.
+        app: the application to which it is added.
+        build: returns, for a strategy as text and a world, a builder of the coordinator's policies.
+        on_servers: returns, for a strategy as text, how it uses a parameter server and the arguments of its
+            `BoundedStaleness`; None for a strategy without one.
     """
 
     @app.command()
@@ -57,18 +57,18 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
             What,
             typer.Argument(help="Workers in training, or ps: clients and servers of a parameter server."),
         ] = What.TRAINING,
-        workers: Annotated[int, typer.Option(help="How many workers are there at the start.")] = 4,
+        workers: Annotated[int, typer.Option(help="Number of workers at the start.")] = 4,
         steps: Annotated[int, typer.Option(help="Optimizer steps of each worker.")] = 1000,
         steps_per_epoch: Annotated[int, typer.Option(help="Steps in an epoch.")] = 100,
         strategy: Annotated[
-            str, typer.Option(help="How the workers keep together: name or name:key=value,key=value.")
+            str, typer.Option(help="Synchronization strategy: name or name:key=value,key=value.")
         ] = "partial",
         compute: Annotated[
             str,
             typer.Option(
-                help="How long gradients take: constant, jittered, bursty, drifting or heavy, each also "
-                "with :key=value,key=value (jittered:mean_s=0.1,deviation=0.05), or log=FILE for a run "
-                "log's times."
+                help="Model of compute time: constant, jittered, bursty, drifting or heavy, each also with "
+                ":key=value,key=value (jittered:mean_s=0.1,deviation=0.05), or log=FILE for the times of a "
+                "run log."
             ),
         ] = "jittered",
         slow: Annotated[
@@ -80,31 +80,31 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
             typer.Option(
                 help="die:1@2.5 (worker 1 after 2.5 s), hang:1@2.5+30, late:1@2.5+0.2, cut:1@2.5+3 (from the "
                 "coordinator), cut:1-2@2.5+3 (from worker 2), cut:1-s@2.5+3 (from all servers), "
-                "cut:1>2@2.5+3 (what 1 sends to 2 is lost; c is the coordinator), split:1,2@2.5+3 (these "
-                "from all others), reset:1-2@2.5 (their connection breaks; reset:1@2.5 with the "
-                "coordinator), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the coordinator); may be given more "
-                "than once."
+                "cut:1>2@2.5+3 (messages from 1 to 2 are lost; c is the coordinator), split:1,2@2.5+3 (these "
+                "workers from all other nodes), reset:1-2@2.5 (their connection breaks; reset:1@2.5 for the "
+                "one to the coordinator), join:9@2.5, leave:1@2.5, restart@2.5+0.5 (the coordinator); may be "
+                "given more than once."
             ),
         ] = None,
-        size_mb: Annotated[float, typer.Option(help="Gradients of a worker, in MB.")] = 4.0,
-        latency_ms: Annotated[float, typer.Option(help="Of every message, in ms.")] = 0.1,
-        rate_mbit: Annotated[float, typer.Option(help="Each worker's line, in Mbit/s.")] = 1000.0,
-        seed: Annotated[int, typer.Option(help="Of all chance; of the first run, with --seeds.")] = 0,
+        size_mb: Annotated[float, typer.Option(help="Size of a worker's gradients, in MB.")] = 4.0,
+        latency_ms: Annotated[float, typer.Option(help="Latency of every message, in ms.")] = 0.1,
+        rate_mbit: Annotated[float, typer.Option(help="Bandwidth of a worker's link, in Mbit/s.")] = 1000.0,
+        seed: Annotated[int, typer.Option(help="Random seed; that of the first run with --seeds.")] = 0,
         seeds: Annotated[
             int | None,
             typer.Option(
-                help="Instead, so many runs with random faults, one a seed: of clusters of partial, of bsp, "
-                "of a strategy on parameter servers, or of these alone (for which there is nothing else)."
+                help="Instead, run this many random clusters with random faults, one per seed: with partial, "
+                "bsp, a strategy on parameter servers, or servers alone (ps, which needs this option)."
             ),
         ] = None,
         json: Annotated[
             Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")
         ] = None,
     ) -> None:
-        """Run a strategy's decisions under a virtual clock, with slow, dying and partitioned workers.
+        """Run a strategy's policies under a virtual clock, with slow, dying and partitioned workers.
 
-        The policies are those that the coordinator asks in a real run. What must never happen ends the run
-        with exit code 1 and the command that repeats it.
+        The policies are the ones that the coordinator uses in a real run. A violated invariant ends the run
+        with exit code 1, and the message names the command that repeats it.
         """
         from offbeat.cli.result import check_writable
 
@@ -116,12 +116,12 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
         if seeds is not None:
             if seeds < 1:
                 raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
-            served = on_servers(strategy)
-            if served is not None:
-                train = partial(_train_on_servers, strategy, *served)
+            ps_use = on_servers(strategy)
+            if ps_use is not None:
+                train = partial(_run_seed_on_servers, strategy, *ps_use)
             else:
-                train = partial(_train, is_lockstep=_is_lockstep(build(strategy, workers)()))
-            figures = _campaign(_serve if what is What.PS else train, seed, seeds)
+                train = partial(_run_seed, is_lockstep=_is_lockstep(build(strategy, workers)()))
+            figures = _campaign(_run_ps_trial if what is What.PS else train, seed, seeds)
         elif what is What.PS:
             raise ValueError("expected --seeds N: how many trials of the parameter server to run")
         else:
@@ -129,11 +129,11 @@ def register(app: typer.Typer, build: Build, on_servers: OnServers) -> None:
                 workers, steps, steps_per_epoch, compute, slow or [], fault or [],
                 size_mb, latency_ms, rate_mbit, seed,
             )  # fmt: skip
-            served = on_servers(strategy)
-            if served is None:
-                figures, rows = _one(setting, build(strategy, workers), strategy)
+            ps_use = on_servers(strategy)
+            if ps_use is None:
+                figures, rows = _run_training(setting, build(strategy, workers), strategy)
             else:
-                figures, rows = _one_on_servers(setting, build(strategy, workers), strategy, *served)
+                figures, rows = _run_on_servers(setting, build(strategy, workers), strategy, *ps_use)
         _report(figures, rows, seed, json)
 
 
@@ -181,14 +181,14 @@ def _times(compute: str) -> ComputeTimes:
         raise OffbeatError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _one(
+def _run_training(
     setting: Setting, build: Callable[[], Sequence[Policy]], strategy: str
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     from offbeat.simulator.training.cluster import Cluster
 
     cluster = Cluster(setting, build)
     begin_s = time.process_time()
-    _watch(cluster, strategy, setting.steps)
+    _run_with_progress(cluster, strategy, setting.steps)
     figures = {
         "simulated_s": cluster.progress_s,
         "steps": float(max(one.follower.step for one in cluster.workers.values())),
@@ -211,28 +211,28 @@ def _one(
     return figures, rows
 
 
-def _one_on_servers(
+def _run_on_servers(
     setting: Setting,
     build: Callable[[], Sequence[Policy]],
     strategy: str,
     terms: Terms,
     arguments: dict[str, Any],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Servers themselves are simulated by `offbeat simulate ps`; here nothing happens to them."""
+    """Simulate workers on servers without faults of the servers, which `offbeat simulate ps` simulates."""
     from offbeat.policies.ps.manager import Manager
     from offbeat.simulator.staleness.cluster import BoundedCluster, served_of
 
     steps = setting.steps
     if terms.is_dealt:
-        setting = _dealt(setting)
+        setting = _with_dealt_samples(setting)
 
-    def of_workers() -> list[Policy]:
+    def worker_policies() -> list[Policy]:
         return [policy for policy in build() if not isinstance(policy, Manager)]
 
-    cluster = BoundedCluster(setting, of_workers, served_of(terms, arguments))
+    cluster = BoundedCluster(setting, worker_policies, served_of(terms, arguments))
     begin_s = time.process_time()
-    _watch(cluster, strategy, steps)
-    rows = [_row(cluster, worker) for worker in sorted(cluster.threads)]
+    _run_with_progress(cluster, strategy, steps)
+    rows = [_worker_row(cluster, worker) for worker in sorted(cluster.threads)]
     reads = sum(row["pulls"] + row["cached"] for row in rows)
     figures = {
         "simulated_s": cluster.progress_s,
@@ -246,8 +246,8 @@ def _one_on_servers(
     return figures, rows
 
 
-def _dealt(setting: Setting) -> Setting:
-    """The same work, of which each worker takes as much as it can: a sample is a batch."""
+def _with_dealt_samples(setting: Setting) -> Setting:
+    """Return a setting with the same work, dealt to workers as they request it: a sample is a batch."""
     from offbeat.simulator.training.sample_loop import Samples
 
     steps = setting.steps or 1
@@ -256,8 +256,8 @@ def _dealt(setting: Setting) -> Setting:
     return replace(setting, steps=None, samples=samples)
 
 
-def _row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
-    """What a worker did with its time, how old what it read was, and from where it came."""
+def _worker_row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
+    """Return how a worker spent its time, and the staleness and the sources of what it read."""
     one = cluster.threads[worker]
     staleness = one.staleness
     total = sum(age * count for age, count in staleness.items())
@@ -275,8 +275,8 @@ def _row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
     }
 
 
-def _watch(cluster: Cluster, what: str, steps: int | None) -> None:
-    """Runs to the end, and shows how far it is."""
+def _run_with_progress(cluster: Cluster, what: str, steps: int | None) -> None:
+    """Run a cluster to its end, and show its progress."""
     with output.progress() as progress:
         task = progress.add_task(f"{what}, {cluster.setting.world} workers", total=steps)
 
@@ -304,7 +304,7 @@ def _is_lockstep(policies: Sequence[Policy]) -> bool:
     return any(isinstance(policy, Lockstep) for policy in policies)
 
 
-def _train(seed: int, *, is_lockstep: bool) -> dict[str, int]:
+def _run_seed(seed: int, *, is_lockstep: bool) -> dict[str, int]:
     from offbeat.simulator.training import campaign
 
     cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run(seed)
@@ -312,7 +312,7 @@ def _train(seed: int, *, is_lockstep: bool) -> dict[str, int]:
     return {"faults_count": len(cluster.setting.faults), "steps": steps}
 
 
-def _train_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], seed: int) -> dict[str, int]:
+def _run_seed_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], seed: int) -> dict[str, int]:
     from offbeat.simulator.staleness import campaign as staleness
 
     this = staleness.case(seed, terms, arguments)
@@ -322,7 +322,7 @@ def _train_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any], se
     return {"faults_count": len(this.setting.faults), "steps": steps}
 
 
-def _serve(seed: int) -> dict[str, int]:
+def _run_ps_trial(seed: int) -> dict[str, int]:
     from offbeat.simulator.ps.cluster import Serving, trial_of
 
     serving = Serving(trial_of(seed))
@@ -338,18 +338,18 @@ def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> di
     from offbeat.simulator.training.cluster import ViolationError
 
     begin_s = time.process_time()
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     with output.progress() as progress:
         task = progress.add_task(f"{count} runs from seed {seed}", total=count)
         for one in range(seed, seed + count):
             try:
-                found.update(run(one))
+                totals.update(run(one))
             except ViolationError as error:
                 _fail(str(error))
             progress.advance(task)
     return {
         "runs_count": float(count),
-        **{name: float(sum_) for name, sum_ in found.items()},
+        **{name: float(sum_) for name, sum_ in totals.items()},
         "violations_count": 0.0,
         "cpu_s": time.process_time() - begin_s,
     }

@@ -1,4 +1,4 @@
-"""What the commands show of a result: tables and lines of text, made here and printed elsewhere."""
+"""Tables and lines of text that the commands show; printed elsewhere."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _FINDINGS: Final = (
 
 
 def epoch_line(epoch: int, entries: Sequence[Entry]) -> str:
-    """Return one line about an epoch that has ended: how good, how fast, and who waited.
+    """Return one line about an epoch that has ended: quality, throughput, and waiting time.
 
     Args:
         epoch: counted from 0; shown from 1.
-        entries: one a worker.
+        entries: one per worker.
     """
-    said = [f"epoch {epoch + 1}"]
+    items = [f"epoch {epoch + 1}"]
     loss, accuracy = timesheet.loss(entries), timesheet.accuracy(entries)
     if loss is not None:
-        said.append(f"loss {loss:.4f}")
+        items.append(f"loss {loss:.4f}")
     if accuracy is not None:
-        said.append(f"test accuracy {accuracy:.1%}")
-    said.append(f"{timesheet.samples_per_s(entries):,.0f} samples/s")
+        items.append(f"test accuracy {accuracy:.1%}")
+    items.append(f"{timesheet.samples_per_s(entries):,.0f} samples/s")
     if len(entries) > 1:
-        said.append(f"waiting: {_waits(entries)}")
-    return "  ".join(said)
+        items.append(f"waiting: {_waits(entries)}")
+    return "  ".join(items)
 
 
 def parts(sheet: TimeSheet) -> Table:
-    """Return where each worker's time went, as shares of it; parts in which nobody was are left out."""
+    """Return the parts of each worker's wall time as shares of it; parts that are 0 for all are omitted."""
     totals = sheet.totals()
     shown = [part for part in PARTS if any(entry.parts_s[part] for entry in totals)]
     return Table(
@@ -50,18 +50,18 @@ def parts(sheet: TimeSheet) -> Table:
 
 
 def findings(figures: Mapping[str, float], log: str) -> Table:
-    """Return what a training came to.
+    """Return the results of a training.
 
     Args:
         figures: see `timesheet.figures`.
-        log: where the run log is.
+        log: path of the run log.
     """
     rows = [(title, form.format(figures[name])) for title, name, form in _FINDINGS if name in figures]
     return Table(rows=[*rows, ("run log", log)], words=frozenset({0, 1}))
 
 
 def comparison_table(rows: Sequence[Row], title: str) -> Table:
-    """Return the cases of a comparison side by side."""
+    """Return the cases of a comparison as one table."""
     base = comparison.baseline(rows)
     heads = ("strategy", "slowness", "seconds\nan epoch", "times\nslower", "time\nwaiting", "test\naccuracy")
     cells = [
@@ -79,7 +79,7 @@ def comparison_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def comparison_notes(rows: Sequence[Row], cores: int) -> list[str]:
-    """Say what the columns of a comparison mean, and what the machine does to them."""
+    """Return notes on the columns of a comparison, and on the machine's influence on them."""
     notes = ["Time waiting: for other workers, mean over those that are not slowed."]
     base = comparison.baseline(rows)
     if base is not None:

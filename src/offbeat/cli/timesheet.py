@@ -1,4 +1,4 @@
-"""Where the time went: the events of a run log, added up to one entry a worker and epoch.
+"""Time sheet of a run: the events of its log, summed to one entry per worker and epoch.
 
 Pure sums over events in the order of the log; nothing here reads a file or a clock.
 """
@@ -22,14 +22,14 @@ PARTS: Final = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What one worker did in one epoch, or in several.
+    """One worker's work in one epoch, or in several.
 
     Attributes:
         steps: optimizer steps.
         samples: samples behind them.
-        wall_s: the time that they took, in seconds.
-        parts_s: where it went: a key of `PARTS` each, summing to `wall_s`.
-        metrics: what the worker reported at the end.
+        wall_s: their total duration in seconds.
+        parts_s: its parts in seconds: a key of `PARTS` each, summing to `wall_s`.
+        metrics: the metrics that the worker reported at the end.
     """
 
     worker: int
@@ -46,13 +46,13 @@ class Entry:
 
 
 class TimeSheet:
-    """Adds up the events of one run, as they come.
+    """Sums up the events of one run as they arrive.
 
-    An epoch of a worker ends where the worker reports: at its `Evaluated` event.
+    A worker's epoch ends with its `Evaluated` event.
 
     Attributes:
-        entries: one a worker and finished epoch, in the order of the log.
-        left: the workers that have left in order.
+        entries: one per worker and finished epoch, in the order of the log.
+        left: workers that have left in order.
         steps_finished: by worker.
     """
 
@@ -60,16 +60,16 @@ class TimeSheet:
         self.entries: list[Entry] = []
         self.left: set[int] = set()
         self.steps_finished: dict[int, int] = {}
-        self._open: dict[int, list[StepTimed]] = {}
+        self._unassigned: dict[int, list[StepTimed]] = {}
 
     def add(self, event: Event | Action) -> None:
-        """Take the next entry of the log."""
+        """Add the next entry of the log."""
         match event:
             case StepTimed():
-                self._open.setdefault(event.worker, []).append(event)
+                self._unassigned.setdefault(event.worker, []).append(event)
                 self.steps_finished[event.worker] = self.steps_finished.get(event.worker, 0) + 1
             case Evaluated():
-                self.entries.append(_entry(event, self._open.pop(event.worker, [])))
+                self.entries.append(_entry(event, self._unassigned.pop(event.worker, [])))
             case Left():
                 self.left.add(event.worker)
             case _:
@@ -80,42 +80,42 @@ class TimeSheet:
         return sorted((e for e in self.entries if e.epoch == epoch), key=lambda entry: entry.worker)
 
     def epochs_finished(self, workers: int) -> int:
-        """Return how many epochs all of so many workers have ended."""
+        """Return how many epochs have been ended by all of the first `workers` workers."""
         ended = [sum(entry.worker == worker for entry in self.entries) for worker in range(workers)]
         return min(ended, default=0)
 
     def totals(self, first_epoch: int = 0) -> list[Entry]:
-        """Return one entry a worker over all epochs from `first_epoch` on, with its last metrics."""
+        """Return one entry per worker over all epochs from `first_epoch` on, with its last metrics."""
         chosen = [entry for entry in self.entries if entry.epoch >= first_epoch]
         workers = sorted({entry.worker for entry in chosen})
         return [_sum([entry for entry in chosen if entry.worker == worker]) for worker in workers]
 
 
 def wall_s(entries: Iterable[Entry]) -> float:
-    """Return the time after which the last of the workers was done, in seconds."""
+    """Return the wall time of the slowest worker, in seconds."""
     return max((entry.wall_s for entry in entries), default=0.0)
 
 
 def samples_per_s(entries: Sequence[Entry]) -> float:
-    """Return the samples of all workers together by the time that the last of them took."""
+    """Return the throughput: the samples of all workers per second of the slowest worker's wall time."""
     took_s = wall_s(entries)
     return sum(entry.samples for entry in entries) / took_s if took_s else 0.0
 
 
 def loss(entries: Sequence[Entry]) -> float | None:
-    """Return the mean training loss over all workers' samples, None where none was reported."""
-    told = [entry for entry in entries if "loss" in entry.metrics and entry.samples]
-    samples = sum(entry.samples for entry in told)
-    return sum(entry.metrics["loss"] * entry.samples for entry in told) / samples if told else None
+    """Return the mean training loss over all workers' samples; None if no worker reported one."""
+    reported = [entry for entry in entries if "loss" in entry.metrics and entry.samples]
+    samples = sum(entry.samples for entry in reported)
+    return sum(entry.metrics["loss"] * entry.samples for entry in reported) / samples if reported else None
 
 
 def accuracy(entries: Sequence[Entry]) -> float | None:
-    """Return the test accuracy, None where none was reported."""
+    """Return the test accuracy; None if no worker reported one."""
     return next((entry.metrics["accuracy"] for entry in entries if "accuracy" in entry.metrics), None)
 
 
 def figures(sheet: TimeSheet) -> dict[str, float]:
-    """Return the findings of a whole run as numbers by name, the unit last, without those not measured.
+    """Return the results of a whole run as numbers by name, with the unit last; unmeasured ones are omitted.
 
     `accuracy` and `loss` are those of the last epoch.
     """
@@ -131,7 +131,7 @@ def figures(sheet: TimeSheet) -> dict[str, float]:
 
 
 def plain_rows(sheet: TimeSheet) -> list[dict[str, Any]]:
-    """Return the entries as flat objects; a number that diverged is None."""
+    """Return the entries as flat dicts; a number that diverged is None."""
     return [
         {
             "worker": entry.worker,

@@ -1,4 +1,4 @@
-"""What workers have traced as one file that Perfetto and chrome://tracing show."""
+"""Traces of workers as one file for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FOLDER = "trace"
 
 
 def read_traces(folder: Path) -> list[Traced]:
-    """Read what the workers have written, in the order of their ids.
+    """Read the traces that the workers have written, in the order of their ids.
 
     Raises:
-        OffbeatError: there is nothing, or not what a worker writes.
+        OffbeatError: there is none, or a file is no trace of a worker.
     """
     paths = sorted(folder.glob("worker-*.json"))
     if not paths:
@@ -36,9 +36,9 @@ def read_traces(folder: Path) -> list[Traced]:
 
 
 def chrome(traces: Sequence[Traced]) -> dict[str, Any]:
-    """Return the traces as a Chrome trace: a process a worker, a thread a track.
+    """Return the traces as a Chrome trace: a process per worker, a track per thread.
 
-    Times begin with the first of all spans. Workers on several hosts go by the clocks of these.
+    Times are relative to the first span. Workers on different hosts use the clocks of their hosts.
 
     Source: Google, "Trace Event Format" (2016): metadata, complete, instant and counter events, in
         microseconds.

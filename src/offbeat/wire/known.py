@@ -1,4 +1,4 @@
-"""Makes types known to msgspec before threads use them."""
+"""Initialization of msgspec's type information before threads use it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 def make_known(*types: type) -> None:
-    """Have msgspec find out now what it has to know of `types`; to be called where a module is imported.
+    """Build msgspec's information on `types` now; to be called at import time of a module.
 
-    Else it finds that out at a type's first use; and where two threads are the first at once, one of them
-    works with what the other has only half filled in, and the process ends with a segmentation fault (seen
-    with msgspec 0.22).
+    Otherwise msgspec builds it at a type's first use; if two threads are first at the same time, one of them
+    works with information that the other has only half filled in, and the process ends with a segmentation
+    fault (seen with msgspec 0.22).
     """
     msgspec.msgpack.Decoder(tuple[types])  # type: ignore[valid-type]
