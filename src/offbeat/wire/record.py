@@ -1,11 +1,11 @@
 """Events and actions as plain data, on the wire and in the run log; and the replay of a log.
 
-A run log is JSON lines: a header with the log's version and the job's policies, then every event as the
-policies got it, each followed by the actions that they answered with. A log of bounded size is a series of
-such files, its parts: `log.000001.jsonl`, `log.000002.jsonl`, …, and `log.jsonl`, which is the newest. The
-header of each part but the first holds the state that the policies had at its beginning, so that every part
-can be replayed without those before it. This module opens no connection, reads no clock, and decides nothing
-but whether data are what they should be.
+A run log is JSON lines: a header with the log's version and the job's policies, then every event in the order
+in which the policies received it, each followed by the actions that answered it. A log of bounded size is a
+series of such files, its parts: `log.000001.jsonl`, `log.000002.jsonl`, …, and `log.jsonl`, which is the
+newest. The header of each part but the first holds the state of the policies at its beginning, so that every
+part can be replayed without the parts before it. This module opens no connection, reads no clock, and decides
+nothing but whether data are valid.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from offbeat.policies import Policy, decide
 from offbeat.wire.known import make_known
 
 LOG_VERSION: Final = 1
-MESSAGE_BYTES_MAX: Final = 1024 * 1024  # as much as a link carries in one control message
+MESSAGE_BYTES_MAX: Final = 1024 * 1024  # maximum size of a control message on a link
 _BUFFER_BYTES_MAX: Final = 64 * 1024
-_HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # what is no log may be one line of any length
+_HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # a file that is no log may be one line of any length
 _VERSION_KEY: Final = "offbeat_log"
 _STATES_KEY: Final = "states"
 EVENTS_BEFORE: Final = "events_before"
@@ -47,8 +47,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]
 
 
-def _shape(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
-    """Derive what plain data of a dataclass must be: its fields, no other, and a "type" that names it."""
+def _struct_of(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
+    """Derive the msgspec struct of a dataclass: its fields, no other, and a "type" that names it."""
     hints = get_type_hints(kind)
     columns = [
         (
@@ -65,9 +65,9 @@ def _shape(kind: type, *, without_clock: bool = False) -> type[msgspec.Struct]:
 
 
 def _constrained(hint: Any) -> Any:
-    """Bound every number of a field: counts and durations are finite and not negative.
+    """Constrain every number of a field: counts and durations are finite and not negative.
 
-    Metrics, and a number that may be missing, a loss, are free.
+    Metrics, and a number that may be missing, such as a loss, are unconstrained.
     """
     if hint is bool:
         return bool
@@ -99,7 +99,7 @@ def _constrained(hint: Any) -> Any:
 _EVENTS: Final = {kind.__name__: kind for kind in get_args(Event)}
 _ACTIONS: Final = {kind.__name__: kind for kind in get_args(Action)}
 _KINDS: Final = _EVENTS | _ACTIONS
-_DEFAULTS: Final = {  # of the fields that may be left out
+_DEFAULTS: Final = {  # of the fields that may be omitted
     kind: [(field.name, field.default) for field in fields(kind) if field.default is not MISSING]
     for kind in _KINDS.values()
 }
@@ -109,47 +109,47 @@ _METRICS: Final = {
     StatesMerged: ("means", "counts"),
     Validated: ("means", "counts"),
 }
-_EVENT_SHAPES: Final = [_shape(kind, without_clock=True) for kind in _EVENTS.values()]
-_ACTION_SHAPES: Final = [_shape(kind) for kind in _ACTIONS.values()]
-_SHAPE: Final = reduce(or_, [_shape(kind) for kind in _KINDS.values()])
+_EVENT_STRUCTS: Final = [_struct_of(kind, without_clock=True) for kind in _EVENTS.values()]
+_ACTION_STRUCTS: Final = [_struct_of(kind) for kind in _ACTIONS.values()]
+_EntryStruct: Final = reduce(or_, [_struct_of(kind) for kind in _KINDS.values()])
 make_known(*_KINDS.values())
 
-_event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_SHAPES)])  # type: ignore[misc]
-_action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_SHAPES)])  # type: ignore[misc]
-_line_decoder: Final = msgspec.json.Decoder(_SHAPE)
+_event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_STRUCTS)])  # type: ignore[misc]
+_action_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _ACTION_STRUCTS)])  # type: ignore[misc]
+_line_decoder: Final = msgspec.json.Decoder(_EntryStruct)
 _json: Final = msgspec.json.Encoder()
 _LOG_BEGINS: Final = f'{{"{_VERSION_KEY}":'.encode()
 _msgpack: Final = msgspec.msgpack.Encoder()
 _MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def to_plain(thing: Event | Action) -> dict[str, Any]:
-    """Return an event or action as a dict of plain data with its class's name under "type"."""
-    plain: dict[str, Any] = {"type": type(thing).__name__, **msgspec.to_builtins(thing)}
-    for name, default in _DEFAULTS[type(thing)]:
+def to_plain(entry: Event | Action) -> dict[str, Any]:
+    """Return an event or action as a dict of plain data, with the name of its class under "type"."""
+    plain: dict[str, Any] = {"type": type(entry).__name__, **msgspec.to_builtins(entry)}
+    for name, default in _DEFAULTS[type(entry)]:
         if plain[name] == default:
             del plain[name]
-    for field in _METRICS.get(type(thing), ()):
+    for field in _METRICS.get(type(entry), ()):
         plain[field] = {name: _plain_metric(value) for name, value in plain[field].items()}
-    if isinstance(thing, Clocked) and thing.loss is not None:
-        plain["loss"] = _plain_metric(thing.loss)
+    if isinstance(entry, Clocked) and entry.loss is not None:
+        plain["loss"] = _plain_metric(entry.loss)
     return plain
 
 
 def from_plain(plain: dict[str, Any]) -> Event | Action:
-    """Return the event or action that `to_plain` made this of.
+    """Return the event or action that `to_plain` converted.
 
     Raises:
-        ProtocolError: an unknown type, a field too many or too few, of another type, or out of range.
+        ProtocolError: an unknown type, a missing or unknown field, a wrong type, or a value out of range.
     """
     try:
-        return _thing(msgspec.convert(plain, _SHAPE))
+        return _build(msgspec.convert(plain, _EntryStruct))
     except _MALFORMED as error:
         raise ProtocolError(f"expected an event or action as plain data: {error}") from None
 
 
 def encode(events: Sequence[Event]) -> bytes:
-    """Return a control message that holds these events, without `now_s`, which the receiver gives."""
+    """Return a control message with these events, without `now_s`, which the receiver sets."""
     plains = [to_plain(event) for event in events]
     for plain in plains:
         del plain["now_s"]
@@ -157,23 +157,23 @@ def encode(events: Sequence[Event]) -> bytes:
 
 
 def decode_events(data: bytes, now_s: float) -> list[Event]:
-    """Return the events of a control message, as having come at `now_s`.
+    """Return the events of a control message, with `now_s` as their time.
 
-    Whether the sender may speak of these events is for the caller to judge.
+    The caller checks whether the sender is allowed to send these events.
 
     Raises:
         ProtocolError: the message is too long, is no list of events, or a field is out of range.
     """
-    return [cast(Event, _thing(shape, now_s=now_s)) for shape in _unpacked(data, _event_decoder, "events")]
+    return [cast(Event, _build(struct, now_s=now_s)) for struct in _unpacked(data, _event_decoder, "events")]
 
 
 def encode_actions(actions: Sequence[Action]) -> bytes:
-    """Return a control message that holds these actions."""
+    """Return a control message with these actions."""
     return _packed([to_plain(action) for action in actions])
 
 
 def messages_of(actions: Sequence[Action]) -> list[bytes]:
-    """Return control messages that hold these actions, in order: several where one would be too long."""
+    """Return control messages with these actions, in order: several where one would be too long."""
     whole = encode_actions(actions)
     if len(whole) <= MESSAGE_BYTES_MAX or len(actions) < 2:
         return [whole]
@@ -187,7 +187,7 @@ def decode_actions(data: bytes) -> list[Action]:
     Raises:
         ProtocolError: the message is too long, is no list of actions, or a field is out of range.
     """
-    return [cast(Action, _thing(shape)) for shape in _unpacked(data, _action_decoder, "actions")]
+    return [cast(Action, _build(struct)) for struct in _unpacked(data, _action_decoder, "actions")]
 
 
 def _packed(plains: list[dict[str, Any]]) -> bytes:
@@ -206,10 +206,10 @@ def _unpacked(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> 
         raise ProtocolError(f"expected a list of {what}: {error}") from None
 
 
-def _thing(shape: msgspec.Struct, **clock: float) -> Event | Action:
-    """Build the dataclass of data that fit its shape; not strict, so that "nan" becomes the number again."""
-    kind = _KINDS[type(shape).__name__]
-    whole = {**msgspec.structs.asdict(shape), **clock}
+def _build(struct: msgspec.Struct, **clock: float) -> Event | Action:
+    """Build the dataclass of a valid struct; not strict, so that "nan" becomes the number again."""
+    kind = _KINDS[type(struct).__name__]
+    whole = {**msgspec.structs.asdict(struct), **clock}
     return cast("Event | Action", msgspec.convert(whole, kind, strict=False, from_attributes=True))
 
 
@@ -218,7 +218,7 @@ def _plain_metric(value: float) -> float | str:
 
 
 def _escaped(data: Any) -> Any:
-    """Replace what UTF-8 cannot carry (halves of surrogate pairs, from file names) by backslash escapes."""
+    """Replace what UTF-8 cannot encode (lone surrogates, from file names) by backslash escapes."""
     if isinstance(data, str):
         return data.encode("utf-8", "backslashreplace").decode()
     if isinstance(data, dict):
@@ -231,17 +231,17 @@ def _escaped(data: Any) -> Any:
 class LogWriter:
     """Writes a run log, or one part of it; for one thread.
 
-    A line reaches the file when more than 64 KiB wait, or at `flush`, which the caller calls on a timer: so
-    the caller bounds what a killed run loses. The buffer goes out on its own only before an event, never
-    between an event and its actions.
+    A line reaches the file when more than 64 KiB are buffered, or at `flush`, which the caller calls on a
+    timer: so the caller bounds the loss when a run is killed. The buffer is written only before an event,
+    never between an event and its actions.
 
     Args:
-        path: the file; one that is there already is replaced.
+        path: the file; an existing one is replaced.
         header: plain data for the first line, among them "policies": a list of {"path": "module:Class",
-            "arguments": {…}} in the order in which they are asked.
+            "arguments": {…}} in the order in which they handle events.
 
     Attributes:
-        events: how many events have reached the file, each with its actions.
+        events: events that have reached the file, each with its actions.
 
     Raises:
         OSError: the file cannot be written; also from every method. Nothing can be added then, and the file
@@ -251,54 +251,54 @@ class LogWriter:
     def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
         self.events = 0
         self._buffer = bytearray()
-        self._starts: list[int] = []  # of the events in the buffer
+        self._starts: list[int] = []  # offsets of the events in the buffer
         self._write({_VERSION_KEY: LOG_VERSION, **header})
         self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 (open until close)
         self.flush()
 
     @property
     def is_full(self) -> bool:
-        """Whether the next event flushes what waits."""
+        """Whether the next event flushes the buffer."""
         return len(self._buffer) > _BUFFER_BYTES_MAX
 
     @property
     def is_regular_file(self) -> bool:
-        """Whether this is a file that can be cut and renamed, and no pipe or device."""
+        """Whether this is a file that can be truncated and renamed, and no pipe or device."""
         return stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
 
     @property
     def size_bytes(self) -> int:
-        """How long the file is; what waits is not in it yet."""
+        """The size of the file, without the buffer."""
         return os.fstat(self._file.fileno()).st_size
 
     @property
     def waiting_bytes(self) -> int:
-        """How much waits for the next flush."""
+        """The size of the buffer."""
         return len(self._buffer)
 
     def reopen(self, path: str | Path) -> None:
-        """Go on in a file that has a header already; what waits is dropped."""
+        """Continue in a file that has a header already; the buffer is dropped."""
         file = Path(path).open("r+b", buffering=0)  # noqa: SIM115 (open until close)
         self._file.close()
         self._file = file
 
     def cut(self, size_bytes: int, events: int) -> None:
-        """Go on behind the first `size_bytes` bytes; what is behind them, and what waits, is dropped.
+        """Truncate the file to `size_bytes` and continue there; the buffer is dropped.
 
-        What is no regular file (a pipe, a device) keeps what it has.
+        A file that is not regular (a pipe, a device) keeps its content.
 
         Args:
             size_bytes: an earlier `size_bytes` of this file.
             events: the value of `events` at that time.
         """
-        self._drop()
+        self._discard_buffer()
         self.events = events
         if self.is_regular_file:
             self._file.truncate(size_bytes)
             self._file.seek(size_bytes)
 
     def event(self, event: Event) -> None:
-        """Add an event that the policies are asked about."""
+        """Add an event that the policies handle."""
         if self.is_full:
             self.flush()
         start = len(self._buffer)
@@ -306,26 +306,26 @@ class LogWriter:
         self._starts.append(start)
 
     def actions(self, actions: Sequence[Action]) -> None:
-        """Add the answers to the last event, in their order."""
+        """Add the actions that answer the last event, in their order."""
         for action in actions:
             self._write(to_plain(action))
 
     def flush(self) -> None:
-        """Hand every line to the operating system."""
-        done = 0
+        """Write every buffered line to the operating system."""
+        written_bytes = 0
         try:
             while self._buffer:
                 written = self._file.write(self._buffer)
                 del self._buffer[:written]
-                done += written
+                written_bytes += written
         except OSError:
-            self._end_with_a_whole_event(done)
+            self._truncate_to_whole_event(written_bytes)
             raise
         self.events += len(self._starts)
         self._starts.clear()
 
     def close(self) -> None:
-        """Write what waits and close the file; a second time does nothing."""
+        """Flush and close the file; a second call does nothing."""
         if not self._file.closed:
             try:
                 self.flush()
@@ -333,22 +333,22 @@ class LogWriter:
                 self._file.close()
 
     def abandon(self) -> None:
-        """Close the file without what waits; for a file that cannot be written."""
-        self._drop()
+        """Close the file without its buffer; for a file that cannot be written."""
+        self._discard_buffer()
         with suppress(OSError):
             self._file.close()
 
-    def _end_with_a_whole_event(self, done: int) -> None:
-        """Cut off what a flush that failed after `done` bytes has left of an event, and drop what waits."""
-        started = bisect_right(self._starts, done)
+    def _truncate_to_whole_event(self, written_bytes: int) -> None:
+        """Truncate a partial event after a flush that failed at this offset, and drop the buffer."""
+        started = bisect_right(self._starts, written_bytes)
         begin = self._starts[started - 1] if started else 0
         self.events += max(0, started - 1)
-        self._drop()
+        self._discard_buffer()
         with suppress(OSError):
             if self.is_regular_file:
-                self._file.truncate(self._file.tell() - done + begin)
+                self._file.truncate(self._file.tell() - written_bytes + begin)
 
-    def _drop(self) -> None:
+    def _discard_buffer(self) -> None:
         self._buffer.clear()
         self._starts.clear()
 
@@ -363,9 +363,9 @@ class LogWriter:
 
 
 def states_header(states: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return what the header of a part says about the state of the policies at its beginning.
+    """Return the entry of a part's header for the state of the policies at its beginning.
 
-    Base64 of msgpack: a state may hold what JSON has no word for, such as a loss that is not a number.
+    Base64 of msgpack, for a state may hold values that JSON lacks, such as a loss that is NaN.
 
     Args:
         states: the `state_dict` of each policy of the header's list.
@@ -374,14 +374,14 @@ def states_header(states: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def part_path(path: Path, number: int) -> Path:
-    """Return the name of a log's finished part, numbered from 1."""
+    """Return the path of a log's finished part, numbered from 1."""
     return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
 
 
 def finished_parts(path: Path) -> dict[int, Path]:
-    """Return the finished parts of a log that are still there, by number, oldest first.
+    """Return the existing finished parts of a log by number, oldest first.
 
-    A file that has such a name and is no run log is none of them.
+    Files with such a name that are no run logs are skipped.
     """
     pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{6,}}){re.escape(path.suffix)}")
     try:
@@ -402,13 +402,13 @@ def _is_log(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A run log as it was read, or one part of it.
+    """A run log, or one part of it, as read from its file.
 
     Attributes:
-        header: the first line, its version included.
+        header: the first line, including the version.
         entries: events, each followed by its actions.
-        cut_off: the file ends in the middle of a line, which was left out, and the last event may lack
-            actions: the run was killed while it wrote, or could not write any more.
+        cut_off: the file ends in the middle of a line, which was skipped, and the last event may lack
+            actions: the run was killed during a write, or could not write any more.
     """
 
     header: dict[str, Any]
@@ -417,13 +417,13 @@ class Log:
 
     @property
     def events_before(self) -> int:
-        """How many events the parts before this one had; 0 for a whole log."""
+        """Events in the parts before this one; 0 for a whole log."""
         before = self.header.get(EVENTS_BEFORE, 0)
         return before if isinstance(before, int) else 0
 
 
 def read_logs(path: str | Path) -> dict[Path, Log]:
-    """Read all parts of a run log that are still there, oldest first; of most logs there is one.
+    """Read all existing parts of a run log, oldest first; most logs have one.
 
     Raises:
         FileNotFoundError, ValueError: see `read_log`.
@@ -440,7 +440,7 @@ def read_log(path: str | Path) -> Log:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is empty, no run log, of a newer version, or a line is not what it should be; the text
+        ValueError: the file is empty, no run log, of a newer version, or has an invalid line; the message
             names the file and the line.
     """
     path = Path(path)
@@ -450,7 +450,7 @@ def read_log(path: str | Path) -> Log:
         header = _header(path, file.readline(_HEADER_BYTES_MAX))
         for number, line in enumerate(file, start=2):
             try:
-                entry = _thing(_line_decoder.decode(line))
+                entry = _build(_line_decoder.decode(line))
             except _MALFORMED as error:
                 if not line.endswith(b"\n"):
                     return Log(header=header, entries=entries, cut_off=True)
@@ -482,13 +482,13 @@ def _header(path: Path, line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where a replay first departs from its log.
+    """The first event of a log that a replay answers differently.
 
     Attributes:
-        entry: the number of the event's entry, from 1; its line in the file is one more, for the header.
-        event: what the policies were asked.
-        expected: what they answered then, as recorded.
-        got: what they answer now.
+        entry: number of the event's entry, from 1; its line in the file is one more, for the header.
+        event: the event.
+        expected: the recorded actions.
+        got: the actions of the replay.
     """
 
     entry: int
@@ -498,25 +498,25 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"entry {self.entry} (line {self.entry + 1}): to {_shown([self.event])}\n"
-            f"  the log has the answer {_shown(self.expected)}\n"
-            f"  the policies now give  {_shown(self.got)}"
+            f"entry {self.entry} (line {self.entry + 1}): to {_as_json([self.event])}\n"
+            f"  the log has the answer {_as_json(self.expected)}\n"
+            f"  the policies now give  {_as_json(self.got)}"
         )
 
 
 def replay(log: Log) -> Difference | None:
-    """Ask policies about every event of a log; return where they first answer otherwise, if they do.
+    """Let policies handle every event of a log; return the first difference, if any.
 
-    The policies are fresh, or have the state that the header of a part gives.
+    The policies are new, or have the state from the header of a part.
 
     Raises:
-        ValueError: the header does not say which policies to build, or names something else than a policy.
+        ValueError: the header lacks the policies, or names something that is no policy.
     """
     policies = policies_of(log.header)
-    answered = list(_answered(log.entries))
-    for place, (number, event, expected) in enumerate(answered):
+    events = list(_events_with_actions(log.entries))
+    for index, (number, event, expected) in enumerate(events):
         got = tuple(decide(policies, event))
-        if log.cut_off and place == len(answered) - 1:
+        if log.cut_off and index == len(events) - 1:
             got = got[: len(expected)]
         if got != expected:
             return Difference(entry=number, event=event, expected=expected, got=got)
@@ -524,10 +524,10 @@ def replay(log: Log) -> Difference | None:
 
 
 def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
-    """Build the policy that `path`, "offbeat.policies.MODULE:Class", names.
+    """Build the policy at `path`, "offbeat.policies.MODULE:Class".
 
     Raises:
-        ValueError: the path leads elsewhere or to nothing, or the policy does not take these arguments.
+        ValueError: there is no policy at this path, or it does not accept these arguments.
     """
     expected = f"expected a policy as 'offbeat.policies.MODULE:Class', got {path!r}"
     found = _POLICY_PATH.fullmatch(path)
@@ -546,18 +546,18 @@ def build_policy(path: str, arguments: dict[str, Any]) -> Policy:
 
 
 def policies_of(header: dict[str, Any]) -> list[Policy]:
-    """Build the policies that a run log's header names, with the state that it gives them, if any.
+    """Build the policies that a run log's header names, with their states if it has any.
 
     Raises:
-        ValueError: it does not say which, or names something else than a policy.
+        ValueError: the header lacks the policies, or names something that is no policy.
     """
 
-    class Line(msgspec.Struct):
+    class PolicyLine(msgspec.Struct):
         path: str
         arguments: dict[str, Any] = {}
 
     try:
-        lines = msgspec.convert(header.get("policies"), list[Line])
+        lines = msgspec.convert(header.get("policies"), list[PolicyLine])
     except msgspec.ValidationError as error:
         raise ValueError(
             f"expected the log's header to list its policies, with path and arguments: {error}"
@@ -579,12 +579,12 @@ def _load_states(policies: Sequence[Policy], text: Any) -> None:
         ) from None
 
 
-def _answered(entries: list[Event | Action]) -> Iterator[tuple[int, Event, tuple[Action, ...]]]:
-    """Yield every event with its number and its actions."""
+def _events_with_actions(entries: list[Event | Action]) -> Iterator[tuple[int, Event, tuple[Action, ...]]]:
+    """Yield the number of every event, the event, and its actions."""
     starts = [index for index, entry in enumerate(entries) if type(entry).__name__ in _EVENTS]
     for start, stop in pairwise([*starts, len(entries)]):
         yield start + 1, cast(Event, entries[start]), tuple(cast("list[Action]", entries[start + 1 : stop]))
 
 
-def _shown(things: Sequence[Event | Action]) -> str:
-    return ", ".join(_json.encode(to_plain(thing)).decode() for thing in things) or "nothing"
+def _as_json(entries: Sequence[Event | Action]) -> str:
+    return ", ".join(_json.encode(to_plain(entry)).decode() for entry in entries) or "nothing"
