@@ -155,21 +155,21 @@ def in_words(slow: Sequence[str]) -> str:
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     """Return sentences that interpret the figures."""
-    said = []
+    texts = []
     for row in rows:
         own = next((r for r in rows if r.case.strategy == row.case.strategy and not r.case.slow), None)
         if row.case.slow and own is not None:
-            said.append(_cost(row, row.epoch_s / own.epoch_s))
+            texts.append(_cost(row, row.epoch_s / own.epoch_s))
     for slow in dict.fromkeys(row.case.slow for row in rows):
         alike = sorted((row for row in rows if row.case.slow == slow), key=lambda row: row.epoch_s)
         first, last = alike[0], alike[-1]
         gain = last.epoch_s / first.epoch_s
         if slow and gain >= _RATIO_MIN:
-            said.append(
+            texts.append(
                 f"Where {in_words(slow)}, {first.case.strategy} was {times(gain)} times as fast as "
                 f"{last.case.strategy}."
             )
-    return said
+    return texts
 
 
 def times(ratio: float) -> str:
@@ -181,13 +181,13 @@ def _cost(row: Row, ratio: float) -> str:
     name = row.case.strategy
     opening = "In lockstep (bsp)" if name == "bsp" else f"Under {name}"
     slowed = _slowed_count([parse(text) for text in row.case.slow])
-    who = f"{_number(slowed)} slow worker{'s' * (slowed > 1)} of {_number(row.workers)}"
+    slow_workers = f"{_number(slowed)} slow worker{'s' * (slowed > 1)} of {_number(row.workers)}"
     if ratio < _RATIO_MIN:
-        seen = f"({times(ratio)} times as long)"
-        return f"{opening}, {who} made no difference beyond noise {seen}."
-    everybody = "every worker" if name == "bsp" else "the whole training"
+        measured = f"({times(ratio)} times as long)"
+        return f"{opening}, {slow_workers} made no difference beyond noise {measured}."
+    slowed_part = "every worker" if name == "bsp" else "the whole training"
     return (
-        f"{opening}, {who} made {everybody} {times(ratio)} times slower: "
+        f"{opening}, {slow_workers} made {slowed_part} {times(ratio)} times slower: "
         f"the other workers spent {row.wait_share:.0%} of their time waiting."
     )
 
@@ -203,13 +203,13 @@ def _slowed_count(rules: Sequence[SlowRule]) -> int:
 
 
 def _rule_in_words(rule: SlowRule) -> str:
-    who = "a worker drawn every epoch" if rule.worker is None else f"worker {rule.worker}"
-    what = f"{who} takes {rule.factor:g}x as long"
+    worker = "a worker drawn every epoch" if rule.worker is None else f"worker {rule.worker}"
+    text = f"{worker} takes {rule.factor:g}x as long"
     if rule.when is None:
-        return what
+        return text
     if isinstance(rule.when, Burst):
-        return f"{what} in {rule.when.slow_steps} of every {rule.when.period_steps} steps"
-    return f"{what} from {rule.when.start:.0%} to {rule.when.end:.0%} of every epoch"
+        return f"{text} in {rule.when.slow_steps} of every {rule.when.period_steps} steps"
+    return f"{text} from {rule.when.start:.0%} to {rule.when.end:.0%} of every epoch"
 
 
 def _number(count: int) -> str:

@@ -162,11 +162,11 @@ def show(*shown: Table | str | Text) -> None:
         OutputError: the text cannot be written.
         ReaderGoneError: the reader has closed standard output.
     """
-    for one in shown:
-        if isinstance(one, Table):
-            _show_table(one, columns_max())
+    for item in shown:
+        if isinstance(item, Table):
+            _show_table(item, columns_max())
         else:
-            _console().print(one, soft_wrap=True)
+            _console().print(item, soft_wrap=True)
     sys.stdout.flush()
 
 

@@ -191,7 +191,7 @@ def _run_training(
     _run_with_progress(cluster, strategy, setting.steps)
     figures = {
         "simulated_s": cluster.progress_s,
-        "steps": float(max(one.follower.step for one in cluster.workers.values())),
+        "steps": float(max(simulated.follower.step for simulated in cluster.workers.values())),
         "groups_count": float(len(cluster.groups)),
         "cpu_s": time.process_time() - begin_s,
     }
@@ -258,18 +258,18 @@ def _with_dealt_samples(setting: Setting) -> Setting:
 
 def _worker_row(cluster: BoundedCluster, worker: int) -> dict[str, Any]:
     """Return how a worker spent its time, and the staleness and the sources of what it read."""
-    one = cluster.threads[worker]
-    staleness = one.staleness
+    thread = cluster.threads[worker]
+    staleness = thread.staleness
     total = sum(age * count for age, count in staleness.items())
     return {
         "worker": worker,
-        "steps": one.number,
-        "compute_s": one.spent_s["computing"],
-        "wait_s": one.spent_s["waiting"],
-        "pull_s": one.spent_s["pulling"],
-        "push_s": one.spent_s["pushing"],
-        "pulls": one.pulls,
-        "cached": one.reads["thread"] + one.reads["process"],
+        "steps": thread.number,
+        "compute_s": thread.spent_s["computing"],
+        "wait_s": thread.spent_s["waiting"],
+        "pull_s": thread.spent_s["pulling"],
+        "push_s": thread.spent_s["pushing"],
+        "pulls": thread.pulls,
+        "cached": thread.reads["thread"] + thread.reads["process"],
         "staleness_mean": total / staleness.total() if staleness else None,
         "staleness_max": max(staleness, default=None),
     }
@@ -318,7 +318,7 @@ def _run_seed_on_servers(strategy: str, terms: Terms, arguments: dict[str, Any],
     this = staleness.case(seed, terms, arguments)
     again = shlex.join(["offbeat", "simulate", "--strategy", strategy, "--seeds", "1", "--seed", str(seed)])
     cluster = staleness.run(this, again)
-    steps = sum(one.number for one in cluster.threads.values())
+    steps = sum(thread.number for thread in cluster.threads.values())
     return {"faults_count": len(this.setting.faults), "steps": steps}
 
 
@@ -341,9 +341,9 @@ def _campaign(run: Callable[[int], dict[str, int]], seed: int, count: int) -> di
     totals: Counter[str] = Counter()
     with output.progress() as progress:
         task = progress.add_task(f"{count} runs from seed {seed}", total=count)
-        for one in range(seed, seed + count):
+        for run_seed in range(seed, seed + count):
             try:
-                totals.update(run(one))
+                totals.update(run(run_seed))
             except ViolationError as error:
                 _fail(str(error))
             progress.advance(task)

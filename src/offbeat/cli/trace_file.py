@@ -32,7 +32,7 @@ def read_traces(folder: Path) -> list[Traced]:
             found.append(msgspec.json.decode(path.read_bytes(), type=Traced))
         except (OSError, msgspec.DecodeError) as error:
             raise OffbeatError(f"cannot read {path}: {error}") from error
-    return sorted(found, key=lambda one: one.worker)
+    return sorted(found, key=lambda traced: traced.worker)
 
 
 def chrome(traces: Sequence[Traced]) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def chrome(traces: Sequence[Traced]) -> dict[str, Any]:
     Source: Google, "Trace Event Format" (2016): metadata, complete, instant and counter events, in
         microseconds.
     """
-    first_s = min((span.begin_s for one in traces for span in one.spans), default=0.0)
-    events = [event for one in traces for event in _events(one, first_s)]
+    first_s = min((span.begin_s for traced in traces for span in traced.spans), default=0.0)
+    events = [event for traced in traces for event in _events(traced, first_s)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

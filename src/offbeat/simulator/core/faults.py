@@ -125,7 +125,7 @@ def parse(text: str) -> Fault:
     found = _FAULT.fullmatch(text)
     if found is not None:
         kind, at_s, nodes = found["kind"], float(found["at"]), found["workers"] or ""
-        workers = [int(one) for one in re.findall("[0-9]+", nodes)]
+        workers = [int(number) for number in re.findall("[0-9]+", nodes)]
         length_s = None if found["length"] is None else float(found["length"])
         between = "".join(re.findall("[->]", nodes)) or ","
         match kind, between, workers, length_s:

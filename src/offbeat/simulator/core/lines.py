@@ -137,7 +137,7 @@ class Lines:
         outage = Outage(nodes=nodes, peers=peers, is_one_way=is_one_way, until_s=until_s)
         self.outages.append(outage)
         for exchange in cluster.exchanges.values():
-            present = tuple(one.worker for one in exchange.workers if one.exchange is exchange)
+            present = tuple(worker.worker for worker in exchange.workers if worker.exchange is exchange)
             if outage.splits(present):
                 exchange.block(outage)
         self._delay(outage)
@@ -153,11 +153,11 @@ class Lines:
 
     def _delay(self, outage: Outage) -> None:
         """Delay the control messages that an outage stops."""
-        for one in self._cluster.living():
-            if outage.stops(one.worker, COORDINATOR):
-                one.up_s = max(one.up_s, outage.until_s)
-            if outage.stops(COORDINATOR, one.worker):
-                one.down_s = max(one.down_s, outage.until_s)
+        for worker in self._cluster.living():
+            if outage.stops(worker.worker, COORDINATOR):
+                worker.up_s = max(worker.up_s, outage.until_s)
+            if outage.stops(COORDINATOR, worker.worker):
+                worker.down_s = max(worker.down_s, outage.until_s)
 
     def _mend(self, outage: Outage) -> None:
         self.outages.remove(outage)
@@ -197,7 +197,7 @@ class Lines:
     def _silent_pairs(self) -> Iterator[tuple[int, int]]:
         """Yield each (receiver, sender) of which the receiver gets nothing."""
         cluster = self._cluster
-        running = [one.worker for one in cluster.living()]
+        running = [worker.worker for worker in cluster.living()]
         nodes = [COORDINATOR, *running]
         suspects: list[tuple[int, list[int]]] = [
             (worker, nodes) for worker in running if cluster.is_hung(worker)
@@ -205,9 +205,9 @@ class Lines:
         for outage in self.outages:
             for node in outage.nodes.intersection(nodes):
                 suspects.append((node, nodes if outage.peers is None else sorted(outage.peers)))
-        for node, others in suspects:
-            for other in others:
-                for receiver, sender in ((node, other), (other, node)):
+        for node, counterparts in suspects:
+            for counterpart in counterparts:
+                for receiver, sender in ((node, counterpart), (counterpart, node)):
                     if (
                         receiver != sender
                         and (sender == COORDINATOR or cluster.is_running(sender))

@@ -185,7 +185,7 @@ def parse(text: str) -> ComputeTimes:
     kind = MODELS.get(name)
     if kind is None:
         raise ValueError(f"unknown model of compute time {name!r}: expected one of {', '.join(MODELS)}")
-    types = {one.name: one.type for one in fields(kind)}
+    types = {field.name: field.type for field in fields(kind)}
     arguments: dict[str, float] = {}
     for part in rest.split(",") if colon else []:
         key, _, value = part.partition("=")

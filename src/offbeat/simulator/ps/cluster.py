@@ -338,10 +338,12 @@ class Serving:
             self._start_server(len(self._nodes))
         elif kind == "leave" and len(alive) > len(self._leaving) + 1:
             self._leaving.add(chance.choice(alive))
-            leaving = [ServerLeaves(now_s=now_s, node="client-0", server=one) for one in self._leaving]
+            leaving = [ServerLeaves(now_s=now_s, node="client-0", server=server) for server in self._leaving]
             self._send("client-0", MANAGER, leaving)
         elif kind in ("cut", "cut one way", "switch", "reset"):
-            names = [f"server-{server}" for server in alive] + [f"client-{one}" for one in self._clients]
+            names = [f"server-{server}" for server in alive] + [
+                f"client-{client}" for client in self._clients
+            ]
             self._disturb(kind, [*names, MANAGER])
         elif kind == "restart":
             state = json.loads(json.dumps(self._manager.state_dict()))
@@ -381,8 +383,8 @@ class Serving:
         if self.trial.cut_s_max < SILENT_S:
             return kind != "vanish"
         now_s, servers = self._engine.now_s, self._manager._group.servers
-        cut_off = {one for pair, (_, until_s) in self._cut_s.items() if now_s < until_s for one in pair}
-        shaky = {one for one in self._nodes if f"server-{one}" in cut_off} | self._doomed
+        cut_off = {node for pair, (_, until_s) in self._cut_s.items() if now_s < until_s for node in pair}
+        shaky = {server for server in self._nodes if f"server-{server}" in cut_off} | self._doomed
         vanished = len(self._vanished.intersection(servers)) + (kind == "vanish")
         return self._manager._group.may_lose(server, shaky) and 2 * vanished <= len(servers)
 
@@ -469,7 +471,7 @@ class Serving:
         view = self._manager._group.view
         if view is None:
             return False
-        replaced = {one for one in view.ring.servers if one in alive and one not in view.filling}
+        replaced = {server for server in view.ring.servers if server in alive and server not in view.filling}
         are_enough = len(view.ring.servers) - len(replaced) < self.trial.copies
         return are_enough and len(replaced - self._leaving) > 1
 
@@ -510,17 +512,17 @@ class Serving:
         chance = self._chance
         space = chance.choice([space for space in self._spaces if space.name in self._opened])
         self._engine.at(self._engine.now_s + chance.random() * self.trial.pace_s, self._make_request, client)
-        one = self._clients[client]
+        protocol = self._clients[client]
         is_pull = chance.random() < 0.3
         found = self._some_keys(chance) if is_pull or not space.aggregates else self._next_keys(client, space)
         if found is None:
-            self._dispatch(name, one.enlist(space.name))
+            self._dispatch(name, protocol.enlist(space.name))
             return
         first, last = found
         self.requests += 1
         if is_pull:
             wants_times = self._option_chance.random() < 0.5
-            number, outputs = one.pull(space.name, first, last, times=wants_times)
+            number, outputs = protocol.pull(space.name, first, last, times=wants_times)
             self._pulling[client, number] = (space.name, first, last, self._known_in(space, client))
             self._wants_times[client, number] = wants_times
         else:
@@ -529,7 +531,7 @@ class Serving:
             if self._option_chance.random() < 0.1:
                 content = {}  # an empty push
             time, wants_values = self._time_of(client, space), not self.requests % 3
-            number, outputs = one.push(space.name, content, first, last, time, wants_values=wants_values)
+            number, outputs = protocol.push(space.name, content, first, last, time, wants_values=wants_values)
             own = self._pushing[client, number] = Counter((space.name, key, client) for key in content)
             self._pushed.update(own)
             if wants_values:
@@ -614,9 +616,9 @@ class Serving:
 
     def _ignore_departed(self, name: str, before: View | None, after: View) -> None:
         there = {*after.ring.servers, *(() if after.target is None else after.target.servers)}
-        for one in () if before is None else before.ring.servers:
-            if one not in there:
-                self._ignore(name, f"server-{one}")
+        for server in () if before is None else before.ring.servers:
+            if server not in there:
+                self._ignore(name, f"server-{server}")
 
     def _on_manager_message(self, sender: str, message: Any) -> None:
         now_s = self._engine.now_s
@@ -651,8 +653,8 @@ class Serving:
             case Refuse():
                 self._forget(action.peer)
             case ClientGone():
-                for one in self._nodes:
-                    self._send(MANAGER, f"server-{one}", [action])
+                for server in self._nodes:
+                    self._send(MANAGER, f"server-{server}", [action])
             case _:
                 raise AssertionError(f"the manager decided {action}")
 
@@ -660,7 +662,9 @@ class Serving:
         before = self.views[-1] if self.views else view
         if before is view or before.number < view.number:
             self.views.append(view)
-        for name in [f"server-{one}" for one in self._nodes] + [f"client-{one}" for one in self._clients]:
+        for name in [f"server-{number}" for number in self._nodes] + [
+            f"client-{number}" for number in self._clients
+        ]:
             self._send(MANAGER, name, [view])
         servers = view.ring.servers
         if self.trial.aggregates and servers != before.ring.servers and self._chance.random() < 0.5:
@@ -671,15 +675,15 @@ class Serving:
     def _dispatch(self, name: str, outputs: Iterable[Send | Done | Failed]) -> None:
         """Send a node's messages, and process a client's results."""
         by_receiver: dict[str, list[Any]] = {}
-        for one in outputs:
-            if isinstance(one, Done):
-                self._done(_number(name), one)
-            elif isinstance(one, Failed):
-                self._violated(f"{name} was refused a request: {one.reason}")
+        for output in outputs:
+            if isinstance(output, Done):
+                self._done(_number(name), output)
+            elif isinstance(output, Failed):
+                self._violated(f"{name} was refused a request: {output.reason}")
             else:
-                if isinstance(one.message, Push):
-                    self._note_time(one.message)
-                by_receiver.setdefault(one.to, []).append(one.message)
+                if isinstance(output.message, Push):
+                    self._note_time(output.message)
+                by_receiver.setdefault(output.to, []).append(output.message)
         for to, messages in by_receiver.items():
             self._send(name, to, messages)
 
@@ -798,13 +802,13 @@ class Serving:
     def _check_answers(self, node: ServerNode, outputs: list[Send]) -> None:
         """Check that in an epoch no two servers answer for one block, and that no push was missed."""
         view = node.view
-        for one in outputs:
-            answer = one.message
+        for output in outputs:
+            answer = output.message
             if isinstance(answer, Copy) and answer.master == node.server:
                 self._check_sum(answer, node)
             if view is None or not isinstance(answer, Pushed | Pulled):
                 continue
-            space = view.spaces[self._namespace_of[_number(one.to), answer.number]]
+            space = view.spaces[self._namespace_of[_number(output.to), answer.number]]
             for block in space.blocks(answer.first, answer.last):
                 place = space.name, block
                 other = self._masters.setdefault((view.epoch, place), node.server)
@@ -883,8 +887,8 @@ class Serving:
         if view.paused:
             self._violated(f"the pauses of {list(view.paused)} have not ended")
         known: Counter[Counted] = Counter()
-        for one in self._acknowledged.values():
-            known |= one
+        for counts in self._acknowledged.values():
+            known |= counts
         for space in view.spaces.values():
             for key in range(space.keys):
                 self._check_key(space, key, view, known)

@@ -216,7 +216,7 @@ def run(
     cluster = BoundedCluster(this.setting, lambda: build(this), this.served, directory=directory)
     try:
         cluster.run()
-        alive = [f"{one.worker} {one.doing}" for one in cluster.threads.values() if one.is_alive]
+        alive = [f"{thread.worker} {thread.doing}" for thread in cluster.threads.values() if thread.is_alive]
         if alive:
             cluster.violated(f"the job does not end: {', '.join(alive)}")
     except OffbeatError as error:  # also an event that the policies refuse

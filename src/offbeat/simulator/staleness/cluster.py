@@ -142,12 +142,16 @@ class BoundedCluster(Cluster):
     @property
     def step(self) -> int:
         """Steps finished by the furthest worker."""
-        return max(len(one) for one in self.steps_of.values())
+        return max(len(clocks) for clocks in self.steps_of.values())
 
     @property
     def threads(self) -> dict[int, ServedWorker]:
         """All workers, past and present."""
-        return {worker: one for worker, one in self._workers.items() if isinstance(one, ServedWorker)}
+        return {
+            worker: simulated
+            for worker, simulated in self._workers.items()
+            if isinstance(simulated, ServedWorker)
+        }
 
     def loss(self, clock: int) -> float:
         """The loss that all workers report at a clock: it decreases, with fluctuations of 3 %."""
@@ -168,18 +172,18 @@ class BoundedCluster(Cluster):
     # Faults: processes hang and die, not threads ----------------------------------------------------------
 
     def _mates(self, worker: int) -> tuple[int, ...]:
-        one = self._workers.get(worker)
-        if not isinstance(one, ServedWorker):
+        simulated = self._workers.get(worker)
+        if not isinstance(simulated, ServedWorker):
             return (worker,)
-        return tuple(thread.worker for thread in one.process.threads)
+        return tuple(thread.worker for thread in simulated.process.threads)
 
     def _fail(self, fault: Fault) -> None:
         match fault:
             case Death() | Split():
-                everybody = {
+                affected = {
                     thread_worker for worker in fault.workers for thread_worker in self._mates(worker)
                 }
-                super()._fail(replace(fault, workers=tuple(sorted(everybody))))
+                super()._fail(replace(fault, workers=tuple(sorted(affected))))
             case Hang() if fault.worker in self._workers:
                 for thread_worker in self._mates(fault.worker):
                     super()._fail(replace(fault, worker=thread_worker))
@@ -347,21 +351,21 @@ class BoundedCluster(Cluster):
 
     def check_read(self, worker: ServedWorker, grant: Grant, row: Row, visible: Sequence[int]) -> None:
         """Check that what a worker reads contains the required steps, and its own steps once."""
-        who = f"worker {worker.worker} at clock {grant.clock}"
+        reader = f"worker {worker.worker} at clock {grant.clock}"
         if self.terms.push_every == 1 and any(count != worker.number for count in visible):
-            self.violated(f"{who} has taken {worker.number} steps and sees {list(visible)} of its own")
+            self.violated(f"{reader} has taken {worker.number} steps and sees {list(visible)} of its own")
         if grant.bound is None:
             return
         required = max(0, grant.clock - grant.bound)
         complete = min(piece.complete for piece in row.pieces)
         if complete < required:
             self.violated(
-                f"{who} reads values that lack steps of clock {complete}; it needs version {required}"
+                f"{reader} reads values that lack steps of clock {complete}; it needs version {required}"
             )
         if grant.bound == 0 and self.terms.is_versioned:
             for other, clocks in self.steps_of.items():
                 if any(piece.steps[other] > bisect_left(clocks, grant.clock) for piece in row.pieces):
-                    self.violated(f"{who} sees steps of worker {other} that are not before it")
+                    self.violated(f"{reader} sees steps of worker {other} that are not before it")
 
     def _check_end(self) -> None:
         samples = self.setting.samples

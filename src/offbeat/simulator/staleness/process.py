@@ -307,7 +307,7 @@ class ServedWorker(SimulatedWorker):
         self._busy += 1
 
     def resume(self, *, tensors_first: bool) -> None:
-        """Resume, and process what has arrived meanwhile."""
+        """Resume, and process queued input."""
         self.is_hung = False
         if self.doing in (COMPUTING, APPLYING):
             self._be_busy(max(0.0, self._busy_until_s - self.cluster.hung_at_s[self.worker]))
@@ -338,8 +338,8 @@ class ServedWorker(SimulatedWorker):
     def _finish(self, epoch: int) -> None:
         cluster = self.cluster
         self.doing = FINISHED
-        said = Finished(now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=self.number)
-        cluster.tell(self, said)
+        finished = Finished(now_s=cluster.arrival_s(self), worker=self.worker, epoch=epoch, step=self.number)
+        cluster.tell(self, finished)
         if self._unpushed:
             self._push()
         self.process.leave(self.worker)

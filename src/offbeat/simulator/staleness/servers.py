@@ -119,12 +119,12 @@ class Servers:
     @property
     def version(self) -> int:
         """The latest version on any server."""
-        return max(one.version for one in self._servers)
+        return max(server.version for server in self._servers)
 
     @property
     def steps(self) -> list[Counter[int]]:
         """The applied steps on each server, by worker."""
-        return [one.steps for one in self._servers]
+        return [server.steps for server in self._servers]
 
     def enlist(self, process: int) -> int:
         """Let a process participate; return the first clock whose sum waits for it."""
@@ -200,8 +200,8 @@ class Servers:
     def _apply_complete(self, server: _Server) -> None:
         """Apply all clocks that are complete."""
         while self._first_clocks:
-            expected = [one for one, begin in self._first_clocks.items() if begin <= server.version]
-            pushes = [server.waiting[one][0] for one in expected if server.waiting.get(one)]
+            expected = [process for process, begin in self._first_clocks.items() if begin <= server.version]
+            pushes = [server.waiting[process][0] for process in expected if server.waiting.get(process)]
             if len(pushes) < len(expected):
                 return
             for push in pushes:

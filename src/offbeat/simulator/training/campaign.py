@@ -308,11 +308,13 @@ def check_lockstep(this: Case, cluster: Cluster) -> None:
         if stopped.worker is not None and stopped.worker not in dead and outages_s < setting.lost_after_s:
             cluster.violated(f"a pause was taken for a death: {stopped.reason}")
         return
-    for one in cluster.workers.values():
-        if not one.has_left or one.follower.step != setting.steps:
-            cluster.violated(f"worker {one.worker} is {one.doing} after {one.follower.step} steps")
-        if not cluster.problem.same(one.state, cluster.workers[0].state):
-            cluster.violated(f"workers 0 and {one.worker} ended with different states")
+    for simulated in cluster.workers.values():
+        if not simulated.has_left or simulated.follower.step != setting.steps:
+            cluster.violated(
+                f"worker {simulated.worker} is {simulated.doing} after {simulated.follower.step} steps"
+            )
+        if not cluster.problem.same(simulated.state, cluster.workers[0].state):
+            cluster.violated(f"workers 0 and {simulated.worker} ended with different states")
 
 
 def _waits_for_slow_member(worker: SimulatedWorker) -> bool:
@@ -327,9 +329,9 @@ def check(this: Case, cluster: Cluster) -> None:
     """Check the invariants at the end of a run."""
     now_s = cluster.engine.now_s
     members = cluster.groups[-1][1].members if cluster.groups else ()
-    left = [cluster.workers[one] for one in members if cluster.workers[one].has_left]
-    left = [one for one in left if not one.is_leaving]
-    alive = [one for one in cluster.workers.values() if one.is_alive]
+    left = [cluster.workers[member] for member in members if cluster.workers[member].has_left]
+    left = [simulated for simulated in left if not simulated.is_leaving]
+    alive = [simulated for simulated in cluster.workers.values() if simulated.is_alive]
     stragglers = set()
     for policy in cluster.policies:
         classifier = policy.state_dict().get("classifier", {"workers": []})
@@ -340,19 +342,25 @@ def check(this: Case, cluster: Cluster) -> None:
                 stragglers.add(worker)
     if cluster.stopped is not None:
         return  # the cluster has checked that no worker has the state any more
-    for one in left:
-        if not cluster.problem.same(one.state, left[0].state):
-            cluster.violated(f"workers {left[0].worker} and {one.worker} ended with different states")
+    for simulated in left:
+        if not cluster.problem.same(simulated.state, left[0].state):
+            cluster.violated(f"workers {left[0].worker} and {simulated.worker} ended with different states")
     samples = this.setting.samples
     if this.setting.steps is not None or (samples is not None and samples.epochs is not None):
         if alive and now_s - cluster.progress_s > _STUCK_S / 2:
-            doing = ", ".join(f"{one.worker} {one.doing}" for one in alive)
+            doing = ", ".join(f"{simulated.worker} {simulated.doing}" for simulated in alive)
             cluster.violated(f"the job does not end: {doing}")
         return
     is_changing = now_s - cluster.changed_s < _CHANGE_S
-    for one in alive:
-        if now_s - one.active_s > _STUCK_S / 2 and one.doing != COMPUTING and not _waits_for_slow_member(one):
-            cluster.violated(f"worker {one.worker} has been {one.doing} since {one.active_s:.3f} s")
-        is_heard = one.active_s > cluster.changed_s  # since the last change, which excluded it
-        if is_heard and not (is_changing or one.worker in stragglers or one.worker in members):
-            cluster.violated(f"worker {one.worker} lives, is not slow, and is not among {members}")
+    for simulated in alive:
+        if (
+            now_s - simulated.active_s > _STUCK_S / 2
+            and simulated.doing != COMPUTING
+            and not _waits_for_slow_member(simulated)
+        ):
+            cluster.violated(
+                f"worker {simulated.worker} has been {simulated.doing} since {simulated.active_s:.3f} s"
+            )
+        is_heard = simulated.active_s > cluster.changed_s  # since the last change, which excluded it
+        if is_heard and not (is_changing or simulated.worker in stragglers or simulated.worker in members):
+            cluster.violated(f"worker {simulated.worker} lives, is not slow, and is not among {members}")

@@ -302,7 +302,7 @@ class Cluster:
     @property
     def step(self) -> int:
         """Steps finished by the furthest worker, or one less while there is a cohort."""
-        return max(self.cohort.step, max(one.follower.step for one in self._workers.values()))
+        return max(self.cohort.step, max(simulated.follower.step for simulated in self._workers.values()))
 
     @property
     def is_calm(self) -> bool:
@@ -317,9 +317,9 @@ class Cluster:
             seed=self.setting.seed,
             slowness=self._slowness if is_slowed and worker < self.world else None,
         )
-        one = self._workers[worker] = self._make(worker, stopwatch, is_new)
+        simulated = self._workers[worker] = self._make(worker, stopwatch, is_new)
         self._alive += 1
-        self.engine.at(self.engine.now_s, one.meet)
+        self.engine.at(self.engine.now_s, simulated.meet)
 
     def _make(self, worker: int, stopwatch: Stopwatch, is_new: bool) -> SimulatedWorker:
         return SimulatedWorker(self, worker, stopwatch, is_new=is_new)
@@ -350,16 +350,18 @@ class Cluster:
         self.engine.at(now_s + self.setting.tick_s, self._tick)
 
     def _check_progress(self) -> None:
-        alive = [one for one in self.workers.values() if one.is_alive]
+        alive = [simulated for simulated in self.workers.values() if simulated.is_alive]
         is_stuck = self.engine.now_s - self.progress_s > self.setting.stuck_after_s
-        if is_stuck and not all(one.is_hung or self._waits_for_the_last_donor(one) for one in alive):
-            doing = ", ".join(f"{one.worker} {one.doing}" for one in alive)
+        if is_stuck and not all(
+            simulated.is_hung or self._waits_for_the_last_donor(simulated) for simulated in alive
+        ):
+            doing = ", ".join(f"{simulated.worker} {simulated.doing}" for simulated in alive)
             self.violated(f"nobody has finished a step since {self.progress_s:.3f} s: {doing[:400]}")
 
-    def _waits_for_the_last_donor(self, one: SimulatedWorker) -> bool:
+    def _waits_for_the_last_donor(self, simulated: SimulatedWorker) -> bool:
         """Whether the worker waits for the final state from a donor that it cannot reach."""
-        is_last = self.is_dismissed and one.doing == TAKING
-        return is_last and self.lines.free_s(one.follower.donor, one.worker) > self.engine.now_s
+        is_last = self.is_dismissed and simulated.doing == TAKING
+        return is_last and self.lines.free_s(simulated.follower.donor, simulated.worker) > self.engine.now_s
 
     # Control messages ----------------------------------------------------------------------------------
 
@@ -495,7 +497,9 @@ class Cluster:
             self._send(worker, tuple(common))
 
     def _keep_last(self, action: Action) -> None:
-        self._last_actions = [one for one in self._last_actions if type(one) is not type(action)] + [action]
+        self._last_actions = [last for last in self._last_actions if type(last) is not type(action)] + [
+            action
+        ]
 
     def _send(self, worker: int, actions: tuple[Action, ...]) -> None:
         number = 0
@@ -505,9 +509,9 @@ class Cluster:
         self._schedule_delivery(worker, number, actions)
 
     def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
-        one = self._workers[worker]
-        one.down_s = max(one.down_s, self.engine.now_s + self.network.latency_s)
-        self.engine.at(one.down_s, self._deliver, (one, self._incarnation, number, actions))
+        simulated = self._workers[worker]
+        simulated.down_s = max(simulated.down_s, self.engine.now_s + self.network.latency_s)
+        self.engine.at(simulated.down_s, self._deliver, (simulated, self._incarnation, number, actions))
 
     def _deliver(self, message: tuple[SimulatedWorker, int, int, tuple[Action, ...]]) -> None:
         worker, incarnation, number, actions = message
@@ -552,13 +556,13 @@ class Cluster:
             return
         group = self.groups[-1][1]
         for worker in sorted(self._present.intersection(group.members)):
-            one = self.workers[worker]
-            if one.is_alive and one.follower.is_member and not one.has_left:
+            simulated = self.workers[worker]
+            if simulated.is_alive and simulated.follower.is_member and not simulated.has_left:
                 self.violated(f"the job was stopped though worker {worker} has the state: {stop.reason}")
 
     def _check_halt(self, halt: Halt) -> None:
         last = max(
-            [one.generation for one in self._last_actions if isinstance(one, Halt | Group)], default=-1
+            [last.generation for last in self._last_actions if isinstance(last, Halt | Group)], default=-1
         )
         if halt.generation <= last:
             self.violated(f"a Halt for generation {halt.generation} follows generation {last}")
@@ -567,22 +571,27 @@ class Cluster:
         """Check that no sample was used twice, and that a job that ended well used each one."""
         assert isinstance(self.problem, Uses)
         workers = self._workers.values()
-        for one in workers:
-            if one.state is not None:
-                for (epoch, position), count in self.problem.uses(one.state).items():
+        for simulated in workers:
+            if simulated.state is not None:
+                for (epoch, position), count in self.problem.uses(simulated.state).items():
                     if count > 1:
                         self.violated(
-                            f"worker {one.worker} has position {position} of epoch {epoch} {count} times"
+                            f"worker {simulated.worker} has position {position} of epoch {epoch} "
+                            f"{count} times"
                         )
         members = self.groups[-1][1].members if self.groups else ()
         if self.is_dismissed:
-            final = [one for one in workers if one.has_left and not one.is_leaving]
+            final = [simulated for simulated in workers if simulated.has_left and not simulated.is_leaving]
         else:
-            final = [one for one in workers if one.worker in members and one.follower.is_member]
-            final = [one for one in final if one.is_alive and not one.is_hung]
+            final = [
+                simulated
+                for simulated in workers
+                if simulated.worker in members and simulated.follower.is_member
+            ]
+            final = [simulated for simulated in final if simulated.is_alive and not simulated.is_hung]
         if self.stopped is not None or not final or samples.breaks_off_after is not None:
             return
-        uses = self.problem.uses(max(final, key=lambda one: one.follower.round).state)
+        uses = self.problem.uses(max(final, key=lambda simulated: simulated.follower.round).state)
         for policy in self.policies:
             state = policy.state_dict()
             if "dealing" in state:
@@ -590,28 +599,28 @@ class Cluster:
                 scheduler.load_state_dict(state["dealing"]["scheduler"])
                 self._check_scheduler(samples, scheduler, uses)
 
-    def _check_saved(self, said: Used) -> None:
+    def _check_saved(self, answer: Used) -> None:
         """Check that a saved state contains exactly the samples that the policies attribute to it."""
         samples = self.setting.samples
         assert isinstance(self.problem, Uses)
         assert samples is not None
-        if not said.is_current:
+        if not answer.is_current:
             return
-        uses = self.problem.uses(self._workers[said.worker].saved[said.round])
+        uses = self.problem.uses(self._workers[answer.worker].saved[answer.round])
         claimed = {
             (epoch, position)
-            for epoch, ranges in said.used
+            for epoch, ranges in answer.used
             for start, stop in ranges
             for position in range(start, stop)
         }
         if samples.breaks_off_after is None:
-            claimed |= {(e, position) for e in range(said.epoch) for position in range(samples.count)}
-        held = {use for use in uses if samples.breaks_off_after is None or use[0] in dict(said.used)}
+            claimed |= {(e, position) for e in range(answer.epoch) for position in range(samples.count)}
+        held = {use for use in uses if samples.breaks_off_after is None or use[0] in dict(answer.used)}
         is_exact = samples.breaks_off_after is None  # else abandoned samples are reported as used, too
         if not (claimed == held if is_exact else claimed >= held):
             odd = sorted(claimed ^ held)
             self.violated(
-                f"worker {said.worker}: the state saved after {said.round} rounds and its answer differ in "
+                f"worker {answer.worker}: the state after {answer.round} rounds and its answer differ in "
                 f"{len(odd)} samples, from position {odd[0][1]} of epoch {odd[0][0]}"
             )
 
@@ -701,11 +710,11 @@ class Cluster:
             case Hang():
                 self._hang_worker(fault)
             case Late():
-                one = self._workers[fault.worker]
+                simulated = self._workers[fault.worker]
                 if self.chance.random() < 0.5:
-                    one.up_s = max(one.up_s, now_s + fault.length_s)
+                    simulated.up_s = max(simulated.up_s, now_s + fault.length_s)
                 else:
-                    one.down_s = max(one.down_s, now_s + fault.length_s)
+                    simulated.down_s = max(simulated.down_s, now_s + fault.length_s)
             case Cut():
                 nodes, peers = frozenset(self._mates(fault.worker)), frozenset((_node(fault.peer),))
                 if fault.lost == "peer":
@@ -717,7 +726,7 @@ class Cluster:
                 self.lines.reset(frozenset(self._mates(fault.worker)), frozenset((_node(fault.peer),)))
             case Arrival():
                 if self.stopped is None and any(
-                    one.is_alive for one in self._workers.values()
+                    simulated.is_alive for simulated in self._workers.values()
                 ):  # else the job is over
                     self._add(fault.worker, is_new=True)
             case Departure():
@@ -733,10 +742,10 @@ class Cluster:
 
     def kill(self, worker: int, after_s: float, cause: str) -> None:
         """End a worker; the coordinator learns of it after `after_s`."""
-        one = self.workers.get(worker)
-        if one is not None and one.is_alive:
-            one.end()
-            self.engine.at(max(one.up_s, self.engine.now_s + after_s), self._lose, (worker, cause))
+        simulated = self.workers.get(worker)
+        if simulated is not None and simulated.is_alive:
+            simulated.end()
+            self.engine.at(max(simulated.up_s, self.engine.now_s + after_s), self._lose, (worker, cause))
 
     def _lose(self, loss: tuple[int, str]) -> None:
         worker, cause = loss
@@ -749,31 +758,31 @@ class Cluster:
             self.ask(Lost(now_s=self.engine.now_s - self.behind_s, worker=worker, cause=cause))
 
     def _hang_worker(self, fault: Hang) -> None:
-        one, now_s = self._workers[fault.worker], self.engine.now_s
-        if not one.is_alive or one.is_hung:
+        simulated, now_s = self._workers[fault.worker], self.engine.now_s
+        if not simulated.is_alive or simulated.is_hung:
             return
         self.hung_at_s[fault.worker] = now_s
         self._hung_until_s[fault.worker] = now_s + fault.length_s
-        one.hang()
+        simulated.hang()
         self.lines.look()
-        self.engine.at(now_s + fault.length_s, self._resume_worker, one)
+        self.engine.at(now_s + fault.length_s, self._resume_worker, simulated)
 
-    def _resume_worker(self, one: SimulatedWorker) -> None:
-        del self._hung_until_s[one.worker]
-        if not one.is_alive:
+    def _resume_worker(self, simulated: SimulatedWorker) -> None:
+        del self._hung_until_s[simulated.worker]
+        if not simulated.is_alive:
             return
-        one.resume(tensors_first=self.chance.random() < 0.5)
+        simulated.resume(tensors_first=self.chance.random() < 0.5)
         self.lines.look()
         self.welcome()
 
     def welcome(self, _: Any = None) -> None:
         """Reconnect workers that the coordinator reaches again; those that it gave up end."""
-        for one in self.living():
-            if not (one.is_hung or self._is_cut_off(one.worker)):
-                if one.worker in self._gone:
-                    one.end()
-                elif one.worker in self._unconnected and not self._is_down:
-                    self._reconnect(one)
+        for simulated in self.living():
+            if not (simulated.is_hung or self._is_cut_off(simulated.worker)):
+                if simulated.worker in self._gone:
+                    simulated.end()
+                elif simulated.worker in self._unconnected and not self._is_down:
+                    self._reconnect(simulated)
 
     def _is_cut_off(self, worker: int) -> bool:
         return any(outage.is_between(worker, COORDINATOR) for outage in self.lines.outages)
@@ -782,7 +791,7 @@ class Cluster:
 
     def living(self) -> list[SimulatedWorker]:
         """Return all running workers, hung ones included, in the order of their ids."""
-        return [one for _, one in sorted(self._workers.items()) if one.is_alive]
+        return [simulated for _, simulated in sorted(self._workers.items()) if simulated.is_alive]
 
     def is_running(self, worker: int) -> bool:
         """Whether the worker runs; a hung one does."""
@@ -817,8 +826,8 @@ class Cluster:
         if node == COORDINATOR:
             self.ask(replace(event, now_s=self.engine.now_s - self.behind_s))
             return
-        one = self._workers[node]
-        self.tell(one, replace(event, now_s=self.arrival_s(one)))
+        simulated = self._workers[node]
+        self.tell(simulated, replace(event, now_s=self.arrival_s(simulated)))
 
     def lose(self, worker: int, cause: str) -> None:
         """Let the coordinator give up a worker."""
@@ -849,13 +858,13 @@ class Cluster:
         last_s = self.log[-1][0].now_s if self.log else 0.0
         self.behind_s = self.engine.now_s - last_s
         for worker in sorted(self._workers):
-            one = self._workers[worker]
-            if not one.is_alive:
+            simulated = self._workers[worker]
+            if not simulated.is_alive:
                 self._lose((worker, "it did not connect again"))
-            elif one.is_hung or self._is_cut_off(worker):
+            elif simulated.is_hung or self._is_cut_off(worker):
                 self._unconnected.add(worker)
             else:
-                self._reconnect(one)
+                self._reconnect(simulated)
         self.lines.restart({peer for worker, peer in self._open_reports() if worker is None})
 
     def _open_reports(self) -> set[tuple[int | None, int]]:
@@ -868,39 +877,41 @@ class Cluster:
                 found.discard((event.worker, event.peer))
         return found
 
-    def _reconnect(self, one: SimulatedWorker) -> None:
-        self._unconnected.discard(one.worker)
+    def _reconnect(self, simulated: SimulatedWorker) -> None:
+        self._unconnected.discard(simulated.worker)
         if self.is_numbered:
-            self._resend_missed(one)
+            self._resend_missed(simulated)
             return
-        has_joined = any(isinstance(event, Joined) and event.worker == one.worker for event, _ in self.log)
-        one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
+        has_joined = any(
+            isinstance(event, Joined) and event.worker == simulated.worker for event, _ in self.log
+        )
+        simulated.up_s = simulated.down_s = self.engine.now_s + self.chance.random() * 0.01
         if not has_joined:
-            self._present.discard(one.worker)
-            one.tell_joined()
+            self._present.discard(simulated.worker)
+            simulated.tell_joined()
             return
-        self._send(one.worker, tuple(self._last_actions))
-        for event in (one.last_ready, one.last_halted, one.last_finished):
+        self._send(simulated.worker, tuple(self._last_actions))
+        for event in (simulated.last_ready, simulated.last_halted, simulated.last_finished):
             if event is not None:
-                self.tell(one, replace(event, now_s=self.arrival_s(one)))
-        reports = self.lines.reports_of(one.worker)
-        for peer in sorted({peer for worker, peer in self._open_reports() if worker == one.worker}):
+                self.tell(simulated, replace(event, now_s=self.arrival_s(simulated)))
+        reports = self.lines.reports_of(simulated.worker)
+        for peer in sorted({peer for worker, peer in self._open_reports() if worker == simulated.worker}):
             if all(report.peer != peer for report in reports):
-                self.observe(one.worker, PeerReachable(now_s=0.0, worker=one.worker, peer=peer))
+                self.observe(simulated.worker, PeerReachable(now_s=0.0, worker=simulated.worker, peer=peer))
         for report in reports:
-            self.observe(one.worker, report)
+            self.observe(simulated.worker, report)
 
-    def _resend_missed(self, one: SimulatedWorker) -> None:
+    def _resend_missed(self, simulated: SimulatedWorker) -> None:
         """Resend like the runtime: each event is recorded once, each action received once, in order."""
-        one.up_s = one.down_s = self.engine.now_s + self.chance.random() * 0.01
-        if not self._recorded[one.worker]:
-            self._present.discard(one.worker)
-        missed, one.told = one.told, one.told[: self._recorded[one.worker]]
-        for event in missed[len(one.told) :]:
-            self.tell(one, replace(event, now_s=self.arrival_s(one)))
-        told = self._sent[one.worker]
-        for number in range(one.heard, len(told)):
-            self._schedule_delivery(one.worker, number, told[number])
+        simulated.up_s = simulated.down_s = self.engine.now_s + self.chance.random() * 0.01
+        if not self._recorded[simulated.worker]:
+            self._present.discard(simulated.worker)
+        missed, simulated.told = simulated.told, simulated.told[: self._recorded[simulated.worker]]
+        for event in missed[len(simulated.told) :]:
+            self.tell(simulated, replace(event, now_s=self.arrival_s(simulated)))
+        told = self._sent[simulated.worker]
+        for number in range(simulated.heard, len(told)):
+            self._schedule_delivery(simulated.worker, number, told[number])
 
 
 def _node(peer: int | None) -> int:

@@ -70,7 +70,9 @@ class Exchange:
                 f"step {follower.step} and round {follower.round} for worker {worker.worker}"
             )
         self._workers.append(worker)
-        if len(self._workers) == len(group.members) and all(one.exchange is self for one in self._workers):
+        if len(self._workers) == len(group.members) and all(
+            member.exchange is self for member in self._workers
+        ):
             self._begin()  # else a member has abandoned it or is dead, and it never ends
 
     def block(self, what: Any) -> None:

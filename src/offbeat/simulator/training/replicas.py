@@ -103,7 +103,7 @@ class LeastSquares:
 
     def gradients(self, state: _Momentum, workers: Sequence[int], iterations: Iterable[int]) -> list[Any]:
         """See `Problem.gradients`."""
-        return [self.gradient(state, *one) for one in zip(workers, iterations, strict=True)]
+        return [self.gradient(state, *pair) for pair in zip(workers, iterations, strict=True)]
 
     def mean(self, gradients: Sequence[Any], weights: Sequence[float], exchange_id: int) -> Any:
         """See `Problem.mean`."""
@@ -170,15 +170,18 @@ class Uses:
         self, state: _TrackedState, workers: Sequence[int], iterations: Iterable[int]
     ) -> list[_TrackedGradient]:
         """See `Problem.gradients`."""
-        return [_TrackedGradient(one, ()) for one in self.problem.gradients(state.state, workers, iterations)]
+        return [
+            _TrackedGradient(gradient, ())
+            for gradient in self.problem.gradients(state.state, workers, iterations)
+        ]
 
     def mean(
         self, gradients: Sequence[_TrackedGradient], weights: Sequence[float], exchange_id: int
     ) -> _TrackedGradient:
         """See `Problem.mean`; gradients without weight are not recorded."""
-        mean = self.problem.mean([one.gradient for one in gradients], weights, exchange_id)
-        counted = [one for one, weight in zip(gradients, weights, strict=True) if weight]
-        return _TrackedGradient(mean, tuple(block for one in counted for block in one.blocks))
+        mean = self.problem.mean([gradient.gradient for gradient in gradients], weights, exchange_id)
+        counted = [gradient for gradient, weight in zip(gradients, weights, strict=True) if weight]
+        return _TrackedGradient(mean, tuple(block for gradient in counted for block in gradient.blocks))
 
     def step(self, state: _TrackedState, mean: _TrackedGradient) -> _TrackedState:
         """See `Problem.step`."""

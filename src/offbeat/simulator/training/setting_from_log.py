@@ -38,8 +38,8 @@ def setting_of(entries: Sequence[Event | Action], *, seed: int = 0) -> Setting:
     steps = next((entry.step for entry in entries if isinstance(entry, Finished)), 0)
     if not (world and readys and timed and steps):
         raise ValueError("expected a run log of a job whose workers joined, computed and finished")
-    in_first = Counter(ready.worker for ready in readys if ready.epoch == 0)  # fewer for who was left out
-    exchange_s = fmean(one.communicate_s for one in timed)
+    in_first = Counter(ready.worker for ready in readys if ready.epoch == 0)  # fewer for an excluded worker
+    exchange_s = fmean(step.communicate_s for step in timed)
     messages = max(1, 2 * (world - 1))
     return Setting(
         world=world,
@@ -48,7 +48,7 @@ def setting_of(entries: Sequence[Event | Action], *, seed: int = 0) -> Setting:
         times=recorded(entries),
         network=Network(latency_s=max(_LATENCY_S_MIN, exchange_s / messages)),
         size_bytes=0,
-        apply_s=fmean(one.batch_s + one.apply_s + one.other_s for one in timed),
+        apply_s=fmean(step.batch_s + step.apply_s + step.other_s for step in timed),
         seed=seed,
     )
 

@@ -77,16 +77,16 @@ class Cohort:
     def takes(self, exchange: Exchange) -> bool:
         """Form a cohort of this exchange's members if possible; return whether it was."""
         members = exchange.workers
-        if not self._cluster.is_calm or not all(one.is_steady(exchange) for one in members):
+        if not self._cluster.is_calm or not all(member.is_steady(exchange) for member in members):
             return False
         self.dissolve()  # a cohort of another group, if any
         self._members = members
-        self._workers = [one.worker for one in members]
+        self._workers = [member.worker for member in members]
         self._ids, self._id_set = np.array(self._workers), frozenset(self._workers)
-        self._computed = [one.computed for one in members]
+        self._computed = [member.computed for member in members]
         self._rounds = 0
         self._slowed = [
-            (index, one.stopwatch) for index, one in enumerate(members) if not one.stopwatch.is_even
+            (index, member.stopwatch) for index, member in enumerate(members) if not member.stopwatch.is_even
         ]
         self._draw_ahead()
         self._state = members[0].state
@@ -114,26 +114,26 @@ class Cohort:
         if not self._rounds:
             return  # it is their state already
         latency_s = self._cluster.network.latency_s
-        for index, one in enumerate(self._members):
+        for index, member in enumerate(self._members):
             done_s = float(self._was_done_s[index])
-            one.catch_up(
+            member.catch_up(
                 exchange,
                 rounds=self._rounds,
                 state=self._state,
                 gradient=self._gradients[index],
                 done_s=done_s,
                 ready=self._ready(
-                    self._fields_before, done_s + latency_s, one.worker, float(self._took_s[index])
+                    self._fields_before, done_s + latency_s, member.worker, float(self._took_s[index])
                 ),
             )
 
     def _draw_ahead(self) -> None:
-        rows_s = [one.stopwatch.ahead_s(_ROUNDS_AHEAD) for one in self._members]
+        rows_s = [member.stopwatch.ahead_s(_ROUNDS_AHEAD) for member in self._members]
         self._ahead_s, self._row = np.ascontiguousarray(np.transpose(rows_s)), 0
 
     def _skip(self, count: int) -> None:
-        for one in self._members:
-            one.stopwatch.skip(count)
+        for member in self._members:
+            member.stopwatch.skip(count)
 
     def _plan_round(self, exchange: Exchange) -> None:
         """Compute everything up to the next exchange, and schedule it."""

@@ -224,15 +224,15 @@ class SimulatedWorker:
             self.exchange.block(self)
 
     def resume(self, *, tensors_first: bool) -> None:
-        """Resume, and process what has arrived meanwhile: messages of workers first, or in order of arrival.
+        """Resume, and process queued input: that of other workers first, or all in order of arrival.
 
-        What a worker was computing takes what it still took when it hung.
+        An interrupted computation takes the time that was left of it when the worker hung.
         """
         self.is_hung = False
         queue = list(self._queue)
         self._queue.clear()
         if tensors_first:
-            queue.sort(key=lambda one: not one[0])
+            queue.sort(key=lambda entry: not entry[0])
         before, exchange = self._busy, self.exchange
         for _, call, argument in queue:
             call(argument)
@@ -271,12 +271,12 @@ class SimulatedWorker:
         """Advance to the state of a worker that has begun this exchange, `rounds` after its last one.
 
         Args:
-            exchange: the one that it has begun.
-            rounds: how many it has finished since; a step each.
-            state: before the exchange.
-            gradient: what it gives to it.
-            done_s: when it had computed that.
-            ready: what it then said.
+            exchange: the exchange that it has begun.
+            rounds: rounds finished since its last one; a step each.
+            state: its state before the exchange.
+            gradient: its gradient in the exchange.
+            done_s: when it had computed the gradient.
+            ready: the Ready that it sent then.
         """
         follower = self.follower
         follower.step, follower.round = exchange.step, exchange.round
