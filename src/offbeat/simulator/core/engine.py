@@ -92,7 +92,7 @@ class Engine:
             yield time_s, call, argument
 
     def _sort(self) -> None:
-        """Sort the next entries; the latest eighth stays unsorted, so that the horizon stays near."""
+        """Sort the next entries; the latest eighth stays in `_far`, so that the horizon stays near."""
         far = self._far
         far.sort(reverse=True)
         keep = len(far) // 8 if len(far) > _SORTED_AT_ONCE else 0

@@ -268,7 +268,9 @@ class Serving:
         # Requests under way: what was pushed, or what had been acknowledged when the pull was made.
         self._pushing: dict[tuple[int, int], Counter[Counted]] = {}
         self._pulling: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}
-        self._fetching: dict[tuple[int, int], tuple[str, int, int, Counter[Counted]]] = {}  # of pushes
+        self._fetching: dict[
+            tuple[int, int], tuple[str, int, int, Counter[Counted]]
+        ] = {}  # of pushes for values
         self._wants_times: dict[tuple[int, int], bool] = {}  # by pull
         self._namespace_of: dict[tuple[int, int], str] = {}  # by request
         self._pushed: Counter[Counted] = Counter()

@@ -13,9 +13,9 @@ after the other. `Lines` holds the outages of the network and reports unreachabl
 the coordinator and for every transport: `tell` sends an event up, `ask` hands it to the policies, `_answer`
 sends their actions down.
 
-*Order.* Each direction of a worker's control connection is FIFO: a message arrives at the latest of now +
-latency and the arrival time of the message before it (`up_s`, `down_s`). A fault of the network only moves
-these times: it delays messages and never loses one. Only a restart of the coordinator loses messages: those
+*Order.* Each direction of a worker's control connection is FIFO: a message arrives at the later of now +
+latency and the arrival time of the message before it (`up_s`, `down_s`). A fault of the network moves these
+times: it delays control messages and loses none. Only a restart of the coordinator loses messages: those
 on the way belong to an earlier incarnation, and the log after its last durable entry is dropped. With
 `is_numbered`, both sides then resend what was not recorded; else a worker sends its last Ready, Halted and
 Finished again. A new coordinator replays the log; its clock lags `behind_s` behind the engine's.
@@ -30,8 +30,9 @@ the members replay the round under way through their own code, in an engine of t
 
 *Invariants*, checked during the run and at its end (`_check_…`, and in `Exchange`): generations increase; a
 group has members that are present, and at least one with the state; members of an exchange have equal
-states; no group is formed without a silent majority; no sample is used twice, and in a job that ends well
-each one is used; some worker finishes a step within `stuck_after_s`. A violation raises `ViolationError`.
+states; no group excludes members while the coordinator cannot reach most of them; no sample is used twice,
+and in a job that ends well each one is used; within `stuck_after_s` some worker finishes a step. A violation
+raises `ViolationError`.
 
 Nothing here decides on membership, and nothing waits for real time.
 """

@@ -59,8 +59,8 @@ class SimulatedWorker:
     Attributes:
         doing: the current activity, one of the constants above.
         state: the replica; None in a newcomer that has not received one yet.
-        weight: 0 where the gradients belong to other parameters than the group's, else 1, or the share of a
-            whole batch where samples are dealt.
+        weight: 0 where the gradients belong to other parameters than the group's, else 1, or where
+            samples are dealt, its samples in units of the batch size.
         outside: computations since it was last a member.
         steps_taken: optimizer steps as a member.
         contributed: dealt blocks behind the gradients.
@@ -164,7 +164,7 @@ class SimulatedWorker:
                 self._on_halt(action)
             case Group():
                 self.follower.hear_group(action)
-                if self.doing != WANTING:  # only in an exchange is its main thread free to send a state
+                if self.doing != WANTING:  # a worker that requests samples sends no state
                     self._donate_state()
                 if self.doing == MEETING and self.state is not None:
                     self._compute()
