@@ -189,7 +189,7 @@ def test_in_a_folder_that_cannot_be_written_the_run_log_goes_to_the_temporary_fi
         )
     assert done.returncode == 0, done.stderr
     (log,) = temporary.glob("offbeat-*/log.jsonl")
-    said = f"offbeat: {disk} cannot be written, so the run log goes to {log.parent}"
+    said = f"offbeat: cannot write to {disk}; the run log goes to {log.parent}"
     assert said in done.stderr.splitlines()
     assert str(log) in done.stdout
 

@@ -214,7 +214,7 @@ def test_output_that_goes_to_a_full_disk_does_not_end_workers_that_are_replaced(
             command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
         )
     assert done.returncode == 1
-    said = "offbeat: what the workers say is not shown any more: No space left on device"
+    said = "offbeat: the workers' output is no longer shown: No space left on device"
     assert done.stderr.splitlines() == [said, "offbeat: 2 workers ended well"]
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
 

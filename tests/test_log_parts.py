@@ -277,7 +277,7 @@ def test_the_command_replays_a_folder_and_a_part(tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"identical: {events} events, ")
-    assert said[1].startswith(f"this is what followed after {before} events")
+    assert said[1].startswith(f"the log starts after {before} earlier events")
     part = sorted(tmp_path.iterdir())[0]
     assert main(["replay", str(part)]) == 0
     assert capsys.readouterr().out.startswith(f"identical: {events_of(logs[0])} events, ")

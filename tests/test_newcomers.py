@@ -661,7 +661,7 @@ def test_the_launcher_says_which_worker_nobody_has_replaced(tmp_path, gate):
 
 def test_what_cannot_be_replaced_is_refused_before_anything_is_started(tmp_path):
     for options, words in {
-        ("--replace", "1", "--nnodes", "2"): "--nnodes cannot go with --replace",
+        ("--replace", "1", "--nnodes", "2"): "--nnodes cannot be used with --replace",
         ("--replace", "1", "--nproc-per-node", "1"): "--replace needs at least 2 workers",
         ("--replace", "-1"): "expected at least 0 workers to replace others, got -1",
     }.items():

@@ -279,4 +279,4 @@ def test_what_an_encoding_lacks_is_escaped():
 def test_a_folder_that_was_removed_is_said_to_be(tmp_path):
     done = in_bash(f"mkdir here && cd here && rmdir ../here && {OFFBEAT} {SIMULATE}", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "offbeat: the current folder has been removed: change to one that is there\n"
+    assert done.stderr == "offbeat: the current folder has been removed: change to an existing folder\n"

@@ -1,8 +1,9 @@
 """offbeat: train PyTorch models on many workers without keeping to the beat of the slowest one.
 
-`join` is the one line that an existing training loop needs; `offbeat.strategies` holds the ways to keep
-workers together. Below the door: `runtime` acts (processes, sockets, clocks), `policies` decide, `numerics`
-computes, `record` writes down, `events` is what they all speak.
+`join` is the one line that an existing training loop needs; `offbeat.strategies` holds the ways to
+synchronise workers. `runtime` does all I/O (processes, sockets, clocks), `policies` decide, `numerics`
+computes, `record` writes and replays run logs, `events` defines the events and actions that pass between
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs torch when it is first asked for: the coordinator and servers never do."""
+    """Import what needs torch on first access: the coordinator and the servers run without torch."""
     if name in ("Session", "join"):
         from offbeat.runtime import session
 

@@ -1,4 +1,4 @@
-"""`python -m offbeat`: the command line of just this Python's offbeat, whatever is on the path."""
+"""`python -m offbeat`: the command line of the offbeat that this Python imports, whatever is on the PATH."""
 
 import sys
 

@@ -48,7 +48,7 @@ def complain(message: str, code: int) -> int:
 
 def _run_command(app: typer.Typer, program: str, arguments: Sequence[str] | None) -> int:
     try:
-        _check_working_directory()
+        _check_current_folder()
         code = app(
             args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False
         )
@@ -70,8 +70,8 @@ def _run_command(app: typer.Typer, program: str, arguments: Sequence[str] | None
     return code if isinstance(code, int) else 0
 
 
-def _check_working_directory() -> None:
+def _check_current_folder() -> None:
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        raise OffbeatError("the current folder has been removed: change to one that is there") from error
+        raise OffbeatError("the current folder has been removed: change to an existing folder") from error

@@ -1,9 +1,9 @@
-"""The command line: it reads arguments, calls the public functions and prints; every decision is elsewhere.
+"""The command line: parses arguments, calls public functions and prints; it makes no other decision.
 
-Bad input ends with one line on standard error and exit code 2, before anything is started; a run that fails
-with one line and exit code 1, and so does a result that cannot be written; Ctrl-C with 130. Progress goes to
-standard error, results to standard output, both through `offbeat.output`.
-torch is imported when a command needs it, so that `--help` and a mistyped option answer at once.
+Bad input ends with one line on standard error and exit code 2 before anything is started. A run that fails,
+or a result that cannot be written, ends with one line and exit code 1, Ctrl-C with 130. Progress goes to
+standard error, results to standard output, both through `offbeat.output`. torch is imported only when a
+command needs it, so that `--help` and a mistyped option are answered at once.
 """
 
 from __future__ import annotations
@@ -42,23 +42,30 @@ app = typer.Typer(
 )
 
 _SLOW = (
-    "WORKER:FACTOR: that worker takes FACTOR times as long. 'random' instead of a number draws one every "
-    "epoch; @0.0-0.5 after it means a part of every epoch, @burst=20/100 the first 20 of every 100 steps."
+    "WORKER:FACTOR: slow down the computation of worker WORKER by FACTOR. 'random' as FACTOR draws one every "
+    "epoch; @0.0-0.5 after it limits the slowness to a part of every epoch, @burst=20/100 to the first 20 of "
+    "every 100 steps."
 )
-Model = Annotated[str, typer.Option(help="mlp, cnn2, alexnet, resnet18, resnet50 or bert_small.")]
-Data = Annotated[str, typer.Option(help="digits (nothing to download), mnist or cifar10.")]
-Workers = Annotated[int, typer.Option(help="How many worker processes to start on this machine.")]
-Epochs = Annotated[int, typer.Option(help="How often to go through the data.")]
-BatchSize = Annotated[int, typer.Option(help="Samples a worker and step.")]
+Model = Annotated[str, typer.Option(help="Model: mlp, cnn2, alexnet, resnet18, resnet50 or bert_small.")]
+Data = Annotated[str, typer.Option(help="Data set: digits (needs no download), mnist or cifar10.")]
+Workers = Annotated[int, typer.Option(help="Number of worker processes to start on this machine.")]
+Epochs = Annotated[int, typer.Option(help="Number of passes over the training data.")]
+BatchSize = Annotated[int, typer.Option(help="Samples per worker and step.")]
 LearningRate = Annotated[float, typer.Option(help="Learning rate.")]
-Momentum = Annotated[float, typer.Option(help="Of SGD; the first of Adam's betas.")]
-Optimizer = Annotated[str, typer.Option(help="sgd, adagrad, adam or adamw.")]
-Servers = Annotated[int, typer.Option(help="Servers, for strategies on a parameter server.")]
-Threads = Annotated[int, typer.Option(help="Workers in each process, for strategies on a parameter server.")]
-Seed = Annotated[int, typer.Option(help="Of the weights, the data's order and random slowness.")]
-DataDir = Annotated[Path | None, typer.Option(help="Where the data are; by default ~/.cache/offbeat.")]
-Download = Annotated[bool, typer.Option("--download", help="Fetch the data if they are not there.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result here as JSON.")]
+Momentum = Annotated[float, typer.Option(help="Momentum of SGD, or the first beta of Adam.")]
+Optimizer = Annotated[str, typer.Option(help="Optimizer: sgd, adagrad, adam or adamw.")]
+Servers = Annotated[int, typer.Option(help="Number of servers, for strategies on a parameter server.")]
+Threads = Annotated[
+    int, typer.Option(help="Worker threads in each process, for strategies on a parameter server.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the weights, the order of samples and random slowness.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder of the data set's files; by default ~/.cache/offbeat.")
+]
+Download = Annotated[bool, typer.Option("--download", help="Download the data set if it is missing.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")
+]
 
 
 @app.command()
@@ -67,7 +74,7 @@ def train(
     data: Data = "digits",
     workers: Workers = 4,
     strategy: Annotated[
-        str, typer.Option(help="How the workers keep together: name or name:key=value,key=value.")
+        str, typer.Option(help="Synchronisation strategy, as name or name:key=value,key=value.")
     ] = "bsp",
     epochs: Epochs = 5,
     batch_size: BatchSize = 32,
@@ -77,26 +84,27 @@ def train(
     servers: Servers = 1,
     threads_per_worker: Threads = 1,
     seed: Seed = 0,
-    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be given more than once.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be repeated.")] = None,
     repeat: Annotated[
         int,
-        typer.Option(help="Put every sample so often into its batch, to stand for a model as much heavier."),
+        typer.Option(help="Repeat every sample N times in its batch, to emulate an N times costlier model."),
     ] = 1,
     data_dir: DataDir = None,
     download: Download = False,
     json: Json = None,
     trace: Annotated[
-        int | None, typer.Option(min=0, help="Trace this step and the next, for 'offbeat trace'.")
+        int | None, typer.Option(min=0, help="Trace this step and the next one, for 'offbeat trace'.")
     ] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for the run log; by default runs/TIME-STRATEGY."),
+        typer.Option(help="New folder for the run log; by default runs/TIME-STRATEGY."),
     ] = None,
 ) -> None:
     """Train a built-in model on a built-in data set under one strategy.
 
-    Shows every epoch as it ends, and at last where each worker's time went. Rank 0 measures the test accuracy
-    after every epoch, while the others wait. The run log is RUN_DIR/log.jsonl (see `offbeat replay`).
+    Prints a line for every epoch as it ends, and at the end a table of where each worker's time went. Rank 0
+    measures the test accuracy after every epoch, while the other workers wait. The run log is
+    RUN_DIR/log.jsonl (see `offbeat replay`).
     """
     from offbeat.cli import job, tables, timesheet
     from offbeat.cli.result import Result, check_writable
@@ -123,7 +131,7 @@ def train(
         check_writable(json)
     splits = _load(settings, download)
     steps = training.steps_per_epoch(len(splits.train))
-    folder = job.open_run_dir(run_dir or _new_folder(strategy))
+    folder = job.open_run_dir(run_dir or _new_run_folder(strategy))
     notes: list[str] = []
     with output.progress() as progress:
         shown = _EpochLines(progress, training.world)
@@ -132,7 +140,7 @@ def train(
     for note in notes:
         print(f"offbeat: {note}", file=sys.stderr)
     figures = timesheet.figures(sheet)
-    output.show(tables.parts(sheet), tables.findings(figures, _short(folder / job.LOG_NAME)))
+    output.show(tables.parts(sheet), tables.findings(figures, _relative(folder / job.LOG_NAME)))
     if json is not None:
         rows = timesheet.plain_rows(sheet)
         result = Result(name="train", command=_command(), kind="real", seed=seed, figures=figures, rows=rows)
@@ -146,15 +154,15 @@ def compare(
     workers: Workers = 4,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="A strategy, name or name:key=value,key=value; may be given more than once."),
+        typer.Option(help="A strategy, as name or name:key=value,key=value. May be repeated."),
     ] = None,
     slow: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One case each time: 'none', or rules joined by +; by default none and 1:5. {_SLOW}"
+            help=f"One case per option: 'none', or rules joined by +; by default none and 1:5. {_SLOW}"
         ),
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Epochs a case, at least 2: the first one only warms up.")] = 6,
+    epochs: Annotated[int, typer.Option(help="Epochs per case, at least 2: the first is a warm-up.")] = 6,
     batch_size: BatchSize = 32,
     lr: LearningRate = 0.1,
     momentum: Momentum = 0.9,
@@ -165,8 +173,8 @@ def compare(
     repeat: Annotated[
         int | None,
         typer.Option(
-            help="Put every sample so often into its batch, to stand for a model as much heavier; by default "
-            "as often as it takes for a step to compute for 20 ms on one idle core."
+            help="Repeat every sample N times in its batch, to emulate an N times costlier model; by default "
+            "as many times as a step needs to compute for 20 ms on one idle core."
         ),
     ] = None,
     data_dir: DataDir = None,
@@ -174,13 +182,13 @@ def compare(
     json: Json = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for the run logs, one folder a case; by default runs/TIME-compare."),
+        typer.Option(help="Folder for the run logs, one subfolder per case; by default runs/TIME-compare."),
     ] = None,
 ) -> None:
-    """Train under every strategy and every slowness in turn, and compare.
+    """Train under every strategy and every slowness in turn, and compare the times.
 
-    Times are means over the epochs after the first. Waiting is the share of their time that the workers that
-    are not slowed spend on waiting for others.
+    Times are means over the epochs after the first. Waiting is the share of their time that the workers
+    without an injected slowness spend waiting for others.
     """
     from offbeat.cli import comparison, job, tables
     from offbeat.cli.result import Result, check_writable
@@ -189,7 +197,7 @@ def compare(
     cases = comparison.cases(strategy or ["bsp", "partial"], slow or ["none", "1:5"])
     if epochs < 2:
         raise ValueError(
-            f"epochs must be at least 2 to compare, for the first one only warms up; got {epochs}"
+            f"epochs must be at least 2 to compare, since the first one is a warm-up; got {epochs}"
         )
 
     def job_of(case: comparison.Case, repeat: int) -> job.Job:
@@ -215,7 +223,7 @@ def compare(
         check_writable(json)
     splits = _load(jobs[0].settings, download)
     steps = jobs[0].steps_per_epoch(len(splits.train))
-    root = run_dir or _new_folder("compare")
+    root = run_dir or _new_run_folder("compare")
     folders = [job.open_run_dir(root / case.label) for case in cases]
     if repeat is None:
         repeat = job.repeat_for(jobs[0].settings, splits)
@@ -252,28 +260,29 @@ def compare(
 )
 def run(
     context: typer.Context,
-    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be given more than once.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help=f"{_SLOW} May be repeated.")] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the run log, log.jsonl; by default none is written.")
+        Path | None, typer.Option(help="Folder for the run log, log.jsonl; by default no log is written.")
     ] = None,
     log_bytes_max: Annotated[
         int | None,
         typer.Option(
-            help="What the run log may take, at least 1048576 bytes: it is then written in parts, and the "
-            "oldest are removed. By default it has no bound."
+            help="Maximum size of the run log in bytes, at least 1048576: the log is then written in parts, "
+            "and the oldest are removed. By default there is no limit."
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the data's order in session.batches and of random slowness.")
+        int | None, typer.Option(help="Seed of the sample order in session.batches and of random slowness.")
     ] = None,
     servers: Annotated[
-        int | None, typer.Option(help="Of the parameter server, for strategies that have one; 1 by default.")
+        int | None,
+        typer.Option(help="Number of servers, for strategies on a parameter server; by default 1."),
     ] = None,
     replace: Annotated[
         int,
         typer.Option(
-            help="Start so many workers at most in place of others that are killed or fail: each is new in "
-            "the job, with an id of its own, and takes the state from a peer (strategies partial and dpar)."
+            help="Start at most this many workers in place of ones that are killed or fail. Each gets a new "
+            "id and copies the state from a peer (strategies partial and dpar)."
         ),
     ] = 0,
 ) -> None:
@@ -281,9 +290,10 @@ def run(
 
     Usage: offbeat run [OPTIONS] [torchrun's options] script.py [the script's options]
 
-    Everything after the options below goes to torchrun as it is (see `torchrun --help`), so these come first.
-    Since torchrun ends all workers with the first that fails, --replace starts them itself, on this machine,
-    and understands --nproc-per-node, --module and --no-python only; every line says which worker wrote it.
+    All arguments after the options below are passed to torchrun unchanged (see `torchrun --help`), so these
+    options come first. torchrun ends all workers when one fails; --replace therefore starts them itself, on
+    this machine only, and accepts only torchrun's --nproc-per-node, --module and --no-python. Each line of
+    output then begins with the rank of the worker that wrote it.
     """
     from offbeat.cli import job
     from offbeat.cli.training_worker import SEED_MAX
@@ -309,12 +319,12 @@ def run(
         os.environ[environment.SEED] = str(seed)
     if log_bytes_max is not None:
         if run_dir is None:
-            raise ValueError("--log-bytes-max is about the run log: name its folder with --run-dir")
+            raise ValueError("--log-bytes-max limits the run log: name its folder with --run-dir")
         check_bytes_max(log_bytes_max)
         os.environ[environment.RUN_LOG_BYTES_MAX] = str(log_bytes_max)
     if run_dir is not None:
         os.environ[environment.RUN_LOG] = str(job.open_run_dir(run_dir) / job.LOG_NAME)
-    raise typer.Exit(_start_here(context.args, replace) if replace else _torchrun(context.args))
+    raise typer.Exit(_launch_locally(context.args, replace) if replace else _torchrun(context.args))
 
 
 @app.command()
@@ -324,35 +334,36 @@ def serve(
         int | None,
         typer.Option(
             metavar="SERVERS",
-            help="Make a new cluster that begins with so many servers, write its file, and be the first one.",
+            help="Create a cluster of SERVERS initial servers, write its file, and run the first of them.",
         ),
     ] = None,
     host: Annotated[
         str | None,
         typer.Option(
-            help="This host's address as others reach it; by default that which leads to the manager, or "
-            "127.0.0.1 for a new cluster."
+            help="Address of this host that the other hosts can reach; by default the one that is used to "
+            "reach the manager, or 127.0.0.1 for a new cluster."
         ),
     ] = None,
     copies: Annotated[
-        int, typer.Option(min=0, help="Of a new cluster: replicas, as far as there are servers.")
+        int, typer.Option(min=0, help="Replicas of each key in a new cluster, as far as there are servers.")
     ] = 2,
     function: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODULE:NAME",
-            help="Offer an update of your own; every server needs the same. May be given more than once.",
+            help="Register an update function of your own; all servers need the same ones. May be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Be a server of a parameter server, until Ctrl-C: then others take over all that it holds.
+    """Run one server of a parameter server until Ctrl-C, then hand its data over to the other servers.
 
-    On the first host: offbeat serve --new 2 ps.json --host 10.0.0.1. Copy ps.json, which lets anybody in who
-    has it, to the others: offbeat serve ps.json. Programs use it as offbeat.PS("ps.json").
+    On the first host: offbeat serve --new 2 ps.json --host 10.0.0.1. Copy ps.json to the other hosts and run
+    there: offbeat serve ps.json. The file grants access: keep it private. Programs connect with
+    offbeat.PS("ps.json").
     """
     from offbeat.runtime.ps.node import Cluster
     from offbeat.runtime.ps.server import Server, ServerConfiguration
-    from offbeat.runtime.ps.server import serve as serve_until_told
+    from offbeat.runtime.ps.server import serve as serve_until_stopped
 
     if new is not None:
         from offbeat.runtime.ps.cluster import start_cluster
@@ -370,7 +381,7 @@ def serve(
         cluster=found, host=host or found.own_host(), functions=tuple(function or ())
     )
     server = Server(configuration)
-    serve_until_told(
+    serve_until_stopped(
         server, lambda: print(f"server {server.server} of {cluster}", file=sys.stderr, flush=True)
     )
 
@@ -379,27 +390,28 @@ def serve(
 def trace(
     run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write here; by default RUN/trace.json.")
+        Path | None, typer.Option(metavar="FILE", help="Output file; by default RUN/trace.json.")
     ] = None,
 ) -> None:
-    """Make one file of what the workers did when, in the steps that were traced, for ui.perfetto.dev.
+    """Merge the traces of a run's workers into one file for ui.perfetto.dev.
 
-    Shows, worker by worker, the parts of the loop's time, when which layer was needed and had its gradients,
-    what travelled from when to when, and how much was sent. 'offbeat train --trace STEP' makes a trace; in
-    other scripts OFFBEAT_TRACE=FOLDER:STEP does, where FOLDER is RUN/trace.
+    The file shows for every worker the phases of the training loop, when each layer was needed and when its
+    gradients were ready, the start and end of every transfer, and the amount sent. 'offbeat train --trace
+    STEP' records a trace; other scripts record one with OFFBEAT_TRACE=FOLDER:STEP in the environment, where
+    FOLDER is RUN/trace.
     """
     import msgspec
 
     from offbeat.cli import trace_file
 
-    found = trace_file.read_traces(run / trace_file.FOLDER)
+    traces = trace_file.read_traces(run / trace_file.FOLDER)
     path = out or run / "trace.json"
     try:
-        path.write_bytes(msgspec.json.encode(trace_file.chrome(found)))
+        path.write_bytes(msgspec.json.encode(trace_file.chrome(traces)))
     except OSError as error:
         raise OffbeatError(f"cannot write {path}: {error.strerror or error}") from error
-    steps = f"steps {found[0].first_step} and {found[0].first_step + 1}"
-    print(f"{path}: {steps} of {len(found)} workers; open it in https://ui.perfetto.dev")
+    steps = f"steps {traces[0].first_step} and {traces[0].first_step + 1}"
+    print(f"{path}: {steps} of {len(traces)} workers; open it in https://ui.perfetto.dev")
 
 
 @app.command()
@@ -407,14 +419,14 @@ def replay(
     run: Annotated[
         Path,
         typer.Argument(
-            help="A run's folder, or its log, or a part of it.", metavar="RUN", show_default=False
+            help="A run's folder, its log, or one part of its log.", metavar="RUN", show_default=False
         ),
     ],
 ) -> None:
-    """Feed a run log to fresh policies: they must give the actions that the log holds.
+    """Replay a run log: fresh policies must return the actions that the log holds.
 
-    Exits with 0 if they do, with 1 and the first difference if they do not. Of a folder all parts of the log
-    that are there are replayed, each from the state of the policies that it begins with.
+    Exits with 0 if all actions are identical, else prints the first difference and exits with 1. For a
+    folder, all parts of the log that exist are replayed, each from the policy state that it begins with.
     """
     from offbeat.events import Action
     from offbeat.wire import record
@@ -433,16 +445,16 @@ def replay(
     print(f"identical: {len(entries) - actions} events, {actions} actions")
     before = next(iter(logs.values())).events_before
     if before:
-        print(f"this is what followed after {before} events, and was replayed from the state at that time")
+        print(f"the log starts after {before} earlier events, and was replayed from the state at that time")
     if any(log.cut_off for log in logs.values()):
         print(
-            "the log ends in the middle of a line, which was left out: the run was killed while it wrote, "
+            "the log ends in the middle of a line, which was skipped: the run was killed while writing it, "
             "or could not write any more"
         )
 
 
 def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
-    """What builds the coordinator's policies under a strategy."""
+    """Return a function that builds the coordinator's policies under a strategy."""
     from offbeat.runtime.control.environment import Environment
     from offbeat.strategies import parse_strategy
     from offbeat.wire.record import build_policy
@@ -451,8 +463,8 @@ def _policies(strategy: str, world: int) -> Callable[[], list[Policy]]:
     return lambda: [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
 
 
-def _on_servers(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
-    """How a strategy uses a parameter server, and arguments of its `BoundedStaleness`; None without one."""
+def _server_arguments(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
+    """How a strategy uses a parameter server, and the arguments of its `BoundedStaleness`; else None."""
     from offbeat.strategies import parse_strategy
     from offbeat.strategies.staleness import OnServers
 
@@ -460,14 +472,14 @@ def _on_servers(strategy: str) -> tuple[Terms, dict[str, Any]] | None:
     return (parsed.terms(), parsed.staleness()) if isinstance(parsed, OnServers) else None
 
 
-simulation.register(app, _policies, _on_servers)
+simulation.register(app, _policies, _server_arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
     Args:
-        arguments: without the program's name; by default the process's own.
+        arguments: without the program's name; by default those of the process.
     """
     return entry.run(app, "offbeat", arguments)
 
@@ -476,8 +488,8 @@ def _command() -> str:
     return shlex.join(["offbeat", *sys.argv[1:]])
 
 
-def _short(path: Path) -> str:
-    """The path as seen from here, where that is not a way up and down again."""
+def _relative(path: Path) -> str:
+    """The path relative to the current folder, unless it lies outside of it."""
     near = os.path.relpath(path)
     return str(path) if near.startswith("..") else near
 
@@ -487,12 +499,12 @@ def _data_dir(given: Path | None, download: bool) -> str:
 
     folder = data_folder(given)
     if given is not None and not download and not Path(folder).is_dir():
-        raise ValueError(f"the data folder {given} is not there: name one that is, or add --download")
+        raise ValueError(f"the data folder {given} does not exist: name an existing one or add --download")
     return folder
 
 
-def _new_folder(what: str) -> Path:
-    """A folder for a run, in runs; with the temporary files where that cannot be written."""
+def _new_run_folder(what: str) -> Path:
+    """A folder for a run, in `runs`, or in the system's temporary folder where that is not writable."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in what)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain}"
     runs = Path("runs")
@@ -500,7 +512,7 @@ def _new_folder(what: str) -> Path:
     if os.access(above, os.W_OK | os.X_OK):
         return runs / name
     folder = Path(tempfile.mkdtemp(prefix=f"offbeat-{name}-"))
-    print(f"offbeat: {above.absolute()} cannot be written, so the run log goes to {folder}", file=sys.stderr)
+    print(f"offbeat: cannot write to {above.absolute()}; the run log goes to {folder}", file=sys.stderr)
     return folder
 
 
@@ -515,7 +527,7 @@ def _load(settings: Settings, download: bool) -> Splits:
             if not bars:
                 bars.append(stack.enter_context(output.progress()))
             if name not in tasks:
-                tasks[name] = bars[0].add_task(f"fetching {name}", total=size_bytes)
+                tasks[name] = bars[0].add_task(f"downloading {name}", total=size_bytes)
             bars[0].update(tasks[name], completed=received_bytes)
 
         return job.load_data(settings, download=download, progress=show)
@@ -530,7 +542,7 @@ def _run(
     show: Callable[[TimeSheet], None] = lambda sheet: None,
     on_note: Callable[[str], None] | None = None,
 ) -> TimeSheet:
-    """Run a training behind a progress bar of the steps of whoever has finished most."""
+    """Run a training with a progress bar that shows the steps of the fastest worker."""
     from offbeat.cli import job
 
     task = progress.add_task(f"{label}: starting {training.workers} workers", total=steps)
@@ -544,7 +556,7 @@ def _run(
 
 
 class _EpochLines:
-    """Prints a line for every epoch that all workers have ended."""
+    """Prints a line for every epoch that all workers have finished."""
 
     def __init__(self, progress: Progress, workers: int) -> None:
         self._console = progress.console
@@ -560,41 +572,50 @@ class _EpochLines:
             self._printed = epoch + 1
 
 
-def _start_here(arguments: list[str], replacements: int) -> int:
-    """Start the workers that torchrun would, and others in place of those that die; return the exit code."""
+def _launch_locally(arguments: list[str], replacements: int) -> int:
+    """Start local workers without torchrun, and replacements for those that die; return the exit code."""
     from torch.distributed.run import determine_local_world_size, parse_args
 
     from offbeat.runtime.launch import launch, summary
 
-    given, usual = vars(parse_args(arguments)), vars(parse_args(["script"]))
-    ours = {"nproc_per_node", "standalone", "module", "no_python", "training_script", "training_script_args"}
-    others = [name for name in usual if given[name] != usual[name] and name not in ours]
-    if others:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+    given, defaults = vars(parse_args(arguments)), vars(parse_args(["script"]))
+    supported = {
+        "nproc_per_node",
+        "standalone",
+        "module",
+        "no_python",
+        "training_script",
+        "training_script_args",
+    }
+    unsupported = [name for name in defaults if given[name] != defaults[name] and name not in supported]
+    if unsupported:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unsupported)
         raise ValueError(
-            f"{names} cannot go with --replace, which starts all workers on this machine by itself"
+            f"{names} cannot be used with --replace, which starts all workers itself, on this machine"
         )
     workers = determine_local_world_size(given["nproc_per_node"])
     if workers < 2:
-        raise ValueError("--replace needs at least 2 workers (--nproc-per-node): one to give its state")
+        raise ValueError(
+            "--replace needs at least 2 workers (--nproc-per-node): a replacement copies the state of a peer"
+        )
     command = [given["training_script"], *given["training_script_args"]]
     if not given["no_python"]:
         command = [sys.executable, "-u", *(["-m"] if given["module"] else []), *command]
 
-    lost: list[output.OutputError] = []
+    errors: list[output.OutputError] = []
 
     def show(rank: int, line: str) -> None:
         try:
             print(f"[{rank}] {line}", flush=True)
-        except output.OutputError as error:  # a full disk ends what is shown, and not the workers
-            entry.complain(f"what the workers say is not shown any more: {error.reason}", entry.FAILED)
-            lost.append(error)
+        except output.OutputError as error:  # a full disk ends the display, not the workers
+            entry.complain(f"the workers' output is no longer shown: {error.reason}", entry.FAILED)
+            errors.append(error)
 
     with launch(command, workers, on_output=show, grace_s=None, replacements=replacements) as running:
         outcomes = running.wait()
     if all(outcome.is_good or outcome.replaced_by is not None for outcome in outcomes):
         print(f"offbeat: {summary(outcomes)}", file=sys.stderr)
-        return entry.FAILED if lost else 0
+        return entry.FAILED if errors else 0
     return entry.complain(summary(outcomes), entry.FAILED)
 
 
@@ -610,7 +631,7 @@ def _torchrun(arguments: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"was killed by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
-        return entry.complain(f"rank {rank} {how}; what it said is above", entry.FAILED)
+        return entry.complain(f"rank {rank} {how}; its output is above", entry.FAILED)
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -1,4 +1,4 @@
-"""One short file a published method: it reads like its paper and binds policy and numerics to the runtime."""
+"""The published methods, one short file each that follows its paper and binds policies to the runtime."""
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid

@@ -1,4 +1,4 @@
-"""Bulk-synchronous training: everybody averages gradients with everybody, every step."""
+"""Bulk-synchronous training: gradients are averaged over all workers in every step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from offbeat.strategies.base import Averaging, check_deadline, lockstep
 class AllReduce(Averaging):
     """Ring all-reduce of all gradients over all workers, overlapped with the backward pass.
 
-    After each step all replicas are bit-identical, and training equals training in one process with the
-    workers' batches joined. The slowest worker sets everybody's pace; a lost one ends the job.
+    After each step all replicas are bit-identical, and training equals training in one process on the
+    workers' concatenated batches. The slowest worker sets the pace; the loss of a worker ends the job.
 
     Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 4 (ring); Li et al.
-    2020, PyTorch Distributed, section 3.2 (buckets, overlap), from where the 25 MiB come.
+    2020, PyTorch Distributed, section 3.2 (buckets, overlap; the default of 25 MiB).
 
     Args:
-        bucket_bytes: the largest bucket of several gradients, in bytes.
-        deadline_s: how long a live worker may keep the others waiting, in seconds.
+        bucket_bytes: largest size of a bucket of several gradients, in bytes.
+        deadline_s: how long the other workers wait for a live worker before the job fails, in seconds.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "bsp"
     survives: ClassVar[bool] = False
     takes_back: ClassVar[bool] = False
-    shards = "equal"  # without an annotation, which would make it an argument
+    shards = "equal"  # not annotated: an annotation would make it a constructor argument
 
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0

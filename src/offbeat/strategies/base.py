@@ -1,4 +1,4 @@
-"""What strategies have in common: how a job begins, and how gradients are averaged in groups."""
+"""What strategies share: how a job starts, how gradients are averaged in groups, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from offbeat.runtime.training.trained import Trained
 
 
 def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
-    """Who has to be here before the job starts, and by when; whether others may come while it runs."""
+    """Return the policy that starts the job when all workers have joined.
+
+    It fails if the last one does not join within `start_s` seconds of the first. With shards="dynamic", workers may also join while the job runs.
+    """
     return PolicySpec(
         path="offbeat.policies.membership.assembly:Assembly",
         arguments={"world": world, "deadline_s": start_s, "is_open": shards == "dynamic"},
@@ -23,7 +26,7 @@ def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) ->
 
 
 def lockstep(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec, ...]:
-    """Everybody in one group from the beginning to the end; who is lost ends the job."""
+    """Return the policies of one group of all workers, in which the loss of a worker ends the job."""
     return (
         assembly(world, start_s, "equal"),
         PolicySpec(
@@ -34,7 +37,7 @@ def lockstep(world: int, start_s: float, deadline_s: float) -> tuple[PolicySpec,
 
 
 def check_deadline(deadline_s: float) -> None:
-    """Refuses a deadline that never comes.
+    """Check that a deadline is finite and positive.
 
     Raises:
         ValueError: it is not finite, or not more than 0 s.
@@ -44,7 +47,7 @@ def check_deadline(deadline_s: float) -> None:
 
 
 class Averaging:
-    """Averages the gradients of those who are in one group."""
+    """Base of the strategies that average gradients over the workers of one group."""
 
     needs_coordinator: ClassVar[bool] = False
     survives: ClassVar[bool]

@@ -1,4 +1,4 @@
-"""The third paper's system: every layer's all-reduce hidden behind the backward and the next forward pass."""
+"""The third paper's method: layer-wise all-reduce overlapped with the backward and the next forward pass."""
 
 from __future__ import annotations
 
@@ -20,43 +20,47 @@ from offbeat.strategies.base import check_deadline, lockstep
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid:
-    """Layer-overlapping hybrid all-reduce: gradients on their way are waited for where they are needed.
+    """Layer-overlapping hybrid all-reduce: a layer waits for its averaged gradient only when it is next used.
 
-    A layer's gradients leave when the backward pass has them; the next forward pass waits for their mean when
-    it comes to the layer. The optimizer's step for that layer is taken there, or by a thread before that, if
-    the mean has come and the pass is on its way. What it needs first overtakes the rest. Training is the same
-    as with `AllReduce`, but for the order in which numbers are added. After `optimizer.step()` parameters are
-    those of the step before until they are used: `session.refresh()`, `state_dict()`, `eval()` and leaving
-    the session bring them up to date.
+    The gradients of a layer are sent as soon as the backward pass has computed them. The next forward pass
+    waits for their mean when it reaches the layer, and applies the optimizer to that layer then; a thread
+    does so earlier if the mean has arrived while the pass is under way. Gradients of the layers that the pass
+    needs first are sent before others. Training equals that of `AllReduce` up to the order of summation.
+    After `optimizer.step()` parameters keep the values of the previous step until they are used:
+    `session.refresh()`, `state_dict()`, `eval()` and leaving the session bring them up to date.
 
-    What looks at gradients between `backward()` and `step()` (clipping by a norm, a gradient scaler) waits
-    for all of them, and so does an optimizer that is not one of torch's: then only the backward pass is
+    Code that reads gradients between `backward()` and `step()` (clipping by a norm, a gradient scaler) waits
+    for all of them, and so does an optimizer that is not one of torch's; then only the backward pass is
     overlapped.
 
     Source: the layer-overlapping hybrid all-reduce paper; Sergeev and Del Balso 2018 for tensor fusion; Sun
-    et al. 2019 for one pool of gradients. Deviations: the paper sends in the order in which gradients appear
-    (`order="fifo"`), by which a first layer's wait for all others'; its assignment of algorithms is
-    `policy="conv_butterfly_fc_ring"`, or as its table 4 has it, `table4`. What is fused is planned once, by
-    size, so that all workers send the same parcels without asking each other: a parcel leaves with the last
-    of its gradients, or with the end of the backward pass, and no timer sends a part of it. Gradients of a
-    pool are views of it, to which autograd adds, which costs more than copying them; from 128 KB on they are
-    sent from where they lie, and smaller ones are copied.
+    et al. 2019 for one gradient pool. Deviations: the paper sends gradients in the order in which they are
+    computed (`order="fifo"`), so that the first layer's wait for those of all other layers; its assignment of
+    algorithms is `policy="conv_butterfly_fc_ring"`, or, as in its table 4, `policy="table4"`. Fused buckets
+    are planned once, by size, so that all workers send the same ones without negotiation: a bucket is sent
+    with the last of its gradients or at the end of the backward pass, and never in parts after a timeout.
+    Gradients in the pool are views of it, and autograd adds to them, which costs more than copying them;
+    gradients of 128 KB or more are sent from where they are, smaller ones are copied.
 
     Args:
-        policy: which all-reduce for which layers: `cost_model`, `conv_butterfly_fc_ring`, `table4` or `ring`;
-            see `offbeat.numerics.plans.plan`.
-        order: `priority`: what is needed first overtakes; `fifo`: first come, first served.
-        overlap: `forward`: with both passes; `backward`: with that alone; `none`.
-        fuse_bytes: neighbours of so many bytes at most travel together; by default, as long as a message
-            waits longer for latency on the busy line than for its bytes; 0: none do.
-        deadline_s: how long a live worker may keep the others waiting, in seconds.
+        policy: how an all-reduce algorithm is chosen for a layer: `cost_model`, `conv_butterfly_fc_ring`,
+            `table4` or `ring`; see `offbeat.numerics.plans.plan`.
+        order: `priority`: the gradients that are needed first are sent first; `fifo`: in the order in which
+            they are computed.
+        overlap: `forward`: communication overlaps both passes; `backward`: the backward pass only; `none`.
+        fuse_bytes: adjacent layers of at most this many bytes in all are sent together; 0: none are. By
+            default, as long as a message costs more for latency on the busy line than for its bytes.
+        deadline_s: how long the other workers wait for a live worker before the job fails, in seconds.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "hybrid"
     survives: ClassVar[bool] = False
     takes_back: ClassVar[bool] = False
     needs_coordinator: ClassVar[bool] = False
-    shards = "equal"  # without an annotation, which would make it an argument
+    shards = "equal"  # not annotated: an annotation would make it a constructor argument
 
     policy: Policy = "cost_model"
     order: Order = "priority"
@@ -84,7 +88,7 @@ class Hybrid:
         """See `Strategy.synchronizer`."""
 
         def averaging(grouping: Grouping | None, host: Host) -> Averager:
-            if grouping is None:  # alone, there is nothing to wait for
+            if grouping is None:  # a single worker has nothing to overlap
                 return GradientAverager(
                     trained.model, None, host, workers=1, bucket_bytes=1, deadline_s=self.deadline_s
                 )

@@ -1,4 +1,4 @@
-"""The first paper's systems: averaging around the slow ones."""
+"""The first paper's methods: averaging over the workers that keep up, without the stragglers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from offbeat.runtime.control.coordinator import PolicySpec
 from offbeat.strategies.base import Averaging, assembly
 
 
-class _AroundTheSlow(Averaging, ABC):
-    """What both have in common: the groups."""
+class _PartialAveraging(Averaging, ABC):
+    """Common part of the strategies that average in groups without the stragglers."""
 
     survives: ClassVar[bool] = True
     takes_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        PartialGroups(1, **self._groups())
+        PartialGroups(1, **self._group_arguments())
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
@@ -27,52 +27,55 @@ class _AroundTheSlow(Averaging, ABC):
             assembly(world, start_s, self.shards),
             PolicySpec(
                 path="offbeat.policies.membership.partial_groups:PartialGroups",
-                arguments={"world": world, **self._groups()},
+                arguments={"world": world, **self._group_arguments()},
             ),
         )
 
-    def _groups(self) -> dict[str, Any]:
-        return {"detector": self._detector(), "deadline_s": self.deadline_s}
+    def _group_arguments(self) -> dict[str, Any]:
+        return {"detector": self._classifier_arguments(), "deadline_s": self.deadline_s}
 
     @abstractmethod
-    def _detector(self) -> dict[str, Any]:
+    def _classifier_arguments(self) -> dict[str, Any]:
         """Arguments of `StragglerClassifier`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialAllReduce(_AroundTheSlow):
-    """Averages gradients over the workers that keep up; the others go on computing, and return recovered.
+class PartialAllReduce(_PartialAveraging):
+    """Averages gradients over the workers that keep up; a straggler is excluded until it has recovered.
 
-    A worker whose compute time is above `k` times the pace of the fastest in `limit` iterations more often
-    than not is left out from the next step on. It computes and is timed at its own pace without anybody
-    waiting for it; once that is fast again, it takes parameters, buffers and optimizer state from a member
-    and joins at a named step. A worker that dies or hangs is left out too, and the round that it broke is
-    repeated without it.
+    A step is slow if its compute time is above `k` times the pace of the fastest worker. A slow step raises
+    the worker's counter by 1, any other step lowers it by 1. A worker whose counter reaches `limit` is
+    excluded from the next step on. It goes on computing and is timed at its own pace, and no worker waits for
+    it. Once it is fast again, it copies parameters, buffers and optimizer state from a member of the group
+    and joins at a named step. A worker that dies or hangs is excluded too, and the round that it interrupted
+    is repeated without it.
 
     Source: the first paper (dynamic worker classification), sections 4.1 to 4.3. Deviations: see
-    `StragglerClassifier`; a return takes the state along, without which the models would differ.
+    `StragglerClassifier`; a worker that returns also receives the state, since the models would differ
+    otherwise.
 
     Args:
-        k: how many times the fastest pace is too slow, or "auto".
-        n_profile: iterations of the profiling window at the start of an epoch.
-        limit: the counter's bound.
-        monitor: "continuous" judges left-out workers at every iteration of their own; "epoch_window" takes
-            everybody back for the profiling window of every epoch, as the paper's section 4.2 does.
-        gate: "throughput" leaves workers out only where that raises the samples per second.
-        shards: "dynamic" deals samples as they are needed, each once an epoch whoever is slow or dies;
-            "equal" shares them out before, as the papers do: those of who is left out are not used.
-        bucket_bytes: the largest bucket of several gradients, in bytes.
-        deadline_s: how long the others wait for a live worker while no pace is known yet, in seconds.
-        late: what the work of who is left out is worth. "drop": nothing, as in the paper. "join": it computes
-            blocks on behalf of members, each of which takes a gradient in with its next round once that has
-            come, weighted by samples. Needs shards="dynamic".
-        staleness: how many steps old its parameters may be at most when its patron has the gradient, the step
-            that takes it in counted; older
-            gradients are thrown away. The default lets in who is five times as slow: five steps of computing,
-            one for each of the two ways, and one more.
+        k: a step is slow above this multiple of the fastest pace; "auto" derives it from measured times.
+        n_profile: iterations at the start of each epoch in which the fastest pace is measured.
+        limit: slow steps, less the others, after which a worker is excluded.
+        monitor: "continuous" judges excluded workers at each of their own iterations; "epoch_window" takes
+            all workers back for the profiling window of every epoch, as in the paper's section 4.2.
+        gate: "throughput" excludes a worker only where that raises the samples per second.
+        shards: "dynamic" assigns samples as they are needed, each once an epoch even if workers are slow or
+            die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not
+            used.
+        bucket_bytes: largest size of a bucket of several gradients, in bytes.
+        deadline_s: how long the group waits for a live worker while no pace is known yet, in seconds.
+        late: what happens to the work of an excluded worker. "drop": it is discarded, as in the paper.
+            "join": the worker computes blocks on behalf of members; a member adds such a gradient,
+            weighted by samples, to its next round after the gradient has arrived. Needs shards="dynamic".
+        staleness: for late="join", the largest age in steps of the parameters that a late gradient was
+            computed with, up to and including the step that applies it; older gradients are discarded. The
+            default admits a worker that is five times as slow: five steps of computing, one for each of the
+            two transfers, and one more.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "partial"
@@ -95,38 +98,39 @@ class PartialAllReduce(_AroundTheSlow):
             raise ValueError(f"expected a staleness of at least 1 step, got {self.staleness}")
         if self.late == "join" and self.shards != "dynamic":
             raise ValueError(
-                "late=join needs shards=dynamic: of equal shards nobody knows which samples a worker that is "
-                "left out has used"
+                "late=join needs shards=dynamic: with equal shards it is not known which samples an excluded "
+                "worker has used"
             )
         super().__post_init__()
 
-    def _groups(self) -> dict[str, Any]:
-        lends = {"staleness_steps_max": self.staleness} if self.late == "join" else {}
-        return {**super()._groups(), "monitor": self.monitor, **lends}
+    def _group_arguments(self) -> dict[str, Any]:
+        late_arguments = {"staleness_steps_max": self.staleness} if self.late == "join" else {}
+        return {**super()._group_arguments(), "monitor": self.monitor, **late_arguments}
 
-    def _detector(self) -> dict[str, Any]:
+    def _classifier_arguments(self) -> dict[str, Any]:
         return {"k": self.k, "n_profile": self.n_profile, "limit": self.limit, "gate": self.gate}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPAR(_AroundTheSlow):
-    """Dynamic partial all-reduce: as `PartialAllReduce`, with a threshold that the user gives.
+class DPAR(_PartialAveraging):
+    """Dynamic partial all-reduce: as `PartialAllReduce`, with a fixed threshold.
 
-    Source: DPAR (ICCE 2023), of which the abstract is known, and the first paper's account of it: a static
-    threshold, a counter, a ring among the rest. Deviations: the gate weighs samples per second, since how
-    the paper weighs lost computing against the slowdown is not known.
+    Source: DPAR (ICCE 2023), of which only the abstract was available, and the first paper's account of it: a
+    static threshold, a counter, a ring of the remaining workers. Deviation: the gate compares samples per
+    second, since how the paper weighs the lost computation against the slowdown is not known.
 
     Args:
-        threshold_ms: compute time of an iteration above which it is slow, in milliseconds.
-        limit: the counter's bound.
-        gate: "throughput" leaves workers out only where that raises the samples per second.
-        shards: "dynamic" deals samples as they are needed, each once an epoch whoever is slow or dies;
-            "equal" shares them out before, as the papers do: those of who is left out are not used.
-        bucket_bytes: the largest bucket of several gradients, in bytes.
-        deadline_s: how long the others wait at most for a live worker that is not heard of, in seconds.
+        threshold_ms: compute time above which an iteration is slow, in milliseconds.
+        limit: slow steps, less the others, after which a worker is excluded.
+        gate: "throughput" excludes a worker only where that raises the samples per second.
+        shards: "dynamic" assigns samples as they are needed, each once an epoch even if workers are slow or
+            die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not
+            used.
+        bucket_bytes: largest size of a bucket of several gradients, in bytes.
+        deadline_s: how long the group waits at most for a live worker that sends nothing, in seconds.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "dpar"
@@ -138,5 +142,5 @@ class DPAR(_AroundTheSlow):
     bucket_bytes: int = 25 * 2**20
     deadline_s: float = 600.0
 
-    def _detector(self) -> dict[str, Any]:
+    def _classifier_arguments(self) -> dict[str, Any]:
         return {"threshold_s": self.threshold_ms / 1000, "limit": self.limit, "gate": self.gate}

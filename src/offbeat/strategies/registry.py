@@ -1,4 +1,4 @@
-"""How a strategy is written on the command line: `name` or `name:key=value,key=value`."""
+"""Strategies by name, and their form on the command line: `name` or `name:key=value,key=value`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ make_known(*_KINDS)
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Reads one strategy.
+    """Parse a strategy from its form on the command line, such as `ssp:s=2`.
 
     Raises:
-        ValueError: one line that says what was expected and what came.
+        ValueError: the text is not a strategy; one line with what was expected and what was given.
     """
     name, colon, rest = text.partition(":")
     kind = STRATEGIES.get(name)
@@ -36,7 +36,7 @@ def parse_strategy(text: str) -> Strategy:
         if not equals or not key or not value:
             raise ValueError(f"strategy {text!r}: expected key=value, got {part!r}")
         if key not in known:
-            raise ValueError(f"strategy {name!r} has no {key!r}: it takes {', '.join(known)}")
+            raise ValueError(f"strategy {name!r} has no {key!r}: expected one of {', '.join(known)}")
         if key in arguments:
             raise ValueError(f"strategy {text!r}: {key} is given twice")
         arguments[key] = value

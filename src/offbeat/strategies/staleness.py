@@ -1,4 +1,4 @@
-"""The second paper's systems: workers on a parameter server whose staleness is bounded, or is not."""
+"""The second paper's methods: training on a parameter server with bounded or unbounded staleness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offbeat.strategies.base import assembly
 
 @dataclass(frozen=True, kw_only=True)
 class OnServers(ABC):
-    """What all have in common: the servers, and the policy that lets a worker start a step."""
+    """Common part of the strategies on a parameter server; a policy permits each step of a worker."""
 
     survives: ClassVar[bool] = True
     takes_back: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class OnServers(ABC):
         return ServerSynchronizer(loop, trained, terms=self.terms())
 
     def staleness(self) -> dict[str, Any]:
-        """Arguments of `BoundedStaleness`, but for the world."""
+        """Return the arguments of `BoundedStaleness` except the number of workers."""
         return {
             "s": self._bound(),
             "counts": "common" if self.shards == "dynamic" else "own",
@@ -65,7 +65,7 @@ class OnServers(ABC):
     def _bound(self) -> int | None: ...
 
     def terms(self) -> Terms:
-        """How it uses the parameter server."""
+        """Return how the strategy uses the parameter server."""
         return Terms(
             is_versioned=True,
             is_bounded=True,
@@ -77,7 +77,7 @@ class OnServers(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Clocked(OnServers):
-    """What those have in common that count clocks: how the gradients of one are applied."""
+    """Common part of the strategies that count clocks: how the gradients of a clock are applied."""
 
     server_step: Literal["mean", "sequential"] = "mean"
 
@@ -87,31 +87,31 @@ class _Clocked(OnServers):
         super().__post_init__()
 
     def terms(self) -> Terms:
-        """How it uses the parameter server."""
+        """Return how the strategy uses the parameter server."""
         return replace(super().terms(), is_sequential=self.server_step == "sequential")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerBSP(_Clocked):
-    """Bulk-synchronous training on a parameter server: everybody reads what all have made of the last clock.
+    """Bulk-synchronous training on a parameter server: each step reads the result of all workers' last clock.
 
-    Training equals training in one process with the workers' batches joined, whatever the order in which
-    gradients come, but for how sums are rounded.
+    Training equals training in one process on the workers' concatenated batches, in whatever order gradients
+    arrive, except for the rounding of sums.
 
     Source: the second paper, section 2 (BSP); specification 2.2. Deviation: by default the gradients of a
-    clock are one step of the optimizer, of their mean.
+    clock are applied as one optimizer step with their mean.
 
     Args:
-        server_step: "mean": the gradients of a clock are one step of the optimizer, of their mean;
-            "sequential": each is a step, in the order of the workers, as the paper says. What the threads of
-            a process have at a clock, and where samples are dealt a worker in several steps, is one gradient,
-            their mean.
-        shards: "dynamic" deals samples as they are needed; "equal" shares them out before, as in the paper.
-        copies: replicas that all parameters have, as far as there are servers.
-        deadline_s: how long a live worker may keep the others waiting before it has to go, in seconds.
+        server_step: "mean": the gradients of a clock are one optimizer step, with their mean; "sequential":
+            each is a step, in the order of the workers, as in the paper. The gradients of the threads of one
+            process in a clock, and those of several steps of a worker where samples are assigned dynamically,
+            count as one gradient, their mean.
+        shards: "dynamic" assigns samples as they are needed; "equal" splits them in advance, as in the paper.
+        copies: replicas of each parameter, as far as there are servers.
+        deadline_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "ps-bsp"
@@ -122,7 +122,7 @@ class ServerBSP(_Clocked):
 
 @dataclass(frozen=True, kw_only=True)
 class _Cached(_Clocked):
-    """What those with a bound above 0 take besides."""
+    """Common part of the strategies with a staleness bound above 0."""
 
     s: int = 3
     apply: Literal["versioned", "eager"] = "versioned"
@@ -135,7 +135,7 @@ class _Cached(_Clocked):
             raise ValueError(f"expected thread_cache to be keep or per_clock, got {self.thread_cache!r}")
         if self.apply == "eager" and self.server_step != "mean":
             raise ValueError(
-                "expected apply=versioned with server_step=sequential, for eager steps have no order"
+                "expected apply=versioned with server_step=sequential: eager steps have no order"
             )
         super().__post_init__()
 
@@ -148,7 +148,7 @@ class _Cached(_Clocked):
         return self.s > 0
 
     def terms(self) -> Terms:
-        """How it uses the parameter server."""
+        """Return how the strategy uses the parameter server."""
         return replace(
             super().terms(),
             is_versioned=self.apply == "versioned",
@@ -161,26 +161,27 @@ class _Cached(_Clocked):
 class SSP(_Cached):
     """Stale-synchronous training: a worker may be up to `s` clocks ahead of the slowest one.
 
-    What it reads at clock c holds all gradients of clocks up to c - s - 1, and all its own.
+    The parameters that a worker reads at clock c contain all gradients of the clocks up to c - s - 1, and all
+    of its own.
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
     NIPS 2013, section 3; the second paper's caches; specification 2.4. Deviations: see `ConsistencyGate`,
     `ServedModel` and `ServerSynchronizer`.
 
     Args:
-        s: the bound, in clocks; 0 is bulk-synchronous.
+        s: staleness bound, in clocks; 0 is bulk-synchronous.
         apply: "versioned": the gradients of a clock are applied, as `server_step` says, once the slowest
-            worker has passed it. "eager": each is a step by itself, on arrival, as in Petuum.
-        thread_cache: "keep": a worker thread's parameters are used for as long as they are fresh enough;
-            "per_clock": they are taken anew at every clock, as in Petuum.
-        shards: "dynamic" deals samples as they are needed, and clocks count the work that all have done;
-            "equal" shares them out before, and clocks count each worker's steps, as in the papers.
+            worker has passed it. "eager": each is a step of its own, on arrival, as in Petuum.
+        thread_cache: "keep": a worker thread uses its cached parameters for as long as they are fresh enough;
+            "per_clock": it fetches them again at every clock, as in Petuum.
+        shards: "dynamic" assigns samples as they are needed, and a clock is a unit of the work of all
+            workers; "equal" splits them in advance, and clocks count each worker's steps, as in the papers.
         server_step: see `ServerBSP`.
-        copies: replicas that all parameters have, as far as there are servers.
-        deadline_s: how long a live worker may keep the others waiting before it has to go, in seconds.
+        copies: replicas of each parameter, as far as there are servers.
+        deadline_s: how long a live worker may keep the others waiting before it is excluded, in seconds.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "ssp"
@@ -188,28 +189,28 @@ class SSP(_Cached):
 
 @dataclass(frozen=True, kw_only=True)
 class DTSSP(_Cached):
-    """SSP whose bound follows the training loss, which the loop says with `session.observe`.
+    """SSP with a dynamic bound that follows the training loss, which the loop passes to `session.observe`.
 
-    Where the loss of a clock is lower than that of the one before it by more than `limit` percent, the bound
-    grows by `step`; where it is higher by more, it shrinks by as much.
+    If the loss of a clock is more than `limit` percent below that of the previous clock, the bound grows by
+    `step`; if it is more than `limit` percent above, the bound shrinks by `step`.
 
-    Source: the second paper, section 3 (DTSSP); specification 2.5. Deviation: the learning-progress rate's
-    formula is this project's, for the paper's is lost.
+    Source: the second paper, section 3 (DTSSP); specification 2.5. Deviation: the formula of the learning
+    progress rate is this project's, since the paper's is lost.
 
     Args:
-        s: the bound at first, in clocks.
-        s_min, s_max: it stays between these.
-        limit: percent, at least 0; infinite for a bound that stays.
-        step: by how much the bound changes at once.
-        signal: "loss"; or "accuracy", where the loop says that with `session.observe`.
-        beta: compares the losses' moving average, which keeps so much of the past, above 0 and below 1; None
-            for losses as they are.
-        window: compares the means of so many clocks' losses; 1 for losses as they are.
-        detector: "on": workers that are classed as stragglers hold the others back only beyond `s_max`.
+        s: initial bound, in clocks.
+        s_min, s_max: limits of the bound, in clocks.
+        limit: threshold in percent, at least 0; infinite for a constant bound.
+        step: change of the bound at a time, in clocks.
+        signal: "loss", or "accuracy" if the loop passes that to `session.observe`.
+        beta: smoothing factor, above 0 and below 1: compares exponential moving averages of the losses, each
+            of which keeps this share of the last one; None compares the losses themselves.
+        window: compares means over this many clocks; 1 compares the losses themselves.
+        detector: "on": workers that are classed as stragglers hold up the others only beyond `s_max`.
         apply, thread_cache, server_step, shards, copies, deadline_s: see `SSP`.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "dtssp"
@@ -228,7 +229,7 @@ class DTSSP(_Cached):
         return self.s_max > 0
 
     def staleness(self) -> dict[str, Any]:
-        """Arguments of `BoundedStaleness`, but for the world."""
+        """Return the arguments of `BoundedStaleness` except the number of workers."""
         return {
             **super().staleness(),
             "dynamic": {
@@ -246,21 +247,21 @@ class DTSSP(_Cached):
 
 @dataclass(frozen=True, kw_only=True)
 class _Unbounded(OnServers):
-    """What those have in common in which nobody waits for anybody."""
+    """Common part of the strategies without a bound: no worker waits for another."""
 
     def _bound(self) -> None:
         return None
 
     def terms(self) -> Terms:
-        """How it uses the parameter server."""
+        """Return how the strategy uses the parameter server."""
         return replace(super().terms(), is_versioned=False, is_bounded=False, steps_locally=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ASP(_Unbounded):
-    """Asynchronous training: nobody waits for anybody; parameters are pulled before every step.
+    """Asynchronous training: no worker waits for another; parameters are pulled before every step.
 
-    Every gradient is a step of the servers' optimizer, on arrival.
+    Each gradient is one step of the servers' optimizer, on arrival.
 
     Source: the second paper, section 2 (ASP); specification 2.3.
 
@@ -268,7 +269,7 @@ class ASP(_Unbounded):
         shards, copies, deadline_s: see `ServerBSP`.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "asp"
@@ -276,19 +277,19 @@ class ASP(_Unbounded):
 
 @dataclass(frozen=True, kw_only=True)
 class Downpour(_Unbounded):
-    """Downpour SGD: workers step by themselves, push every few steps, and fetch in the background.
+    """Downpour SGD: workers take local steps, push every few steps, and fetch parameters in the background.
 
     Source: J. Dean et al., "Large scale distributed deep networks", NIPS 2012, section 4.1; specification
-    2.3. Deviation: the servers' optimizer is the user's own, which in the paper is Adagrad.
+    2.3. Deviation: the servers' optimizer is the one that the user passes; the paper's is Adagrad.
 
     Args:
-        n_fetch: steps after which parameters are fetched; they are used once they have come.
+        n_fetch: steps between fetches of the parameters, which are used once they have arrived.
         n_push: steps whose gradients are pushed as one sum.
-        warm_start: so many steps the first worker takes alone; the others begin with what comes of them.
+        warm_start: steps that the first worker takes alone; the other workers start from their result.
         shards, copies, deadline_s: see `ServerBSP`.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     name: ClassVar[str] = "downpour"
@@ -304,9 +305,9 @@ class Downpour(_Unbounded):
         super().__post_init__()
 
     def staleness(self) -> dict[str, Any]:
-        """Arguments of `BoundedStaleness`, but for the world."""
+        """Return the arguments of `BoundedStaleness` except the number of workers."""
         return {**super().staleness(), "warm_start": self.warm_start}
 
     def terms(self) -> Terms:
-        """How it uses the parameter server."""
+        """Return how the strategy uses the parameter server."""
         return replace(super().terms(), push_every=self.n_push, fetch_every=self.n_fetch)
