@@ -223,7 +223,7 @@ def test_a_killed_worker_ends_the_training_with_1_and_is_named(endless_training)
     assert process.returncode == 1, err
     last = err.splitlines()[-1]
     assert last.startswith("offbeat: worker 1 was killed by SIGKILL")
-    assert last.endswith("(all that the workers said: run/output.txt)")
+    assert last.endswith("(full output of the workers: run/output.txt)")
     assert "Traceback" not in err
     assert out == ""
     assert "worker 1 was lost" in Path("run/output.txt").read_text()

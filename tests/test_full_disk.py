@@ -188,7 +188,7 @@ def test_a_training_of_the_command_line_ends_well_though_its_folder_is_on_a_full
         assert main(line.split()) == 0
         said = capsys.readouterr().err.splitlines()
         assert replay(read_log(disk / "run/log.jsonl")) is None
-    assert any("log.jsonl does not go to the end of the run" in line for line in said)
+    assert any("log.jsonl is incomplete" in line for line in said)
 
 
 @needs_disk

@@ -1,9 +1,9 @@
-"""`OverlappedValidation`: a callback of Keras 3 that validates an epoch while the next one trains.
+"""`OverlappedValidation`: a Keras 3 callback that validates an epoch while the next one trains.
 
     model.fit(x, y, epochs=10, callbacks=[offbeat.keras.OverlappedValidation(x_val, y_val, batch_size=64)])
 
-It asks the model for nothing but its variables' values, its config and how it was compiled, whatever the
-backend. It never writes to the model, but for the best weights, once training has ended.
+It works with every backend: it uses only the values of the model's variables, its config and its compile
+config. It writes to the model only to restore the best weights, after training has ended.
 """
 
 from __future__ import annotations
@@ -39,53 +39,53 @@ except ModuleNotFoundError as error:
     if error.name == "keras":
         raise ImportError("offbeat.keras needs Keras 3, an extra: pip install offbeat[keras]") from error
     raise ImportError(
-        f"Keras is there, but its backend is not ({error}): install that backend, or choose another one "
+        f"Keras is installed, but its backend is not ({error}): install that backend, or select another one "
         "before Keras is imported, such as KERAS_BACKEND=torch in the environment"
     ) from error
 
 OnResult: TypeAlias = Callable[[int, Mapping[str, float]], None]
 Decision: TypeAlias = Literal["sync", "lag"]
-_END_S: Final = 5.0
+_CLOSE_TIMEOUT_S: Final = 5.0
 
 
-class _Values:
-    """The values of variables at one moment, in memory that is used again."""
+class _Snapshot:
+    """A snapshot of the values of variables, in memory that is reused."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray[Any, Any]] = []
 
-    def take(self, variables: Sequence[Any]) -> None:
-        """Copy the values as they are now; what was here before is overwritten."""
-        kept = self._arrays if len(self._arrays) == len(variables) else [None] * len(variables)
+    def copy_from(self, variables: Sequence[Any]) -> None:
+        """Copy the current values, which replace the previous snapshot."""
+        buffers = self._arrays if len(self._arrays) == len(variables) else [None] * len(variables)
         self._arrays = [
-            _copied(keras.ops.convert_to_numpy(variable.value), room)
-            for variable, room in zip(variables, kept, strict=True)
+            _copied(keras.ops.convert_to_numpy(variable.value), buffer)
+            for variable, buffer in zip(variables, buffers, strict=True)
         ]
 
-    def put(self, variables: Sequence[Any]) -> None:
-        """Give variables these values."""
+    def assign_to(self, variables: Sequence[Any]) -> None:
+        """Assign the values to variables."""
         for variable, array in zip(variables, self._arrays, strict=True):
             variable.assign(array)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of all values."""
+        """Shapes of all values."""
         return [array.shape for array in self._arrays]
 
     def copies(self) -> list[np.ndarray[Any, Any]]:
-        """Return the values, for somebody to keep."""
+        """Return copies of the values."""
         return [array.copy() for array in self._arrays]
 
 
-def _copied(value: np.ndarray[Any, Any], room: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    if room is None or (room.shape, room.dtype) != (value.shape, value.dtype):
+def _copied(value: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
         return np.array(value)
-    np.copyto(room, value)
-    return room
+    np.copyto(buffer, value)
+    return buffer
 
 
-def _lasting(model: Any) -> list[Any]:
-    """Return the weights of a model, and after them what else it keeps: the states of its random numbers."""
+def _all_variables(model: Any) -> list[Any]:
+    """Return a model's weights, followed by its other variables, such as the states of random generators."""
     weights = list(model.weights)
     known = {id(weight) for weight in weights}
     return weights + [variable for variable in model.variables if id(variable) not in known]
@@ -98,45 +98,46 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         fitted = model.fit(x, y, epochs=10, callbacks=[late])
         print(fitted.history["val_loss"])
 
-    When `fit` begins, the model is cloned, once a thread, and compiled as it was, and one batch is evaluated
-    so that what cannot work is said at once; or at the first epoch's end, for a model without an input shape,
-    which may have no variables before. At the end of an epoch all of the model's variables are copied
-    into memory that is used again, at most `max_pending` + 1 times, once more for the best epoch. Threads
-    give these values to their clones and `evaluate` them. Training is bit for bit what it is without.
+    When `fit` begins, the model is cloned once per thread, compiled with the same configuration, and one
+    batch is evaluated, so that errors are raised at once. A model without an input shape, which may have no
+    variables yet, is cloned at the end of the first epoch. At the end of an epoch all variables of the model
+    are copied into reused memory, at most `max_pending` + 1 times and once more for the best epoch. Threads
+    assign these values to their clones and `evaluate` them. Training is bitwise the same as without.
 
-    Metrics are named as in Keras, `val_loss`, and come during a later epoch: `history` has them then,
-    `on_result` is told, and the `History` that `fit` returns is filled in when training ends, an entry an
-    epoch and not a number for one that was skipped. Other callbacks (EarlyStopping, ModelCheckpoint,
-    ReduceLROnPlateau) do not see them, unless `decision="sync"`: what they would do with them, they would do
-    to the weights of another epoch. `monitor` and `on_result` are there in their place.
+    Metrics are named as in Keras (`val_loss`) and arrive during a later epoch: they are then put into
+    `history` and passed to `on_result`. The `History` that `fit` returns is completed when training ends,
+    with one entry per epoch, NaN for one that was skipped. Other callbacks (EarlyStopping, ModelCheckpoint,
+    ReduceLROnPlateau) do not see these metrics, unless `decision="sync"`, since they would apply them to the
+    weights of a later epoch; use `monitor` and `on_result` instead.
 
     Source: the overlapped validation paper; see `offbeat.Validator`, which is for training loops in torch.
 
     Args:
-        x, y: the validation set: whatever `model.evaluate` takes, more than once. With more than one worker
-            arrays, or structures of them.
+        x, y: the validation set: whatever `model.evaluate` accepts more than once. With more than one worker,
+            arrays or structures of arrays.
         batch_size: as in `model.evaluate`.
-        workers: how many contiguous parts are evaluated at once, at least 1. Parts' losses and metrics are
-            averaged, weighted by samples. That is right for what is a mean over samples. It is not for
-            others, such as AUC, precision or F1: for these leave it at 1, which is exact.
-        max_pending: how many copies may wait while one is evaluated, at least 0.
-        when_full: what happens at an epoch's end when as many do: "block" waits, "skip" does not validate it.
-        on_result: called in the thread that trains with each epoch and its metrics, in order.
-        monitor: watches a metric, such as `offbeat.Monitor("val_loss", patience=3)`; when its patience is at
-            its end, so is training. It goes on from what it has seen before.
-        restore_best_weights: in the end the model gets the weights of the monitor's best epoch.
-        decision: "lag" acts on metrics as soon as an epoch ends after they have come. "sync" waits for them,
-            so that nothing overlaps, and callbacks that come after this one see them in their logs.
-        build: makes another, compiled model like this one, where Keras cannot from its config.
+        workers: number of contiguous parts that are evaluated at once, at least 1. The losses and metrics of
+            the parts are averaged, weighted by samples. That is correct for metrics that are means over
+            samples. For others, such as AUC, precision or F1, leave it at 1, which is exact.
+        max_pending: how many snapshots may wait while one is evaluated, at least 0.
+        when_full: what happens at the end of an epoch when that many wait: "block" waits for one to be
+            evaluated, "skip" does not validate the epoch.
+        on_result: called in the training thread with each epoch and its metrics, in order.
+        monitor: watches a metric, such as `offbeat.Monitor("val_loss", patience=3)`, and stops training when
+            its patience is exhausted. It keeps its state across calls of `fit`.
+        restore_best_weights: set the model to the weights of the monitor's best epoch at the end.
+        decision: "lag" acts on metrics at the end of the epoch during which they arrive. "sync" waits for
+            them, so that nothing overlaps, and callbacks after this one see them in their logs.
+        build: returns a new, compiled model like this one; needed where Keras cannot clone it by its config.
         deadline_s: how long a validation may take, in seconds.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
 
     Attributes:
-        history: metrics of every epoch that was validated and has ended, in order; None for one that was
+        history: metrics of every epoch whose validation has ended, in order; None for an epoch that was
             skipped.
-        stopped: the monitor's patience is at its end.
+        stopped: whether the monitor's patience is exhausted.
     """
 
     def __init__(
@@ -159,67 +160,67 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
         if decision not in get_args(Decision):
             raise ValueError(f"expected a decision of {', '.join(get_args(Decision))}, got {decision!r}")
         if restore_best_weights and monitor is None:
-            raise ValueError("expected a monitor, to say which epoch is the best one: pass monitor=…")
+            raise ValueError("expected a monitor, to decide which epoch is the best: pass monitor=…")
         if deadline_s <= 0:
             raise ValueError(f"expected a deadline above 0 s, got {deadline_s:g}")
-        ValidationScheduler(pending_max=max_pending, when_full=when_full)  # says what is wrong with these
+        ValidationScheduler(pending_max=max_pending, when_full=when_full)  # validates these arguments
         self._x, self._y, self._batch_size = x, y, batch_size
         self._parts = _parts(x, workers)
         self._pending_max, self._when_full, self._deadline_s = max_pending, when_full, deadline_s
         self._on_result, self._monitor, self._decision = on_result, monitor, decision
         self._restores, self._build = restore_best_weights, build
         self._is_ready = False
-        self._taken: dict[int, _Values] = {}  # by epoch, oldest first
-        self._free: list[_Values] = []
-        self._best: _Values | None = None
-        self._end: Callable[[], Any] = list
+        self._snapshots: dict[int, _Snapshot] = {}  # by epoch, oldest first
+        self._free_snapshots: list[_Snapshot] = []
+        self._best: _Snapshot | None = None
+        self._close: Callable[[], Any] = list
         self.history: dict[int, Mapping[str, float] | None] = {}
         self.stopped = False
 
-    # What Keras calls -----------------------------------------------------------------------------------
+    # Callback methods of Keras ---------------------------------------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Have clones and threads ready, where the model has its variables.
+        """Prepare clones and threads, if the model has its variables already.
 
         Raises:
             OffbeatError: the model cannot be cloned, or evaluating it would change its training.
-            Exception: what `evaluate` raised.
+            Exception: raised by `evaluate`.
         """
-        self._end()  # a training that ended by an error elsewhere
+        self._close()  # the last training may have ended with an error elsewhere
         self.history, self.stopped = {}, False
-        self._taken = {}
+        self._snapshots = {}
         self._is_ready = False
         if self.model.built:
             self._prepare()
 
     def _prepare(self) -> None:
-        with apart():  # initial values are drawn at random
+        with apart():  # initial values are random
             evaluators = [
                 _Evaluator(self._clone(), self._x, self._y, part, self._batch_size) for part in self._parts
             ]
-        first = _Values()
-        first.take(_lasting(self.model))
+        first = _Snapshot()
+        first.copy_from(_all_variables(self.model))
         for evaluator in evaluators:
-            evaluator.rehearse(first)
-        self._free.append(first)
+            evaluator.check(first)
+        self._free_snapshots.append(first)
         scheduler = ValidationScheduler(pending_max=self._pending_max, when_full=self._when_full)
         self._ledger = Ledger(scheduler, self._deadline_s)
         self._crew = Crew(evaluators, self._ledger.done, self._ledger.abandon)
-        self._end = weakref.finalize(self, self._crew.close, _END_S)
+        self._close = weakref.finalize(self, self._crew.close, _CLOSE_TIMEOUT_S)
         self._is_ready = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Have an epoch validated, once there is room for it, and act on what has come.
+        """Start the validation of an epoch once there is room, and process the results that have arrived.
 
         Raises:
-            OffbeatError: a validation did not end in time; names what is missing.
-            Exception: what evaluating an earlier epoch raised, with its traceback.
+            OffbeatError: a validation timed out; names what is missing.
+            Exception: raised by the evaluation of an earlier epoch, with its traceback.
         """
-        with self._until_an_error():
+        with self._closing_on_error():
             if not self._is_ready:
                 self._prepare()
-            self._take_in()
-            self._begin(epoch)
+            self._process_results()
+            self._start_validation(epoch)
             if self._decision == "sync":
                 self._wait_for_all()
                 if logs is not None:
@@ -228,61 +229,61 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
                 self.model.stop_training = True
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Wait for all validations under way, act on them, and fill in the `History` that `fit` returns.
+        """Wait for all validations, process their results, and complete the `History` that `fit` returns.
 
         Raises:
-            OffbeatError: a validation did not end in time; names what is missing.
-            Exception: what evaluating an epoch raised, with its traceback.
+            OffbeatError: a validation timed out; names what is missing.
+            Exception: raised by the evaluation of an epoch, with its traceback.
         """
-        with self._until_an_error():
+        with self._closing_on_error():
             if self._is_ready:
                 self._wait_for_all()
             if self.history:
-                _fill_in(self.model.history, self.history)
+                _complete_history(self.model.history, self.history)
             if self._restores and self._best is not None:
                 self.model.set_weights(self.best_weights())
-        self._end()
+        self._close()
 
     def best_weights(self) -> list[np.ndarray[Any, Any]]:
         """Return the weights of the best epoch so far, for `model.set_weights`.
 
         Raises:
-            OffbeatError: there is no monitor to say which one is the best, or none has been validated.
+            OffbeatError: there is no monitor, or no epoch has been validated yet.
         """
         if self._monitor is None:
-            raise OffbeatError("expected a monitor, to say which epoch is the best one: pass monitor=…")
+            raise OffbeatError("expected a monitor, to decide which epoch is the best: pass monitor=…")
         if self._best is None:
-            raise OffbeatError("there is no best epoch yet: none has been validated")
+            raise OffbeatError("there is no best epoch yet: no epoch has been validated")
         return self._best.copies()[: len(self.model.weights)]
 
     # An epoch's validation ------------------------------------------------------------------------------
 
     @contextmanager
-    def _until_an_error(self) -> Iterator[None]:
-        """After an error Keras calls no more, so the threads end with it."""
+    def _closing_on_error(self) -> Iterator[None]:
+        """End the threads on an error, since Keras makes no further call after one."""
         try:
             yield
         except BaseException:
-            self._end()
+            self._close()
             raise
 
-    def _begin(self, epoch: int) -> None:
+    def _start_validation(self, epoch: int) -> None:
         while isinstance(answer := self._ledger.begin(epoch, self._parts)[0], Block):
             self._ledger.wait_for_oldest()
-            self._take_in()
+            self._process_results()
         if isinstance(answer, Skip):
             return
-        values = self._taken[epoch] = self._free.pop() if self._free else _Values()
-        values.take(_lasting(self.model))
+        values = self._snapshots[epoch] = self._free_snapshots.pop() if self._free_snapshots else _Snapshot()
+        values.copy_from(_all_variables(self.model))
         self._crew.give(parts_of(answer, values, Flag()))
 
     def _wait_for_all(self) -> None:
         while self._ledger.wait_for_oldest():
-            self._take_in()
-        self._take_in()
+            self._process_results()
+        self._process_results()
 
-    def _take_in(self) -> None:
-        """Act on what has come, in the order of epochs."""
+    def _process_results(self) -> None:
+        """Process the results that have arrived, in the order of epochs."""
         while (reported := self._ledger.report()) is not None:
             epoch, validation = reported
             if validation is None:
@@ -290,109 +291,107 @@ class OverlappedValidation(keras.callbacks.Callback):  # type: ignore[misc]  # K
                 continue
             metrics = validation.result()
             self.history[epoch] = metrics
-            self._act(epoch, metrics, self._taken.pop(epoch))
+            self._on_metrics(epoch, metrics, self._snapshots.pop(epoch))
 
-    def _act(self, epoch: int, metrics: Mapping[str, float], values: _Values) -> None:
-        unused: _Values | None = values
+    def _on_metrics(self, epoch: int, metrics: Mapping[str, float], values: _Snapshot) -> None:
+        unused: _Snapshot | None = values
         if self._monitor is not None:
             verdict = self._monitor.observe(epoch, metrics)
             self.stopped = self.stopped or verdict.stop
             if verdict.improved:
                 self._best, unused = values, self._best
         if unused is not None:
-            self._free.append(unused)
+            self._free_snapshots.append(unused)
         if self._on_result is not None:
             self._on_result(epoch, metrics)
 
     def _clone(self) -> Any:
-        """Return another model like this one.
+        """Return a new model like this one.
 
         Raises:
-            OffbeatError: Keras cannot make one.
+            OffbeatError: Keras cannot clone it.
         """
         if self._build is not None:
             return self._build()
         losses = keras.tree.flatten(self.model.loss)
-        of_ones_own = {loss.__name__: loss for loss in losses if hasattr(loss, "__name__")}
+        custom_losses = {loss.__name__: loss for loss in losses if hasattr(loss, "__name__")}
         try:
-            with keras.saving.custom_object_scope(of_ones_own):
+            with keras.saving.custom_object_scope(custom_losses):
                 clone = keras.models.clone_model(self.model)
                 settings = {
                     name: keras.saving.deserialize_keras_object(value)
                     for name, value in self.model.get_compile_config().items()
-                    if name not in ("optimizer", "loss")  # no need of the one; the other has no state
+                    if name not in ("optimizer", "loss")  # no optimizer is needed; the loss has no state
                 }
-            clone.compile(loss=self.model.loss, **settings)  # also where Keras has: away with that optimizer
+            clone.compile(loss=self.model.loss, **settings)  # replaces Keras's own compilation, if any
         except Exception as error:
             raise OffbeatError(
-                f"Keras cannot make another model like this one from its config ({type(error).__name__}: "
-                f"{error}): pass build=, a function that returns a new one, compiled"
+                f"Keras cannot clone this model by its config ({type(error).__name__}: {error}): pass "
+                "build=, a function that returns a new, compiled model"
             ) from error
         return clone
 
 
 class _Evaluator:
-    """Evaluates parts with a model of its own, in one thread."""
+    """Evaluates parts of the validation set in one thread, with its own model."""
 
     def __init__(self, model: Any, x: Any, y: Any, first: range, batch_size: int | None) -> None:
         self._model, self._x, self._y = model, x, y
         self._first, self._batch_size = first, batch_size
 
-    def rehearse(self, values: _Values) -> None:
-        """See on one batch whether evaluating works, and leaves alone what training draws at random.
+    def check(self, values: _Snapshot) -> None:
+        """Evaluate one batch, to check that it works and leaves the random state of training alone.
 
         Raises:
-            OffbeatError: it does not; or the model is not like the one whose values these are.
+            OffbeatError: the evaluation changes that state, or the clone's variables have other shapes.
         """
-        with apart():  # what is only made when it is first needed may be drawn at random
+        with apart():  # variables that are created on first use may be random
             self._evaluate(self._first, seed=0, steps=1)
-        with apart() as moved:
-            variables = _lasting(self._model)
+        with apart() as changed:
+            variables = _all_variables(self._model)
             shapes = [tuple(variable.shape) for variable in variables]
             if shapes != values.shapes:
                 raise OffbeatError(
-                    f"expected the clone to have variables like the model's, of the shapes {values.shapes}, "
+                    f"expected the clone to have variables of the same shapes as the model, {values.shapes}, "
                     f"got {shapes}: pass build=, a function that returns a model like this one, compiled"
                 )
-            values.put(variables)
+            values.assign_to(variables)
             plain(self._evaluate(self._first, seed=0, steps=1))
-        if moved:
+        if changed:
             raise OffbeatError(
-                f"evaluating changes {' and '.join(moved)}, which all threads share, so that training would "
-                "go another way: give what draws at random a seed or a generator of its own"
+                f"evaluation changes {' and '.join(changed)}, which all threads share, and so would change "
+                "the training: pass a seed or a generator to the layers that draw random numbers"
             )
 
-    def evaluate(self, part: Part[_Values]) -> dict[str, Value]:
-        """Return the part's metrics; ends soon after the part is cancelled, with the next batch."""
-        part.snapshot.put(_lasting(self._model))
-        found = self._evaluate(part.positions, seed=part.seed, callbacks=[_EndIfCancelled(part)])
+    def evaluate(self, part: Part[_Snapshot]) -> dict[str, Value]:
+        """Return the part's metrics; a cancelled part ends before its next batch."""
+        part.snapshot.assign_to(_all_variables(self._model))
+        found = self._evaluate(part.positions, seed=part.seed, callbacks=[_CancelCallback(part)])
         return {f"val_{name}": value for name, value in plain(found).items()}
 
     def _evaluate(self, positions: range, *, seed: int, **options: Any) -> Any:
-        x, y = _cut(self._x, positions), _cut(self._y, positions)
+        x, y = _select(self._x, positions), _select(self._y, positions)
         with OwnRandomness(seed):
             return self._model.evaluate(
                 x, y, batch_size=self._batch_size, verbose=0, return_dict=True, **options
             )
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no resource to release."""
 
 
-class _EndIfCancelled(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    def __init__(self, part: Part[_Values]) -> None:
+class _CancelCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    def __init__(self, part: Part[_Snapshot]) -> None:
         super().__init__()
         self._part = part
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._part.cancelled.is_set():
-            raise CancelledError(
-                f"part {self._part.number} of epoch {self._part.epoch} is not needed any more"
-            )
+            raise CancelledError(f"part {self._part.number} of epoch {self._part.epoch} is no longer needed")
 
 
-def _samples(x: Any) -> int | None:
-    """Return how many samples arrays hold; None where these are no arrays."""
+def _sample_count(x: Any) -> int | None:
+    """Return the number of samples in arrays; None if these are not arrays."""
     arrays = keras.tree.flatten(x)
     if not arrays or not all(getattr(array, "shape", ()) for array in arrays):
         return None
@@ -400,27 +399,29 @@ def _samples(x: Any) -> int | None:
 
 
 def _parts(x: Any, workers: int) -> tuple[range, ...]:
-    samples = _samples(x)
+    samples = _sample_count(x)
     if samples is not None:
         return split_even(samples, workers)
     if workers != 1:
         raise ValueError(
-            f"expected arrays for {workers} workers, to be cut in as many parts, got {type(x).__name__}: "
+            f"expected arrays that can be split for {workers} workers, got {type(x).__name__}: "
             "leave workers at 1"
         )
-    return (range(1),)  # the whole, whatever it holds
+    return (range(1),)  # one part that stands for all data, whatever the type
 
 
-def _cut(data: Any, positions: range) -> Any:
-    """Return the samples at these positions, of arrays; anything else is a whole."""
-    samples = _samples(data)
+def _select(data: Any, positions: range) -> Any:
+    """Return the samples of arrays at these positions; anything else is returned whole."""
+    samples = _sample_count(data)
     if samples is None or len(positions) == samples:
         return data
     return keras.tree.map_structure(lambda array: array[positions.start : positions.stop], data)
 
 
-def _fill_in(recorded: Any, found: Mapping[int, Mapping[str, float] | None]) -> None:
-    """Write metrics to a `History` of Keras, an entry an epoch, not a number where there are none."""
+def _complete_history(history_callback: Any, found: Mapping[int, Mapping[str, float] | None]) -> None:
+    """Write metrics to a Keras `History`, one entry per epoch, NaN where there are none."""
     names = dict.fromkeys(name for metrics in found.values() for name in metrics or ())
     for name in names:
-        recorded.history[name] = [(found.get(epoch) or {}).get(name, math.nan) for epoch in recorded.epoch]
+        history_callback.history[name] = [
+            (found.get(epoch) or {}).get(name, math.nan) for epoch in history_callback.epoch
+        ]

@@ -1,7 +1,7 @@
-"""Sparse examples in LIBSVM's text format, from files and to them.
+"""Reading and writing sparse examples in LIBSVM's text format.
 
-A line is a label and then `key:value` for every feature that is not zero, keys ascending. Nothing here makes
-anything dense, renumbers keys or goes to the network.
+A line is a label followed by `key:value` for each non-zero feature, in ascending order of keys. Nothing here
+makes anything dense, renumbers keys or uses the network.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _ROW = re.compile(rb"%s(?:\s+[0-9]+:%s)*" % (_NUMBER, _NUMBER))
 
 
 def read_libsvm(path: Path, *, first: int = 0, stop: int | None = None) -> SparseRows:
-    """Read rows `first` to `stop` - 1 of a file, to its end where `stop` is None; fewer if it has fewer.
+    """Read rows `first` to `stop` - 1 of a file, or to its end if `stop` is None or beyond the end.
 
     Source: C.-C. Chang and C.-J. Lin, "LIBSVM: a library for support vector machines", ACM TIST 2(3), 2011,
     and the README of its package. Deviations: a key may be 0 and as large as int64 allows; `#` begins a
-    comment, which ends with its line, as in T. Joachims' SVMlight; blank lines are no rows; a row without
-    features is one; `qid:` is refused. Of rows before `first` nothing is checked.
+    comment, which ends with its line, as in T. Joachims' SVMlight; blank lines are skipped; a row may have no
+    features; `qid:` is an error. Rows before `first` are not validated.
 
     Args:
         path: the file, plain text.
-        first: the number of the first row, from 0.
-        stop: the number after the last row.
+        first: index of the first row, from 0.
+        stop: index after the last row.
 
     Returns:
-        The rows, with labels as they are in the file.
+        The rows, with labels as they stand in the file.
 
     Raises:
-        DataError: the file cannot be read; a label or a value is not a finite number, a key is not 0 to
-            2^63 - 1 or not above the one before it. The text names file, line and word.
+        DataError: the file cannot be read; a label or a value is not a finite number; a key is not from 0 to
+            2^63 - 1 or not above the previous one. The text names file, line and word.
         ValueError: not 0 <= first <= stop.
     """
     if first < 0 or (stop is not None and stop < first):
@@ -53,8 +53,8 @@ def read_libsvm(path: Path, *, first: int = 0, stop: int | None = None) -> Spars
                 for number, line in enumerate(file, 1)
                 if (text := line.partition(b"#")[0].strip())
             )
-            wanted = islice(lines, first, stop)
-            while block := list(islice(wanted, _ROWS_AT_ONCE)):
+            selected = islice(lines, first, stop)
+            while block := list(islice(selected, _ROWS_AT_ONCE)):
                 numbers, texts = zip(*block, strict=True)
                 blocks.append(_rows(path, numbers, texts))
     except OSError as error:
@@ -65,7 +65,7 @@ def read_libsvm(path: Path, *, first: int = 0, stop: int | None = None) -> Spars
 
 
 def write_libsvm(path: Path, rows: SparseRows) -> None:
-    """Write rows so that reading gives the same bits; a file that is there is replaced.
+    """Write rows so that `read_libsvm` restores the same bits; an existing file is replaced.
 
     Raises:
         DataError: the file cannot be written.
@@ -81,17 +81,17 @@ def _lines(rows: SparseRows) -> Iterator[str]:
     labels, starts, keys = rows.labels.tolist(), rows.starts.tolist(), rows.keys.tolist()
     values = rows.values.tolist()
     for row, label in enumerate(labels):
-        places = range(starts[row], starts[row + 1])
-        words = [_shown(label), *(f"{keys[place]}:{_shown(values[place])}" for place in places)]
+        indices = range(starts[row], starts[row + 1])
+        words = [_format_number(label), *(f"{keys[i]}:{_format_number(values[i])}" for i in indices)]
         yield " ".join(words) + "\n"
 
 
-def _shown(value: float) -> str:
+def _format_number(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
 def _rows(path: Path, numbers: Sequence[int], texts: Sequence[bytes]) -> SparseRows:
-    """All rows of some lines, at once; only if that fails, one after another until the one at fault."""
+    """Parse all lines at once; if that fails, find the first bad line and raise its error."""
     words = [text.replace(b":", b" ").split() for text in texts]
     try:
         rows = SparseRows(
@@ -100,26 +100,26 @@ def _rows(path: Path, numbers: Sequence[int], texts: Sequence[bytes]) -> SparseR
             keys=np.array([int(key) for row in words for key in row[1::2]], np.int64),
             values=np.array([float(value) for row in words for value in row[2::2]], np.float64),
         )
-        is_sound = _is_sound(rows) and all(map(_ROW.fullmatch, texts))
+        is_valid = _is_valid(rows) and all(map(_ROW.fullmatch, texts))
     except (ValueError, OverflowError):
-        is_sound = False
-    if not is_sound:
-        faults = (_fault(path, number, text) for number, text in zip(numbers, texts, strict=True))
-        raise next(fault for fault in faults if fault)
+        is_valid = False
+    if not is_valid:
+        errors = (_line_error(path, number, text) for number, text in zip(numbers, texts, strict=True))
+        raise next(error for error in errors if error)
     return rows
 
 
-def _is_sound(rows: SparseRows) -> bool:
+def _is_valid(rows: SparseRows) -> bool:
     ascends = np.diff(rows.keys) > 0
-    begins = rows.starts[1:-1]
-    ascends[begins[(begins > 0) & (begins < len(rows.keys))] - 1] = True
+    row_starts = rows.starts[1:-1]
+    ascends[row_starts[(row_starts > 0) & (row_starts < len(rows.keys))] - 1] = True
     return bool(ascends.all() and np.isfinite(rows.labels).all() and np.isfinite(rows.values).all())
 
 
-def _fault(path: Path, number: int, text: bytes) -> DataError | None:
-    """What is wrong with one line, None if nothing is."""
+def _line_error(path: Path, number: int, text: bytes) -> DataError | None:
+    """Return the error of one line, None if the line is valid."""
     label, *features = text.split()
-    before = -1
+    previous = -1
     found, expected = label, None if _is_number(label) else "a finite number as label"
     for word in features:
         if expected:
@@ -129,12 +129,12 @@ def _fault(path: Path, number: int, text: bytes) -> DataError | None:
             expected = "key:value with a key of digits"
         elif len(key) > len(str(_KEY_MAX)) or int(key) > _KEY_MAX:
             expected = f"a key of at most {_KEY_MAX}"
-        elif int(key) <= before:
-            expected = f"a key above {before}, the one before it"
+        elif int(key) <= previous:
+            expected = f"a key above {previous}, the previous one"
         elif not _is_number(value):
             expected = "a finite number after the colon"
         else:
-            before = int(key)
+            previous = int(key)
     if not expected:
         return None
     shown = found[:40].decode("ascii", "backslashreplace")

@@ -1,4 +1,4 @@
-"""The built-in models of the commands and benchmarks, drawn from a seed; never trained, moved or saved here.
+"""The built-in models of the commands and benchmarks, initialised from a seed.
 
 Shapes: B samples, C channels, H x W pixels, K classes.
 """
@@ -34,7 +34,7 @@ class Mlp(nn.Module):
     """
 
     def __init__(self, *, inputs: int, classes: int, hidden: int = 128) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             inputs: values a sample, all its dimensions together.
@@ -61,7 +61,7 @@ class Cnn2(nn.Module):
     """
 
     def __init__(self, *, channels: int, height: int, width: int, classes: int) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             channels: C.
@@ -96,7 +96,7 @@ class AlexNet(nn.Module):
     """
 
     def __init__(self, *, channels: int = 3, classes: int = 1000) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             channels: C.
@@ -130,19 +130,19 @@ class AlexNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) of any size to logits (B, K)."""
-        logits: Tensor = self.classifier(self.features(_resized(images, 227)).flatten(1))
+        logits: Tensor = self.classifier(self.features(_resize(images, 227)).flatten(1))
         return logits
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm beside a shortcut: as it is, or a 1x1 convolution to a new shape.
+    """Two 3x3 convolutions with batch norm and a shortcut: the identity, or a 1x1 convolution to a new shape.
 
     Source: He, Zhang, Ren and Sun 2016, "Deep Residual Learning for Image Recognition", figure 5 (left),
     shortcut option B of section 3.3.
     """
 
     def __init__(self, *, channels_in: int, channels: int, stride: int) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             channels_in: channels of the input.
@@ -167,12 +167,12 @@ class ResNet18(nn.Module):
 
     Source: He, Zhang, Ren and Sun 2016, "Deep Residual Learning for Image Recognition", table 1 (18-layer).
     Deviation, as is usual for 32 x 32 images and as section 4.2 does for its own CIFAR networks: the stem is
-    a 3x3 convolution of stride 1 without max-pooling. Weights of convolutions are drawn as in its reference
+    a 3x3 convolution of stride 1 without max-pooling. Convolutions are initialised as in its reference
     [13] (He et al. 2015, Kaiming normal, fan out).
     """
 
     def __init__(self, *, channels: int = 3, classes: int = 10) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             channels: C.
@@ -190,7 +190,7 @@ class ResNet18(nn.Module):
             )
         )
         self.head = nn.Linear(512, classes)
-        _draw_convolutions(self)
+        _init_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) to logits (B, K)."""
@@ -200,14 +200,14 @@ class ResNet18(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 1x1, a 3x3 and a 1x1 convolution with batch norm beside a shortcut, as in `ResidualBlock`.
+    """A 1x1, a 3x3 and a 1x1 convolution with batch norm and a shortcut, as in `ResidualBlock`.
 
     Source: He, Zhang, Ren and Sun 2016, figure 5 (right). Deviation, usual since torchvision: the 3x3
     convolution has the stride, not the first one.
     """
 
     def __init__(self, *, channels_in: int, width: int, stride: int) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             channels_in: channels of the input.
@@ -240,7 +240,7 @@ class ResNet50(nn.Module):
     """
 
     def __init__(self, *, channels: int = 3, classes: int = 1000) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             channels: C.
@@ -258,11 +258,11 @@ class ResNet50(nn.Module):
                 channels_in = 4 * width
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels_in, classes)
-        _draw_convolutions(self)
+        _init_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) of any size to logits (B, K)."""
-        x = F.max_pool2d(F.relu(self.norm(self.stem(_resized(images, 224)))), 3, 2, padding=1)
+        x = F.max_pool2d(F.relu(self.norm(self.stem(_resize(images, 224)))), 3, 2, padding=1)
         logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return logits
 
@@ -270,16 +270,17 @@ class ResNet50(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and a perceptron, each followed by its residual connection and layer norm.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1, with BERT's GELU. Nothing is
-    dropped out.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1, with BERT's GELU. There is no
+    dropout.
     """
 
     def __init__(self, *, width: int, heads: int) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
-            width: of a token, a multiple of `heads`; the perceptron's hidden layer has 4 times as many units.
-            heads: of the attention.
+            width: size of a token, a multiple of `heads`; the hidden layer of the perceptron has 4 times as
+                many units.
+            heads: number of attention heads.
         """
         super().__init__()
         self.heads = heads
@@ -301,10 +302,11 @@ class EncoderLayer(nn.Module):
 
 
 class BertSmall(nn.Module):
-    """BERT's encoder with 4 layers of 512 units, read by its first token: 28,499,968 parameters and the head.
+    """A small BERT encoder, 4 layers of 512 units, with a head on the first token.
 
-    What it is given are values of any kind, of which the first 128 of a sample are read as tokens: their
-    fractions of the vocabulary. So any data set can keep it busy; there is nothing to learn in that.
+    It has 28,499,968 parameters and those of the head. Samples may have any shape and type: their first 128
+    values become tokens, the fractional part of a value times the size of the vocabulary. So the model runs
+    on any data set, without learning anything useful.
 
     Source: Devlin et al. 2019, "BERT", section 3; the size called BERT-Small by Turc et al. 2019,
     "Well-Read Students Learn Better" (there 28.8 million, with the pooler). Deviations: no segments, no
@@ -315,7 +317,7 @@ class BertSmall(nn.Module):
     TOKENS = 128
 
     def __init__(self, *, classes: int) -> None:
-        """Draw the weights.
+        """Initialise the weights.
 
         Args:
             classes: K.
@@ -338,34 +340,34 @@ class BertSmall(nn.Module):
 
 
 def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """Build a model on the CPU: the same arguments give the same weights, and no global generator moves.
+    """Build a model on the CPU: the same arguments give the same weights; global generators are not advanced.
 
     `alexnet` and `resnet50` keep their 1000-way last layer, and with it their 62,378,344 and 25,557,032
-    parameters for 3 channels, however few classes the data has: labels 0..classes-1 use the first outputs,
-    and training drives the others down.
+    parameters for 3 channels, even if the data has fewer classes: labels 0..classes-1 use the first outputs,
+    and training lowers the others.
 
     Args:
         name: a key of `MODELS`.
         sample_shape: the shape of one sample without the batch dimension; (C, H, W) for all but `mlp` and
             `bert_small`.
         classes: K, the number of classes of the data; at most 1000 for `alexnet` and `resnet50`.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Returns:
         A module in training mode that maps (B, *sample_shape) to logits (B, K), for `alexnet` and
         `resnet50` (B, 1000).
 
     Raises:
-        ValueError: unknown name, or a sample shape or number of classes that the model cannot take.
+        ValueError: unknown name, or a sample shape or number of classes that the model does not accept.
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}")
     if not sample_shape or min(sample_shape) < 1:
         raise ValueError(f"sample_shape must hold positive sizes, got {sample_shape}")
     if name not in ("mlp", "bert_small") and len(sample_shape) != 3:
-        raise ValueError(f"{name} takes images, sample_shape (channels, height, width); got {sample_shape}")
+        raise ValueError(f"{name} needs images, sample_shape (channels, height, width); got {sample_shape}")
     if name == "cnn2" and min(sample_shape[1:]) < 4:
-        raise ValueError(f"cnn2 takes images of at least 4 x 4 pixels, got sample_shape {sample_shape}")
+        raise ValueError(f"cnn2 needs images of at least 4 x 4 pixels, got sample_shape {sample_shape}")
     if classes < 1:
         raise ValueError(f"classes must be at least 1 for {name}, got {classes}")
     if name in ("alexnet", "resnet50") and classes > 1000:
@@ -373,18 +375,18 @@ def build(name: str, *, sample_shape: tuple[int, ...], classes: int, seed: int) 
     # Only the CPU generator is forked and seeded: torch.manual_seed would reseed the GPUs as well.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        return _draw(name, sample_shape, classes)
+        return _new_model(name, sample_shape, classes)
 
 
-def _resized(images: Tensor, pixels: int) -> Tensor:
-    """Images as squares of so many pixels a side; those that are that already as they are."""
+def _resize(images: Tensor, pixels: int) -> Tensor:
+    """Resize images to squares of `pixels` pixels a side; those of that size are returned unchanged."""
     if images.shape[-2:] == (pixels, pixels):
         return images
     return F.interpolate(images, size=(pixels, pixels), mode="bilinear", align_corners=False)
 
 
 def _shortcut(channels_in: int, channels: int, stride: int) -> nn.Sequential:
-    """What is beside a block: nothing where the shape stays, else a 1x1 convolution to the new one."""
+    """The shortcut of a block: the identity if the shape stays, else a 1x1 convolution to the new one."""
     if stride == 1 and channels_in == channels:
         return nn.Sequential()
     return nn.Sequential(
@@ -392,14 +394,14 @@ def _shortcut(channels_in: int, channels: int, stride: int) -> nn.Sequential:
     )
 
 
-def _draw_convolutions(model: nn.Module) -> None:
-    """Draw the weights of all convolutions: Kaiming normal, fan out."""
+def _init_convolutions(model: nn.Module) -> None:
+    """Initialise the weights of all convolutions: Kaiming normal, fan out."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _draw(name: str, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
+def _new_model(name: str, sample_shape: tuple[int, ...], classes: int) -> nn.Module:
     match name:
         case "mlp":
             return Mlp(inputs=math.prod(sample_shape), classes=classes)

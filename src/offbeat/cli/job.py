@@ -1,6 +1,6 @@
-"""One built-in training as a whole: checked before anything starts, run by local workers, read from its log.
+"""A built-in training: validated before anything starts, run by local workers, read from its run log.
 
-The run log is the only way in which workers tell this side how they do. Nothing here prints.
+The run log is the only channel from the workers to this process. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from offbeat.wire.record import finished_parts, from_plain
 LOG_NAME: Final = "log.jsonl"
 OUTPUT_NAME: Final = "output.txt"
 _POLL_S: Final = 0.2
-_LOG_ENDS_S: Final = 15.0
+_LOG_END_TIMEOUT_S: Final = 15.0
 STEP_S: Final = 0.02
 _REPEAT_MAX: Final = 2**16
-_TIMINGS: Final = 30  # another process on the core makes some of them slower, but hardly all
-_WANTED: Final = tuple(f'{{"type":"{name}"'.encode() for name in ("StepTimed", "Evaluated", "Left"))
+_TIMINGS: Final = 30  # another process on the core slows down some of them, but rarely all
+_RELEVANT: Final = tuple(f'{{"type":"{name}"'.encode() for name in ("StepTimed", "Evaluated", "Left"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train, with how many workers, and how they are slowed.
+    """What to train, on how many workers, and how they are slowed down.
 
     Args:
-        settings: of every worker.
-        workers: local processes, at least 1.
-        slow: rules as `--slow` spells them, all in force.
-        servers: of the parameter server, where the strategy has one, at least 1.
-        trace: the first step that workers trace, for `offbeat.tracefile`; None for no trace.
+        settings: settings of every worker.
+        workers: number of local processes, at least 1.
+        slow: slowness rules as on the command line (`--slow`), all of which apply.
+        servers: number of servers, at least 1; used by strategies on a parameter server.
+        trace: first step that the workers trace, for `offbeat.tracefile`; None for no trace.
 
     Raises:
-        ValueError: a bad count, or a rule that is not understood or about a worker that there is not.
+        ValueError: a count is too small, or a rule is malformed or names a worker that does not exist.
     """
 
     settings: Settings
@@ -70,16 +70,16 @@ class Job:
 
     @property
     def rules(self) -> tuple[SlowRule, ...]:
-        """The slowness as it was understood."""
+        """The parsed slowness rules."""
         return tuple(parse(text) for text in self.slow)
 
     @property
     def world(self) -> int:
-        """How many workers there are in all: a thread of a process is one."""
+        """Number of workers, each thread of a process counted as one."""
         return self.workers * self.settings.threads
 
     def steps_per_epoch(self, samples: int) -> int:
-        """Return how many steps each worker takes in an epoch.
+        """Return the number of steps of each worker in an epoch.
 
         Raises:
             ValueError: fewer samples than workers.
@@ -95,11 +95,11 @@ class Job:
 
 
 def load_data(settings: Settings, *, download: bool = False, progress: Progress | None = None) -> Splits:
-    """Load the data once, and see that the model takes them, so that no worker has to fail over it.
+    """Load the data once and check that the model accepts them, before any worker is started.
 
     Raises:
-        OffbeatError: the data are not there.
-        ValueError: the model does not take them.
+        OffbeatError: the data are missing.
+        ValueError: the model does not accept them.
     """
     splits = load(settings.data, settings.data_dir, download=download, progress=progress)
     build(settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed)
@@ -107,9 +107,10 @@ def load_data(settings: Settings, *, download: bool = False, progress: Progress 
 
 
 def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> int:
-    """Return how often a sample must stand in its batch for a step to compute for `step_s` on one idle core.
+    """Return how often to repeat each sample in its batch for a step of `step_s` seconds on one idle core.
 
-    A model that takes longer as it is needs none: 1. The answer has one digit and depends on the machine.
+    It is 1 for a model whose step takes longer anyway. The result is rounded to one digit and depends on the
+    machine.
     """
     model = build(
         settings.model, sample_shape=splits.sample_shape, classes=splits.classes, seed=settings.seed
@@ -127,7 +128,7 @@ def repeat_for(settings: Settings, splits: Splits, step_s: float = STEP_S) -> in
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread, as each worker of several on one machine does."""
+    """Limit torch to one thread, as when several workers share a machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -137,16 +138,16 @@ def one_thread() -> Iterator[None]:
 
 
 def open_run_dir(path: Path) -> Path:
-    """Make the folder of a run; return it as an absolute path.
+    """Create the folder of a run and return its absolute path.
 
     Raises:
-        OffbeatError: it cannot be written, or holds a run log already, which is never overwritten.
+        OffbeatError: it is not writable, or already holds a run log, which is never overwritten.
     """
     try:
         folder = path.expanduser().absolute()
     except RuntimeError as error:
         raise OffbeatError(
-            f"{path}: there is no such home folder; name another folder with --run-dir"
+            f"{path}: this home folder does not exist; name another folder with --run-dir"
         ) from error
     if (folder / LOG_NAME).exists() or finished_parts(folder / LOG_NAME):
         raise OffbeatError(f"{path} holds the log of another run: name another folder with --run-dir")
@@ -164,21 +165,21 @@ def run(
     on_progress: Callable[[TimeSheet], None] = lambda sheet: None,
     on_note: Callable[[str], None] | None = None,
 ) -> TimeSheet:
-    """Run a training to its end, whether its log and what the workers say can be written down or not.
+    """Run a training to its end, even if its log or the workers' output cannot be written.
 
     Args:
         job: what to run.
-        run_dir: from `open_run_dir`; gets the run log, and what the workers print.
-        on_progress: called a few times a second with what is known so far.
-        on_note: called at the end with a sentence for each file that could not be written to its end. Without
-            it the whole log is needed.
+        run_dir: from `open_run_dir`; receives the run log and the workers' output.
+        on_progress: called a few times per second with the times known so far.
+        on_note: called at the end with one sentence for each file that is incomplete. Without it, an
+            incomplete log is an error.
 
     Returns:
-        Where the time went, all epochs of all workers; as far as the log goes, see `TimeSheet.left`.
+        Times of all epochs of all workers, as far as the log goes; see `TimeSheet.left`.
 
     Raises:
         WorkerError: a worker failed; names it.
-        OffbeatError: the log does not hold the whole run, and there is no `on_note`.
+        OffbeatError: the log is incomplete, and there is no `on_note`.
     """
     log = LogReader(run_dir / LOG_NAME)
     sheet = TimeSheet()
@@ -186,7 +187,7 @@ def run(
     env = {
         environment.SLOW: ";".join(job.slow),
         environment.RUN_LOG: str(run_dir / LOG_NAME),
-        environment.RUN_LOG_BYTES_MAX: "",  # all of it is read here
+        environment.RUN_LOG_BYTES_MAX: "",  # no limit: the complete log is read here
         environment.SEED: str(job.settings.seed),
         environment.SERVERS: str(job.servers),
         environment.TRACE: "" if job.trace is None else f"{run_dir / TRACE_FOLDER}:{job.trace}",
@@ -199,15 +200,15 @@ def run(
                 time.sleep(_POLL_S)
             outcomes = workers.wait()
     if output.error is not None and on_note is not None:
-        on_note(f"not all that the workers said is in {output.path}: {output.error.strerror}")
+        on_note(f"{output.path} does not hold all output of the workers: {output.error.strerror}")
     if not all(outcome.is_good for outcome in outcomes):
         first = min(outcomes, key=lambda o: (o.is_good, o.ended_because is not None, o.ended_s))
         where = os.path.relpath(run_dir / OUTPUT_NAME)
-        raise WorkerError(f"{summary(outcomes)} (all that the workers said: {where})", worker=first.rank)
+        raise WorkerError(f"{summary(outcomes)} (full output of the workers: {where})", worker=first.rank)
     if missing := log.read_to_the_end(sheet, job.world):
         note = (
-            f"{log.path} does not go to the end of the run: expected every worker to leave in it, worker "
-            f"{missing[0]} is missing; is the disk full, or was the coordinator ended?"
+            f"{log.path} is incomplete: expected all workers to leave by its end, worker {missing[0]} is "
+            "missing; is the disk full, or was the coordinator killed?"
         )
         if on_note is None:
             raise OffbeatError(note)
@@ -217,21 +218,21 @@ def run(
 
 
 class Output:
-    """Writes down what workers say; what comes after the first error is left out, for they go on."""
+    """Writes the workers' output to a file; drops the rest after an error, so that the workers can go on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error: OSError | None = None
-        self._file = path.open("wb", buffering=0)  # no buffer: what failed is not written again
+        self._file = path.open("wb", buffering=0)  # unbuffered: a failed write is not repeated on close
 
     def add(self, rank: int, line: str) -> None:
-        """Add a line of one worker."""
+        """Write a line of one worker."""
         if self.error is not None:
             return
-        waiting = memoryview(f"[worker {rank}] {line}\n".encode(errors="replace"))
+        unwritten = memoryview(f"[worker {rank}] {line}\n".encode(errors="replace"))
         try:
-            while waiting:
-                waiting = waiting[self._file.write(waiting) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             self.error = error
 
@@ -246,36 +247,38 @@ class Output:
 
 
 class LogReader:
-    """Reads what was added to a run log since the last time."""
+    """Reads the lines that were appended to a run log since the last read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def read_into(self, sheet: TimeSheet) -> None:
-        """Hand the sheet every new, complete line that it has a use for."""
+        """Add the new, complete lines of the relevant types to the sheet."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:  # not begun yet
+        except FileNotFoundError:  # the log has not been started
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            if line.startswith(_WANTED):
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            if line.startswith(_RELEVANT):
                 sheet.add(from_plain(msgspec.json.decode(line)))
 
-    def read_to_the_end(self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_ENDS_S) -> list[int]:
-        """Read until every worker has left: the coordinator outlives them by a moment, and writes it then.
+    def read_to_the_end(
+        self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_END_TIMEOUT_S
+    ) -> list[int]:
+        """Read until all workers have left, which the coordinator logs shortly after they end.
 
         Returns:
-            The workers of which that is not in the log after `limit_s` seconds: the disk may be full, or the
-            coordinator was ended.
+            The workers that have not left in the log after `limit_s` seconds: the disk may be full, or the
+            coordinator was killed.
         """
-        until_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + limit_s
         self.read_into(sheet)
-        while (missing := sorted(set(range(workers)) - sheet.left)) and time.monotonic() < until_s:
+        while (missing := sorted(set(range(workers)) - sheet.left)) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
             self.read_into(sheet)
         return missing

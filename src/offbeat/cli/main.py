@@ -288,7 +288,7 @@ def run(
 ) -> None:
     """Launch a training script with torchrun, with slowness, a run log or a seed.
 
-    Usage: offbeat run [OPTIONS] [torchrun's options] script.py [the script's options]
+    Usage: offbeat run OPTIONS TORCHRUN_OPTIONS script.py SCRIPT_OPTIONS
 
     All arguments after the options below are passed to torchrun unchanged (see `torchrun --help`), so these
     options come first. torchrun ends all workers when one fails; --replace therefore starts them itself, on

@@ -1,8 +1,8 @@
-"""One worker of a built-in training: what `offbeat train` and `offbeat compare` run, once a worker.
+"""One worker of a built-in training, as started by `offbeat train` and `offbeat compare`.
 
 Run as `python -m offbeat.training SETTINGS`, with the settings as one JSON object. It is an ordinary user of
-`offbeat.join` and has no other way to the runtime: what it finds out, it reports into the run log, and
-whoever started it reads it there. It prints nothing, and downloads nothing.
+`offbeat.join`: it reports its results into the run log, from which the process that started it reads them. It
+prints nothing and downloads nothing.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _BETA_SQUARES: Final = 0.999
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained, and how; the same on every worker.
+    """Settings of a training, the same on every worker.
 
     Attributes:
         model: a key of `offbeat.models.MODELS`.
         data: a key of `offbeat.data.SETS`.
         strategy: as on the command line, `name` or `name:key=value,key=value`.
         epochs: passes over the data, at least 1.
-        batch_size: samples a worker and step, at least 1.
+        batch_size: samples per worker and step, at least 1.
         lr: learning rate, above 0.
-        decays: the learning rate falls from epoch to epoch by the same amount, to 0 after the last one.
-        momentum: of SGD, or the first of Adam's betas; at least 0 and below 1.
+        decays: the learning rate falls linearly, by the same amount after every epoch, to 0 after the last.
+        momentum: momentum of SGD, or the first of Adam's betas; at least 0 and below 1.
         optimizer: a key of `OPTIMIZERS`.
-        threads: worker threads in each process, at least 1; more than one with a parameter server only.
-        seed: of the weights and of the data's order.
-        repeat: how often every sample stands in its batch, at least 1. The gradient stays what it is and
-            takes so many times as much computing: a small model then stands for one as many times as heavy.
-        data_dir: the folder with the data set's files.
+        threads: worker threads in each process, at least 1; more than one only with a parameter server.
+        seed: seed of the weights and of the order of samples.
+        repeat: how often each sample is repeated in its batch, at least 1. The gradient stays the same and
+            takes this many times the computation, which emulates a model that is as many times costlier.
+        data_dir: folder with the data set's files.
         evaluates_each_epoch: rank 0 measures the test accuracy after every epoch, not only after the last; in
-            lockstep the others wait for it.
+            lockstep the other workers wait for it.
 
     Raises:
         ValueError: a value is out of range.
@@ -92,8 +92,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         strategy = parse_strategy(self.strategy)
         if self.threads > 1 and not strategy.needs_coordinator:
             raise ValueError(
-                f"expected one worker thread a process with the strategy {self.strategy}, got "
-                f"{self.threads}: several need a strategy on a parameter server"
+                f"expected one worker thread per process with the strategy {self.strategy}, got "
+                f"{self.threads}: more need a strategy on a parameter server"
             )
         for name in ("epochs", "batch_size", "repeat", "threads"):
             if getattr(self, name) < 1:
@@ -107,13 +107,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(settings: Settings, thread: int = 0) -> None:
-    """Train as one worker of the job that the environment describes.
+    """Train as one worker of the job that the environment variables describe.
 
-    After every epoch each worker reports its mean training loss, if it had any sample, rank 0 also the test
-    accuracy.
+    After every epoch each worker that had a sample reports its mean training loss; rank 0 also reports the
+    test accuracy.
 
     Raises:
-        OffbeatError: the data are not there, or the job failed.
+        OffbeatError: the data are missing, or the job failed.
     """
     splits = load(settings.data, settings.data_dir)
     model = build(
@@ -122,7 +122,7 @@ def train(settings: Settings, thread: int = 0) -> None:
     optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), settings)
     strategy = parse_strategy(settings.strategy)
     with offbeat.join(model, optimizer, strategy, thread=thread, threads=settings.threads) as session:
-        torch.manual_seed(settings.seed + session.worker)  # what dropout draws differs between workers
+        torch.manual_seed(settings.seed + session.worker)  # dropout masks differ between workers
         for epoch in session.epochs(settings.epochs):
             model.train()
             for group in optimizer.param_groups if settings.decays else ():
@@ -136,7 +136,7 @@ def train(settings: Settings, thread: int = 0) -> None:
                 optimizer.step()
                 loss_sum += loss.detach() * len(labels)
                 samples += len(labels)
-            metrics = {"loss": float(loss_sum) / samples} if samples else {}  # a whole epoch may pass by
+            metrics = {"loss": float(loss_sum) / samples} if samples else {}  # an epoch may have no samples
             is_last = epoch == settings.epochs - 1
             if session.leads and (is_last or settings.evaluates_each_epoch):
                 session.refresh()
@@ -145,13 +145,13 @@ def train(settings: Settings, thread: int = 0) -> None:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int = 1) -> Tensor:
-    """Return the mean cross-entropy of a batch in which every sample stands `repeat` times.
+    """Return the mean cross-entropy of a batch in which each sample is repeated `repeat` times.
 
     Args:
         model: maps (B, ...) to logits (B, K).
         inputs: samples (B, ...).
         labels: int64 (B,).
-        repeat: at least 1; the value and its gradient do not depend on it but for rounding.
+        repeat: at least 1; the value and its gradient do not depend on it, up to rounding.
     """
     if repeat > 1:
         inputs, labels = torch.cat([inputs] * repeat), labels.repeat(repeat)
@@ -160,7 +160,7 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor, repeat: int = 1) -
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """Return the part of the test samples, 0 to 1, whose highest logit is their label's."""
+    """Return the share of the test samples, 0 to 1, whose highest logit is that of their label."""
     model.eval()
     inputs, labels = test.tensors
     right = 0
@@ -171,7 +171,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train with the settings that the one argument holds as JSON."""
+    """Train with the settings given as JSON in the only argument."""
     (text,) = arguments
     settings = msgspec.json.decode(text, type=Settings)
     with ThreadPoolExecutor(settings.threads, thread_name_prefix="offbeat worker") as workers:

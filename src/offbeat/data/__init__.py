@@ -1,10 +1,10 @@
-"""Data sets as tensors: the digits that come with scikit-learn, MNIST and CIFAR-10 from files or the network.
+"""Data sets as tensors: the digits of scikit-learn, and MNIST and CIFAR-10 from files or the network.
 
-    files.py      what a file must look like: readers that turn any damage into a DataError
-    download.py   how a file gets here: checksummed, resumable, atomic
-    sets.py       what a set consists of, and `load`
+    files.py      file formats: readers that turn any damage into a DataError
+    download.py   transfer: checksummed, resumable, atomic
+    sets.py       the data sets, and `load`
 
-Nothing here shards, shuffles, augments or batches; nothing goes to the network unless `download` says so.
+Nothing here shards, shuffles, augments or batches; the network is used only with `download`.
 """
 
 from offbeat.data.download import Progress

@@ -1,8 +1,8 @@
-"""Downloads that can be trusted and taken up again; this module knows no data set and never parses one.
+"""Verified, resumable downloads; this module knows no data set and parses no file.
 
-A file arrives in `NAME.part` beside its place and is renamed into it when its size and checksum are right, so
-what bears the final name is whole. What was received stays in the .part when a download fails: the next one
-asks for the rest.
+A file is received as `NAME.part` next to its target and renamed when its size and checksum are right, so that
+a file with the final name is complete. If a download fails, its .part file stays, and the next attempt
+requests the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOCK_POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A file on the network and what it must be.
+    """A file on the network and its expected size and checksum.
 
     Attributes:
         url: http or https.
@@ -49,7 +49,7 @@ class Remote:
 
 
 class _InterruptedError(Exception):
-    """The connection ended early; another attempt may do better."""
+    """The connection ended early; another attempt may succeed."""
 
 
 def fetch(
@@ -61,24 +61,24 @@ def fetch(
     attempts: int = 5,
     pause_s: float = 1.0,
 ) -> None:
-    """Download a file unless it is there; afterwards it is there, whole, or an error says why not.
+    """Download a file unless it exists; afterwards it is there and complete, or an error is raised.
 
-    A wrong checksum after resuming is blamed on the old part: it is thrown away and the file fetched once
-    more from the beginning. Where several processes may fetch the same file, hold `locked`.
+    After a wrong checksum of a resumed download the old part is deleted and the file downloaded once more
+    from the beginning. Where several processes may download the same file, hold `locked`.
 
     Args:
-        remote: what to fetch.
-        target: where to put it; folders are made.
+        remote: the file to download.
+        target: where to store it; folders are created.
         progress: called as bytes arrive.
-        timeout_s: the longest silence of the server that is waited out, connecting included; a server that
-            keeps sending, however slowly, is not given up.
-        attempts: connections at most, at least 1; only what breaks off or is a server's own trouble (5xx,
-            408, 429) is tried again, not a connection that cannot be made.
-        pause_s: the pause before the second connection; it grows by as much each time.
+        timeout_s: longest time without a byte from the server, connecting included, in seconds; there is no
+            limit on a server that keeps sending, however slowly.
+        attempts: largest number of connections, at least 1; only an interrupted transfer or a server error
+            (5xx, 408, 429) is retried, not a connection that cannot be made.
+        pause_s: pause before the second connection, in seconds; each later pause is longer by as much.
 
     Raises:
-        DataError: no connection, an HTTP error, too many interruptions, a size or checksum other than
-            expected, a full disk or a folder that cannot be written to.
+        DataError: no connection, an HTTP error, too many interruptions, an unexpected size or checksum, a
+            full disk or a folder that is not writable.
         ValueError: `attempts` below 1.
     """
     if attempts < 1:
@@ -98,8 +98,8 @@ def fetch(
             part.unlink()
             if not resumed:
                 raise DataError(
-                    f"{remote.url}: expected the md5 checksum {remote.md5}, received {found}; what the "
-                    "server sent is not the file and was thrown away: try again later, or put the file at "
+                    f"{remote.url}: expected the md5 checksum {remote.md5}, received {found}; the "
+                    "server sent another file, which was deleted: try again later, or put the file at "
                     f"{target}"
                 )
             resumed = False
@@ -114,65 +114,65 @@ def _complete(
     attempts: int,
     pause_s: float,
 ) -> None:
-    """Bring the part to its full size over as many connections as allowed."""
+    """Complete the part over at most `attempts` connections."""
     for attempt in range(attempts):
-        have_bytes = part.stat().st_size if part.exists() else 0
-        if have_bytes == remote.size_bytes:
+        received_bytes = part.stat().st_size if part.exists() else 0
+        if received_bytes == remote.size_bytes:
             return
-        if have_bytes > remote.size_bytes:
+        if received_bytes > remote.size_bytes:
             part.unlink()
-            have_bytes = 0
+            received_bytes = 0
         if attempt:
             time.sleep(pause_s * attempt)
         try:
-            _receive(remote, part, have_bytes, progress, timeout_s)
+            _receive(remote, part, received_bytes, progress, timeout_s)
             return
         except _InterruptedError as error:
             reason = error
-    have_bytes = part.stat().st_size if part.exists() else 0
+    received_bytes = part.stat().st_size if part.exists() else 0
     raise DataError(
-        f"{remote.url}: given up after {attempts} attempts with {have_bytes:,} of {remote.size_bytes:,} "
-        f"bytes ({reason}); run again to go on from there"
+        f"{remote.url}: given up after {attempts} attempts with {received_bytes:,} of {remote.size_bytes:,} "
+        f"bytes ({reason}); run again to resume"
     ) from reason
 
 
 def _receive(
-    remote: Remote, part: Path, have_bytes: int, progress: Progress | None, timeout_s: float
+    remote: Remote, part: Path, received_bytes: int, progress: Progress | None, timeout_s: float
 ) -> None:
-    """Append what one connection yields, or start over where the server does not send the rest alone."""
-    with _open(remote.url, have_bytes, part, timeout_s) as response:
+    """Append what one connection yields, or start over if the server does not send only the rest."""
+    with _open(remote.url, received_bytes, part, timeout_s) as response:
         if response.status != 206:
-            have_bytes = 0
-        elif _range_start(response) != have_bytes:
+            received_bytes = 0
+        elif _range_start(response) != received_bytes:
             part.unlink()
             raise _InterruptedError(f"the server sent the range {response.headers.get('Content-Range')!r}")
-        offered_bytes = None if response.length is None else have_bytes + response.length
+        offered_bytes = None if response.length is None else received_bytes + response.length
         if offered_bytes not in (None, remote.size_bytes):
             raise DataError(
                 f"{remote.url}: expected {remote.size_bytes:,} bytes, the server offers {offered_bytes:,}: "
                 "this is not the file; check that the network lets this address through"
             )
-        with part.open("ab" if have_bytes else "wb") as file:
-            while chunk := _read_chunk(response, remote.size_bytes + 1 - have_bytes):
+        with part.open("ab" if received_bytes else "wb") as file:
+            while chunk := _read_chunk(response, remote.size_bytes + 1 - received_bytes):
                 file.write(chunk)
-                have_bytes += len(chunk)
-                if have_bytes > remote.size_bytes:
+                received_bytes += len(chunk)
+                if received_bytes > remote.size_bytes:
                     break
                 if progress is not None:
-                    progress(part.name.removesuffix(".part"), have_bytes, remote.size_bytes)
-    if have_bytes > remote.size_bytes:
+                    progress(part.name.removesuffix(".part"), received_bytes, remote.size_bytes)
+    if received_bytes > remote.size_bytes:
         part.unlink()
         raise DataError(
             f"{remote.url}: expected {remote.size_bytes:,} bytes, the server sent more; try again later"
         )
-    if have_bytes < remote.size_bytes:
+    if received_bytes < remote.size_bytes:
         raise _InterruptedError("the connection ended early")
 
 
-def _open(url: str, have_bytes: int, part: Path, timeout_s: float) -> http.client.HTTPResponse:
+def _open(url: str, received_bytes: int, part: Path, timeout_s: float) -> http.client.HTTPResponse:
     request = urllib.request.Request(url, headers={"User-Agent": "offbeat"})
-    if have_bytes:
-        request.add_header("Range", f"bytes={have_bytes}-")
+    if received_bytes:
+        request.add_header("Range", f"bytes={received_bytes}-")
     try:
         response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
         return response
@@ -208,7 +208,7 @@ def _md5(path: Path) -> str:
 
 @contextlib.contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
-    """What the network did wrong has its own errors; an OSError that is left is the disk's."""
+    """Raise a DataError for any other OSError, which is the disk's: network errors are handled before."""
     try:
         yield
     except OSError as error:
@@ -217,20 +217,20 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait_s: float = 3600.0) -> Iterator[None]:
-    """Keep other processes that do the same out of a folder, so that one downloads and the rest find it done.
+    """Lock a folder against other processes that lock it, so that one downloads and the rest find the files.
 
-    The lock is the kernel's: it goes when its holder does, however it ends. The empty file `.download.lock`
-    that carries it stays.
+    The lock is the kernel's and is released when its holder ends, however it ends. The empty lock file
+    `.download.lock` stays.
 
     Args:
-        folder: the folder; made if missing.
-        wait_s: the longest wait for another process.
+        folder: the folder; created if missing.
+        wait_s: longest wait for another process, in seconds.
 
     Yields:
         Nothing, with the lock held.
 
     Raises:
-        DataError: the wait was too long, or the folder cannot be written to.
+        DataError: the wait timed out, or the folder is not writable.
     """
     deadline_s = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack:
@@ -256,15 +256,15 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def unpack(archive: Path, folder: Path, *, members: Collection[str], size_bytes: int) -> None:
-    """Take named plain files out of a gzipped tar; nothing else in it is written, wherever it points.
+    """Extract named plain files from a gzipped tar; no other member is written, whatever its path.
 
-    The bytes are copied out of the archive under names that the caller chose, so neither the paths nor the
-    modes nor the links in it matter. A file that is already there is left alone; a new one appears whole.
+    The bytes are copied under names that the caller chose, so that paths, modes and links in the archive have
+    no effect. A file that already exists is left alone; a new one appears complete.
 
     Args:
         archive: the .tar.gz file.
-        folder: where the files go, under the last part of their names; made if missing.
-        members: the paths in the archive, all of which must be there.
+        folder: where to put the files, under the last part of their names; created if missing.
+        members: paths in the archive, all of which must exist.
         size_bytes: the size that each must have.
 
     Raises:

@@ -1,8 +1,7 @@
 """Readers of the idx and CIFAR-10 binary formats and of scikit-learn's digits.
 
-What is not exactly what it should be is a DataError.
-
-They read files and return tensors; they never download, normalise or write. Shapes: N samples or records.
+Any deviation from the format is a DataError. Readers return tensors; they never download, normalise or write.
+Shapes: N samples or records.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from offbeat.errors import DataError
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 _CHUNK_BYTES = 1 << 20
 _IDX_UINT8 = 0x08
-_AGAIN = "delete it and fetch it again"
+_REFETCH = "delete it and fetch it again"
 
 
 def read_idx(path: Path, *, dims: int) -> Tensor:
-    """Read an idx file of unsigned bytes, gzipped or not (told by its content, not its name).
+    """Read an idx file of unsigned bytes, gzipped or not (detected by content, not by name).
 
     Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", the idx format: two zero
     bytes, the type (0x08 unsigned byte), the number of dimensions, one big-endian 32-bit size each, the
-    values in C order. Deviation: the other types are refused, MNIST does not use them.
+    values in C order. Deviation: other types are an error, since MNIST does not use them.
 
     Args:
         path: the file.
@@ -43,38 +42,38 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
         DataError: the file is missing, not a file, not idx, of other dimensions, empty, shorter or longer
             than its header says, or its gzip stream is damaged.
     """
-    _must_be_file(path)
+    _check_is_file(path)
     try:
         with path.open("rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if zipped else path.open("rb") as stream:
+            is_gzipped = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if is_gzipped else path.open("rb") as stream:
             shape = _idx_shape(path, _read_upto(stream, 4 + 4 * dims), dims)
             size_bytes = math.prod(shape)
             values = _read_upto(stream, size_bytes + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({_reason(error)}); {_AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({_reason(error)}); {_REFETCH}") from error
     if len(values) != size_bytes:
         sizes = " x ".join(str(n) for n in shape)
         found = f"only {len(values):,}" if len(values) < size_bytes else "more"
         raise DataError(
-            f"{path}: expected {size_bytes:,} values after the header ({sizes}), found {found}; {_AGAIN}"
+            f"{path}: expected {size_bytes:,} values after the header ({sizes}), found {found}; {_REFETCH}"
         )
     return torch.frombuffer(values, dtype=torch.uint8).reshape(shape)
 
 
 def _idx_shape(path: Path, header: bytearray, dims: int) -> tuple[int, ...]:
-    wanted = bytes((0, 0, _IDX_UINT8, dims))
-    if header[:4] != wanted:
+    magic = bytes((0, 0, _IDX_UINT8, dims))
+    if header[:4] != magic:
         found = header[:4].hex(" ") or "nothing, the file is empty"
         raise DataError(
             f"{path}: expected an idx file of unsigned bytes in {dims} dimensions, which begins with "
-            f"{wanted.hex(' ')}, found {found}; {_AGAIN}"
+            f"{magic.hex(' ')}, found {found}; {_REFETCH}"
         )
     if len(header) < 4 + 4 * dims:
-        raise DataError(f"{path}: expected a header of {4 + 4 * dims} bytes, found {len(header)}; {_AGAIN}")
+        raise DataError(f"{path}: expected a header of {4 + 4 * dims} bytes, found {len(header)}; {_REFETCH}")
     shape = tuple(int.from_bytes(header[i : i + 4], "big") for i in range(4, 4 + 4 * dims, 4))
     if 0 in shape:
-        raise DataError(f"{path}: expected at least one value, found sizes {shape} in the header; {_AGAIN}")
+        raise DataError(f"{path}: expected at least one value, found sizes {shape} in the header; {_REFETCH}")
     return shape
 
 
@@ -94,16 +93,16 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
         DataError: the file is missing, not a file, empty, not a whole number of records, or has a label above
             9.
     """
-    _must_be_file(path)
+    _check_is_file(path)
     try:
         with path.open("rb") as stream:
             content = bytearray(stream.read())
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({_reason(error)}); {_AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({_reason(error)}); {_REFETCH}") from error
     if not content or len(content) % CIFAR_RECORD_BYTES:
         raise DataError(
-            f"{path}: expected a multiple of {CIFAR_RECORD_BYTES:,} bytes (1 label, 3,072 pixels a record), "
-            f"found {len(content):,}; {_AGAIN}"
+            f"{path}: expected a multiple of {CIFAR_RECORD_BYTES:,} bytes, records of 1 label, 3,072 pixels, "
+            f"found {len(content):,}; {_REFETCH}"
         )
     records = torch.frombuffer(content, dtype=torch.uint8).reshape(-1, CIFAR_RECORD_BYTES)
     labels = checked_labels(path, records[:, 0], classes=10)
@@ -111,7 +110,7 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_digits(path: Path) -> tuple[Tensor, Tensor]:
-    """Read the digits as scikit-learn has them: gzipped lines of 64 pixels and a label, with commas.
+    """Read the digits in scikit-learn's format: gzipped, comma-separated lines of 64 pixels and a label.
 
     Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits" (1998), the test set; the pixels
     are from 0 to 16.
@@ -123,15 +122,15 @@ def read_digits(path: Path) -> tuple[Tensor, Tensor]:
         Images, uint8 (N, 1, 8, 8), and labels, int64 (N,).
 
     Raises:
-        DataError: the file is missing, damaged or empty, or something in it is out of range.
+        DataError: the file is missing, damaged or empty, or a value in it is out of range.
     """
     try:
         with gzip.open(path) as stream:
             lines = np.array([line.split(b",") for line in stream], dtype=np.float64)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({_reason(error)}); install scikit-learn again") from error
-    largest = np.array([16] * 64 + [9])
-    if lines.shape[1:] != largest.shape or not np.isin(lines, range(17)).all() or (lines > largest).any():
+    maxima = np.array([16] * 64 + [9])
+    if lines.shape[1:] != maxima.shape or not np.isin(lines, range(17)).all() or (lines > maxima).any():
         raise DataError(
             f"{path}: expected lines of 64 pixels, 0 to 16, and a label, 0 to 9; install scikit-learn again"
         )
@@ -140,7 +139,7 @@ def read_digits(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def checked_labels(path: Path, labels: Tensor, *, classes: int) -> Tensor:
-    """Labels as int64, after a look at their range.
+    """Return labels as int64 after checking their range.
 
     Args:
         path: the file they come from, for the error.
@@ -153,18 +152,18 @@ def checked_labels(path: Path, labels: Tensor, *, classes: int) -> Tensor:
     Raises:
         DataError: a label is not in 0..classes-1; the text names the first one.
     """
-    wrong = (labels >= classes).nonzero()
-    if len(wrong):
-        first = int(wrong[0])
+    out_of_range = (labels >= classes).nonzero()
+    if len(out_of_range):
+        first = int(out_of_range[0])
         raise DataError(
             f"{path}: expected labels 0 to {classes - 1}, found {int(labels[first])} in record {first:,}; "
-            f"{_AGAIN}"
+            f"{_REFETCH}"
         )
     return labels.to(torch.int64)
 
 
-def _must_be_file(path: Path) -> None:
-    """Refuse what is missing or would not end, such as a pipe, before it is opened."""
+def _check_is_file(path: Path) -> None:
+    """Check that a path is a regular file before it is opened: reading from a pipe might never end."""
     if path.is_file():
         return
     found = "a folder" if path.is_dir() else "something else" if path.exists() else "nothing"
@@ -172,7 +171,7 @@ def _must_be_file(path: Path) -> None:
 
 
 def _read_upto(stream: BinaryIO | gzip.GzipFile, limit_bytes: int) -> bytearray:
-    """As many bytes as there are up to a limit, which may be nonsense: no memory is set aside for it."""
+    """Read at most `limit_bytes`; memory grows with the bytes read, since the limit may be corrupt."""
     content = bytearray()
     while len(content) < limit_bytes:
         chunk = stream.read(min(_CHUNK_BYTES, limit_bytes - len(content)))

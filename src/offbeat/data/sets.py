@@ -1,4 +1,4 @@
-"""The sets by name: what they consist of, where they come from, how they are scaled. Shapes: N samples."""
+"""The data sets by name: their files, sources and normalisation. Shapes: N samples."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class Splits:
 
 
 def data_folder(given: Path | None) -> str:
-    """Return the absolute folder of the data; where there is no home folder `~` stays, for `load` to refuse.
+    """Return the absolute path of the data folder; without a home folder `~` stays, and `load` raises.
 
     Args:
-        given: where they are; by default `DEFAULT_DIR`.
+        given: the folder; by default `DEFAULT_DIR`.
     """
     path = given or DEFAULT_DIR
     try:
@@ -102,21 +102,21 @@ def load(
 ) -> Splits:
     """Load a data set into memory; the same files give the same tensors in the same order.
 
-    `digits` are scaled to [0, 1]; of each digit every fifth sample is for testing (1,442 + 355). `mnist` and
-    `cifar10` are scaled to [0, 1], then normalised by the mean and standard deviation of their training
-    pixels a channel (`MNIST_MEAN`, `CIFAR10_MEAN`, ...). CIFAR-10 takes 737 MB of memory.
+    `digits` are scaled to [0, 1]; every fifth sample of each digit is for testing (1,442 + 355). `mnist` and
+    `cifar10` are scaled to [0, 1], then normalised by the per-channel mean and standard deviation of their
+    training pixels (`MNIST_MEAN`, `CIFAR10_MEAN`, ...). CIFAR-10 needs 737 MB of memory.
 
     Args:
         name: a key of `SETS`.
-        data_dir: the folder with the files; `~` is the home folder. `digits` needs none.
-        download: fetch the files that are missing from their public homes.
+        data_dir: folder with the files; `~` is the home folder. `digits` needs none.
+        download: download the files that are missing from their public sources.
         progress: called as bytes of a download arrive.
 
     Returns:
-        The set.
+        The data set.
 
     Raises:
-        DataError: files are missing, damaged or cannot be fetched, or scikit-learn is missing for `digits`.
+        DataError: files are missing, damaged or cannot be downloaded, or scikit-learn is missing (`digits`).
         ValueError: unknown name.
     """
     if name not in SETS:
@@ -126,7 +126,7 @@ def load(
     try:
         folder = Path(data_dir).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{data_dir}: there is no home folder here; name a folder with --data-dir") from error
+        raise DataError(f"{data_dir}: there is no home folder; name a folder with --data-dir") from error
     if name == "mnist":
         if download:
             fetch_mnist(folder, progress=progress)
@@ -137,7 +137,7 @@ def load(
 
 
 def _digits() -> Splits:
-    # From scikit-learn's file, not through its `load_digits`: importing that takes 1.2 s of every worker.
+    # scikit-learn's file is read directly: importing its `load_digits` would cost every worker 1.2 s.
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise DataError("digits come with scikit-learn, which is missing: pip install 'offbeat[demo]'")
@@ -159,14 +159,14 @@ def read_mnist(folder: Path, *, train_count: int = 60_000, test_count: int = 10_
 
     Args:
         folder: the data folder.
-        train_count: training samples that must be there.
-        test_count: test samples that must be there.
+        train_count: expected number of training samples.
+        test_count: expected number of test samples.
 
     Returns:
-        The set, normalised.
+        The data set, normalised.
 
     Raises:
-        DataError: a file is missing or not what it must be.
+        DataError: a file is missing or not as expected.
     """
     raw = folder / "MNIST" / "raw"
     missing = [name for name in MNIST_FILES if _mnist_path(raw, name) is None]
@@ -183,7 +183,7 @@ def read_mnist(folder: Path, *, train_count: int = 60_000, test_count: int = 10_
 
 
 def _mnist_path(raw: Path, name: str) -> Path | None:
-    """The plain file before the gzipped one; a folder of that name only where there is no file."""
+    """The path of a plain file, else of a gzipped one, else of a folder of either name."""
     found = [path for path in (raw / name, raw / f"{name}.gz") if path.exists()]
     return next((path for path in found if path.is_file()), found[0] if found else None)
 
@@ -193,8 +193,8 @@ def _mnist_split(raw: Path, images_name: str, labels_name: str, count: int) -> T
     labels_path = _mnist_path(raw, labels_name) or raw / labels_name
     images = read_idx(images_path, dims=3)
     labels = read_idx(labels_path, dims=1)
-    _must_be(images_path, "images of height and width", tuple(images.shape), (count, 28, 28))
-    _must_be(labels_path, "labels", tuple(labels.shape), (count,))
+    _check_shape(images_path, "images of height and width", tuple(images.shape), (count, 28, 28))
+    _check_shape(labels_path, "labels", tuple(labels.shape), (count,))
     return TensorDataset(
         _normalised(images.unsqueeze(1), MNIST_MEAN, MNIST_STD),
         checked_labels(labels_path, labels, classes=10),
@@ -204,7 +204,7 @@ def _mnist_split(raw: Path, images_name: str, labels_name: str, count: int) -> T
 def fetch_mnist(
     folder: Path, *, files: Mapping[str, Remote] = MNIST_FILES, progress: Progress | None = None
 ) -> None:
-    """Fetch the files of MNIST that are not in a folder; of several processes one does, the others wait.
+    """Download the missing MNIST files; of several processes one downloads, the others wait.
 
     Args:
         folder: the data folder.
@@ -212,7 +212,7 @@ def fetch_mnist(
         progress: called as bytes arrive.
 
     Raises:
-        DataError: a file could not be fetched.
+        DataError: a file could not be downloaded.
     """
     raw = folder / "MNIST" / "raw"
     if all(_mnist_path(raw, name) for name in files):
@@ -228,13 +228,13 @@ def read_cifar10(folder: Path, *, batch_count: int = 10_000) -> Splits:
 
     Args:
         folder: the data folder.
-        batch_count: records that each of the six files must have.
+        batch_count: expected number of records in each of the six files.
 
     Returns:
-        The set, normalised.
+        The data set, normalised.
 
     Raises:
-        DataError: a file is missing or not what it must be.
+        DataError: a file is missing or not as expected.
     """
     raw = folder / _CIFAR10_FOLDER
     missing = [name for name in (*_CIFAR10_TRAIN, _CIFAR10_TEST) if not (raw / name).exists()]
@@ -252,7 +252,7 @@ def _cifar10_split(paths: list[Path], batch_count: int) -> TensorDataset:
     batches = []
     for path in paths:
         images, labels = read_cifar_batch(path)
-        _must_be(path, "records", (len(labels),), (batch_count,))
+        _check_shape(path, "records", (len(labels),), (batch_count,))
         batches.append((images, labels))
     pixels = torch.cat([images for images, _ in batches])
     return TensorDataset(
@@ -267,9 +267,9 @@ def fetch_cifar10(
     batch_count: int = 10_000,
     progress: Progress | None = None,
 ) -> None:
-    """Fetch and unpack CIFAR-10 unless its six files are in a folder; of several processes one does.
+    """Download and unpack CIFAR-10 unless its six files exist; of several processes one downloads.
 
-    An archive that already lies in the folder is used; one that was fetched is deleted afterwards.
+    An archive that already exists in the folder is used; one that was downloaded is deleted afterwards.
 
     Args:
         folder: the data folder.
@@ -278,7 +278,7 @@ def fetch_cifar10(
         progress: called as bytes arrive.
 
     Raises:
-        DataError: the archive could not be fetched or unpacked.
+        DataError: the archive could not be downloaded or unpacked.
     """
     raw = folder / _CIFAR10_FOLDER
     names = (*_CIFAR10_TRAIN, _CIFAR10_TEST)
@@ -287,7 +287,7 @@ def fetch_cifar10(
     target = folder / "cifar-10-binary.tar.gz"
     with net.locked(folder):
         if all((raw / name).exists() for name in names):
-            return  # another process was faster
+            return  # another process has downloaded them
         given = target.exists()
         net.fetch(archive, target, progress=progress)
         members = [f"{_CIFAR10_FOLDER}/{name}" for name in names]
@@ -296,7 +296,7 @@ def fetch_cifar10(
             target.unlink(missing_ok=True)
 
 
-def _must_be(path: Path, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _check_shape(path: Path, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise DataError(
             f"{path}: expected {' x '.join(f'{n:,}' for n in expected)} {what}, found "
@@ -305,7 +305,7 @@ def _must_be(path: Path, what: str, found: tuple[int, ...], expected: tuple[int,
 
 
 def _normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Pixels, uint8 (N, C, H, W), to (pixel / 255 - mean) / std, float32."""
+    """Convert pixels, uint8 (N, C, H, W), to (pixel / 255 - mean) / std, float32."""
     shape = (1, -1, 1, 1)
     scaled = pixels.to(torch.float32).div_(255)
     return scaled.sub_(torch.tensor(mean, device="cpu").reshape(shape)).div_(

@@ -17,7 +17,8 @@ from offbeat.runtime.training.trained import Trained
 def assembly(world: int, start_s: float, shards: Literal["dynamic", "equal"]) -> PolicySpec:
     """Return the policy that starts the job when all workers have joined.
 
-    It fails if the last one does not join within `start_s` seconds of the first. With shards="dynamic", workers may also join while the job runs.
+    It fails if the last one does not join within `start_s` seconds of the first. With shards="dynamic",
+    workers may also join while the job runs.
     """
     return PolicySpec(
         path="offbeat.policies.membership.assembly:Assembly",
