@@ -96,5 +96,5 @@ def test_too_few_samples_are_refused(samples):
 
 def test_a_line_takes_time():
     for alpha_s, beta_s in [(0.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)]:
-        with pytest.raises(ValueError, match="expected a latency and a time a byte"):
+        with pytest.raises(ValueError, match="expected a latency and a time per byte"):
             Line(alpha_s=alpha_s, beta_s=beta_s)

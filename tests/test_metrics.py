@@ -60,7 +60,7 @@ def test_tensors_with_one_number_become_it():
     ("returned", "text"),
     [
         (0.3, "a mapping from names to numbers, such as .* got float"),
-        ({1: 0.3}, "names of metrics to be text, got 1"),
+        ({1: 0.3}, "names of metrics to be strings, got 1"),
         ({"loss": torch.zeros(2)}, r"'loss' to be one number, got \(2,\)"),
         ({"loss": "low"}, "'loss' to be a number or to have merge_state and compute, got str"),
         ({"loss": None}, "got NoneType"),
@@ -74,5 +74,5 @@ def test_what_is_no_metric_is_refused(returned, text):
 def test_parts_with_different_metrics_are_refused():
     with pytest.raises(OffbeatError, match="the same metrics of all parts, got loss and accuracy"):
         joined([(1, {"loss": 1.0}), (1, {"accuracy": 1.0})])
-    with pytest.raises(OffbeatError, match="of every part to be of one kind"):
+    with pytest.raises(OffbeatError, match="of all parts to be of one kind"):
         joined([(1, {"sum": 1.0}), (1, {"sum": Sum([1])})])

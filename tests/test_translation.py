@@ -210,7 +210,7 @@ def test_what_servers_do_not_do_is_refused_by_its_name(kind, options, words):
         ({"mean": np.ones(3), "squares": np.ones(2), "steps": np.ones(2)}, r"2 rows of mean, got \(3,\)"),
         (
             {"mean": np.ones(2), "squares": np.ones(2), "steps": np.arange(2)},
-            "as many steps of all numbers of a parameter",
+            "the same number of steps for all numbers of a parameter",
         ),
     ],
 )

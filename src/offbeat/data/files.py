@@ -101,7 +101,7 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
         raise DataError(f"{path}: cannot be read ({_reason(error)}); {_REFETCH}") from error
     if not content or len(content) % CIFAR_RECORD_BYTES:
         raise DataError(
-            f"{path}: expected a multiple of {CIFAR_RECORD_BYTES:,} bytes, records of 1 label, 3,072 pixels, "
+            f"{path}: expected a multiple of {CIFAR_RECORD_BYTES:,} bytes (1 label and 3,072 pixels each), "
             f"found {len(content):,}; {_REFETCH}"
         )
     records = torch.frombuffer(content, dtype=torch.uint8).reshape(-1, CIFAR_RECORD_BYTES)

@@ -1,1 +1,1 @@
-"""What is computed on tensors and in which order: pure, no communication, no clocks."""
+"""Computations on tensors and their plans: pure functions, without communication or clocks."""

@@ -1,4 +1,4 @@
-"""Metrics of a whole set from those of its parts."""
+"""Metrics of a whole validation set from those of its parts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Value: TypeAlias = "int | float | Mergeable"
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """A metric that knows how to take in the state of another one, as those of torchmetrics do."""
+    """A metric that can merge the state of another one, as those of torchmetrics can."""
 
     def merge_state(self, incoming_state: Any) -> None:
-        """Take in what another one has seen."""
+        """Merge the state of another metric into this one."""
 
     def compute(self) -> Any:
-        """Return what both have come to."""
+        """Return the value of the accumulated state."""
 
 
 @runtime_checkable
 class Tellable(Mergeable, Protocol):
-    """A metric whose state can be told to another worker, whose own takes it in, as those of torchmetrics.
+    """A metric whose state can be sent to another worker and merged there, as those of torchmetrics can.
 
     Attributes:
-        metric_state: what it has seen: tensors, or lists of tensors, by name.
-        device: where they are.
+        metric_state: accumulated state: tensors, or lists of tensors, by name.
+        device: device of these tensors.
     """
 
     metric_state: Mapping[str, Tensor | list[Tensor]]
@@ -40,10 +40,10 @@ class Tellable(Mergeable, Protocol):
 
 
 def plain(metrics: object) -> dict[str, Value]:
-    """Check what `evaluate` returned for a part; tensors that hold one number become that number.
+    """Check what `evaluate` returned for a part, and convert one-element tensors to numbers.
 
     Raises:
-        OffbeatError: it is no mapping from names to numbers, one-element tensors or mergeable metrics.
+        OffbeatError: it is not a mapping from names to numbers, one-element tensors or mergeable metrics.
     """
     if not isinstance(metrics, Mapping):
         raise OffbeatError(
@@ -53,7 +53,7 @@ def plain(metrics: object) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise OffbeatError(f"expected names of metrics to be text, got {name!r}")
+            raise OffbeatError(f"expected names of metrics to be strings, got {name!r}")
         if isinstance(value, Tensor) or (hasattr(value, "item") and not isinstance(value, Mergeable)):
             if math.prod(value.shape) != 1:
                 raise OffbeatError(f"expected the metric {name!r} to be one number, got {tuple(value.shape)}")
@@ -70,17 +70,17 @@ def plain(metrics: object) -> dict[str, Value]:
 def joined(parts: Sequence[tuple[int, Mapping[str, Value]]]) -> dict[str, float]:
     """Return the metrics of a set from those of its parts, in the order of the set.
 
-    Whole numbers are counts, and added. Other numbers are means over a part's samples; the set's is their
-    mean, weighted by samples. Metrics that can be merged (torchmetrics) are, and then computed.
+    Integers are counts, and are added. Other numbers are means over a part's samples; the set's is their
+    mean, weighted by samples. Mergeable metrics (torchmetrics) are merged and then computed.
 
-    Source: the overlapped validation paper averages the parts' means, which is right for parts of one size
-    only; hence the weights.
+    Source: the overlapped validation paper. Deviation: it averages the means of the parts, which is correct
+    only for parts of one size; here they are weighted.
 
     Args:
-        parts: samples, at least 1, and metrics as `plain` returns them.
+        parts: number of samples, at least 1, and metrics, as `plain` returns them, of each part.
 
     Raises:
-        OffbeatError: parts have different metrics, or a merged one does not come to a single number.
+        OffbeatError: parts have different metrics, or a merged metric does not compute a single number.
     """
     names = parts[0][1].keys()
     for _, values in parts:
@@ -105,17 +105,17 @@ def _joined(name: str, values: Sequence[tuple[int, Value]]) -> float:
 
 
 def merged(name: str, first: Value, others: Sequence[Any]) -> float:
-    """Return what a metric comes to together with others of its kind, or with their `metric_state`s.
+    """Return the value of a metric merged with others of its kind, or with their `metric_state`s.
 
     Raises:
-        OffbeatError: it cannot be merged, or does not come to a single number.
+        OffbeatError: it cannot be merged, or does not compute a single number.
     """
-    whole = copy.deepcopy(first)
-    if not isinstance(whole, Mergeable):
-        raise OffbeatError(f"expected the metric {name!r} of every part to be of one kind")
+    merged_metric = copy.deepcopy(first)
+    if not isinstance(merged_metric, Mergeable):
+        raise OffbeatError(f"expected the metric {name!r} of all parts to be of one kind")
     for other in others:
-        whole.merge_state(other)
-    computed = plain({name: whole.compute()})[name]
+        merged_metric.merge_state(other)
+    computed = plain({name: merged_metric.compute()})[name]
     if isinstance(computed, Mergeable):
         raise OffbeatError(f"expected the metric {name!r} to compute a number, got a metric")
     return computed

@@ -1,7 +1,7 @@
-"""Learning rates for large batches: scaled with the batch, warmed up, decayed; pure functions of the epoch.
+"""Learning rates for large batches: linear scaling, warm-up, decay; pure functions of the epoch.
 
-Nothing here knows an optimizer. Rates are plain numbers; epochs are fractional: 2.5 is the middle of the
-third one.
+Nothing here depends on an optimizer. Rates are plain numbers; epochs are fractional: 2.5 is the middle of the
+third epoch.
 
 Source of all: Goyal et al. 2017, "Accurate, large minibatch SGD: training ImageNet in 1 hour", sections 2.1
 (linear scaling), 2.2 (gradual warm-up), 3 (momentum correction) and 5.1 (rates and decay).
@@ -20,16 +20,16 @@ DECAY = 0.1
 def linear_scaling(batch_size: int, *, reference_rate: float = 0.1, reference_batch_size: int = 256) -> float:
     """Return the rate for a batch k times as large as the reference: k times the reference rate.
 
-    Holds for a loss that is a mean over the whole batch, which offbeat's averaging by samples gives; weight
+    Valid for a loss that is a mean over the whole batch, as offbeat's averaging by samples gives; weight
     decay is not scaled.
 
     Args:
         batch_size: samples in a step of all workers together, at least 1.
-        reference_rate: the rate that suits the reference batch (0.1: ResNet-50 on ImageNet), above 0.
+        reference_rate: rate for the reference batch (0.1: ResNet-50 on ImageNet), above 0.
         reference_batch_size: in samples, at least 1.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     if batch_size < 1 or reference_batch_size < 1:
         raise ValueError(
@@ -48,24 +48,24 @@ def rate_at(
     decay_at_epochs: Sequence[float] = DECAY_AT_EPOCHS,
     decay: float = DECAY,
 ) -> float:
-    """Return the learning rate at an epoch: a linear ramp to `rate`, then times `decay` at each epoch named.
+    """Return the learning rate at an epoch: a linear ramp to `rate`, multiplied by `decay` at given epochs.
 
     During warm-up it is rate / scale * (1 + (scale - 1) * epoch / warm_up_epochs): from the reference rate to
-    `scale` times that, continuous at the end. With a scale of 1 the ramp is level.
+    `scale` times that, continuous at the end. With a scale of 1 the ramp is constant.
 
-    Deviation: none for the paper's values; the ramp is by iteration (the fractional epoch), as in the paper.
-    Horovod's callback evaluates the same ramp one step later; for that, add 1 / steps_per_epoch.
+    Deviation: none for the paper's values; the ramp is per iteration (the fractional epoch), as in the paper.
+    Horovod's callback evaluates the same ramp one step later; add 1 / steps_per_epoch for that.
 
     Args:
         epoch: epochs done, at least 0.
-        rate: the rate after warm-up, above 0.
-        scale: k, how many times the reference batch a step has; above 0.
-        warm_up_epochs: at least 0; 0 is none.
-        decay_at_epochs: where the rate falls, ascending.
-        decay: the factor by which, above 0 and at most 1.
+        rate: rate after warm-up, above 0.
+        scale: k, size of a step's batch as a multiple of the reference batch; above 0.
+        warm_up_epochs: at least 0; 0 for no warm-up.
+        decay_at_epochs: epochs at which the rate is multiplied by `decay`, ascending.
+        decay: factor of each decay, above 0 and at most 1.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     _check_rate(rate)
     if not (math.isfinite(epoch) and epoch >= 0):
@@ -93,19 +93,19 @@ def factor_of_steps(
     decay_at_epochs: Sequence[float] = DECAY_AT_EPOCHS,
     decay: float = DECAY,
 ) -> Callable[[int], float]:
-    """Return what `torch.optim.lr_scheduler.LambdaLR` wants: steps done to a factor on the optimizer's rate.
+    """Return a function for `torch.optim.lr_scheduler.LambdaLR`: steps done to a factor of the rate.
 
-    The optimizer's own rate is that after warm-up; call the scheduler's `step` after every optimizer step.
+    The optimizer's own rate is the one after warm-up; call the scheduler's `step` after every optimizer step.
 
     Args:
         steps_per_epoch: at least 1.
-        scale: see `rate_at`, as for the rest.
+        scale: see `rate_at`, also for the other arguments.
         warm_up_epochs: see `rate_at`.
         decay_at_epochs: see `rate_at`.
         decay: see `rate_at`.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     if steps_per_epoch < 1:
         raise ValueError(f"expected at least 1 step per epoch, got {steps_per_epoch}")
@@ -120,22 +120,22 @@ def factor_of_steps(
             decay=decay,
         )
 
-    factor(0)  # refuses bad arguments here rather than in the first step
+    factor(0)  # raises an error for bad arguments here rather than in the first step
     return factor
 
 
 def momentum_correction(rate: float, rate_before: float) -> float:
-    """Return what to multiply a momentum buffer by when the rate changes: rate / rate_before.
+    """Return the factor for a momentum buffer when the rate changes: rate / rate_before.
 
-    Only where the buffer holds rates: v = m v + rate * g, w -= v. The form of torch.optim.SGD, u = m u + g,
-    w -= rate * u, applies the new rate to all of u by itself and needs no correction.
+    Needed only if the buffer contains rates: v = m v + rate * g, w -= v. The form of torch.optim.SGD,
+    u = m u + g, w -= rate * u, applies the new rate to all of u and needs no correction.
 
     Args:
-        rate: of the coming step, above 0.
-        rate_before: of the last step, above 0.
+        rate: rate of the coming step, above 0.
+        rate_before: rate of the last step, above 0.
 
     Raises:
-        ValueError: a rate that is not above 0.
+        ValueError: a rate is not above 0.
     """
     _check_rate(rate)
     _check_rate(rate_before)
@@ -143,20 +143,20 @@ def momentum_correction(rate: float, rate_before: float) -> float:
 
 
 def lr_follow_active(rate: float, *, active: int, world: int) -> float:
-    """Return the rate for a step in which only some workers took part: active / world of it.
+    """Return the rate for a step in which only some workers took part: active / world of the full rate.
 
-    Linear scaling, applied to a group that changes. Off unless asked for: the mean over fewer workers
-    estimates the same gradient, so without it every step is as long as before, and only noisier. With it, an
-    epoch's worth of samples moves the model as far however they are spread over steps. Deviation: not in the
-    papers, which are silent about it.
+    Linear scaling, applied to a group that changes. Off by default: the mean over fewer workers estimates the
+    same gradient, so that without this function each step has the same expected length and only more noise.
+    With it, an epoch's worth of samples moves the model equally far, however they are spread over steps.
+    Deviation: not in the papers.
 
     Args:
-        rate: of a step of everybody, above 0.
-        active: who took part, 1 to `world`.
-        world: how many workers `rate` is meant for.
+        rate: rate of a step of all workers, above 0.
+        active: number of workers that took part, 1 to `world`.
+        world: number of workers that `rate` is meant for.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     _check_rate(rate)
     if not 1 <= active <= world:

@@ -1,4 +1,4 @@
-"""How gradients are packed into flat buckets; plans only, nothing is copied or sent here."""
+"""Plans for packing gradients into flat buckets; nothing is copied or sent here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _LAST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A run of entries that travel together.
+    """A run of entries that are sent together.
 
     Attributes:
+        dtype: dtype of all its entries.
         entries: indices of the entries, in order.
-        offsets: where each entry begins, in elements.
-        elements: elements in all.
+        offsets: start of each entry, in elements.
+        elements: total number of elements.
     """
 
     dtype: torch.dtype
@@ -30,22 +31,22 @@ class Bucket:
 def plan_buckets(
     sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Packs entries into buckets of one dtype and at most `bucket_bytes` each, in their order within a dtype.
+    """Pack entries into buckets of one dtype and at most `bucket_bytes` each, in their order within a dtype.
 
-    The plan depends on nothing but its arguments, so that every worker with the same model has the same
-    buckets in the same order whatever order its gradients appear in. Buckets come in the order of their
-    last entries: in which they fill if entries become ready in order. The last bucket of a dtype holds
-    1 MiB at most and each one before it twice as much, up to `bucket_bytes`: what fills last is what
-    nothing is left to hide. An entry larger than its bucket's limit has a bucket of its own.
+    The plan depends only on its arguments, so that all workers with the same model have the same buckets in
+    the same order, in whatever order their gradients become ready. Buckets are ordered by their last entries,
+    the order in which they fill if entries become ready in order. The last bucket of a dtype holds at most
+    1 MiB and each one before it twice as much, up to `bucket_bytes`, since no computation is left to hide the
+    transfer of the bucket that fills last. An entry larger than its bucket's limit has a bucket of its own.
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2.3 (gradient bucketing; the 25 MiB default).
-    There all buckets but the first are alike; growing from the end instead shortens the exchange that
-    follows the backward pass.
+    Deviation: there, all buckets but the first have the same size; growing sizes from the end shorten the
+    exchange that follows the backward pass.
 
     Args:
         sizes: elements of each entry.
         dtypes: dtype of each entry.
-        bucket_bytes: the largest bucket of several entries, in bytes.
+        bucket_bytes: largest size of a bucket of several entries, in bytes.
 
     Raises:
         ValueError: `bucket_bytes` is not positive.
@@ -66,12 +67,12 @@ def plan_buckets(
 
 
 def bucket_of(entries: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Bucket:
-    """Returns the bucket of these entries, in their order.
+    """Return the bucket of the given entries, in the given order.
 
     Args:
         entries: indices of entries.
-        sizes: elements of each entry that there is.
-        dtype: of those in the bucket.
+        sizes: elements of every existing entry.
+        dtype: dtype of the entries in the bucket.
     """
     ends = list(accumulate((sizes[entry] for entry in entries), initial=0))
     return Bucket(dtype=dtype, entries=tuple(entries), offsets=tuple(ends[:-1]), elements=ends[-1])

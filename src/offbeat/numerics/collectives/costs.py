@@ -1,6 +1,6 @@
-"""What an all-reduce costs: its schedule walked through with a line's latency and its time a byte.
+"""Cost of an all-reduce: its schedule simulated with a latency per message and a time per byte.
 
-The schedules are those that the executor runs. Nothing here touches a tensor or a clock.
+The schedules are the ones that the executor runs. Nothing here touches a tensor or a clock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from offbeat.numerics.collectives.schedules import schedule, segments
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """How long a message takes from one worker to another: `alpha_s` plus `beta_s` a byte.
+    """Transfer time of a message between two workers: `alpha_s` plus `beta_s` per byte.
 
     Attributes:
-        alpha_s: latency of a message, in seconds, with what both sides do for it.
-        beta_s: seconds a byte.
+        alpha_s: latency of a message in seconds, including the work of both ends.
+        beta_s: seconds per byte.
     """
 
     alpha_s: float
@@ -27,35 +27,35 @@ class Line:
     def __post_init__(self) -> None:
         if not (self.alpha_s >= 0 and self.beta_s >= 0 and self.alpha_s + self.beta_s > 0):
             raise ValueError(
-                f"expected a latency and a time a byte of at least 0 s, not both 0, got {self.alpha_s} s "
+                f"expected a latency and a time per byte of at least 0 s, not both 0, got {self.alpha_s} s "
                 f"and {self.beta_s} s"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What an all-reduce needs of the lines.
+    """Cost of an all-reduce, independent of the vector's size and of the line.
 
     Attributes:
-        rounds: messages that wait for each other, one after the other.
-        volume: how often the whole vector passes the busiest line, one after the other.
+        rounds: messages on the critical path, each of which waits for the one before.
+        volume: bytes on the critical path, as a multiple of the vector's size.
     """
 
     rounds: int
     volume: float
 
     def seconds(self, size_bytes: int, line: Line) -> float:
-        """Return how long it takes for a vector of so many bytes, at most, where the lines are idle."""
+        """Return the time for a vector of `size_bytes` on idle lines, an upper bound."""
         return self.rounds * line.alpha_s + self.volume * size_bytes * line.beta_s
 
 
 @lru_cache(maxsize=256)
 def cost(algorithm: str, workers: int) -> Cost:
-    """Return what an algorithm costs among so many workers.
+    """Return the cost of an algorithm for a number of workers.
 
-    Every worker has a line out and a line in, each of which carries one message at a time. A message begins
-    when what it carries is there and both lines are free. `rounds` is the time of the last arrival where only
-    latency takes time, and `volume` where only bytes do.
+    Each worker has one outgoing and one incoming line, which carry one message at a time. A message starts
+    when its data are available and both lines are free. `rounds` is the time of the last arrival if only
+    latency takes time, `volume` if only bytes do.
 
     Source: R. Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994): alpha and beta;
     appendix C of the specification for the figures. No deviation.
@@ -65,7 +65,7 @@ def cost(algorithm: str, workers: int) -> Cost:
         workers: p, at least 1.
 
     Raises:
-        ValueError: an unknown algorithm, or fewer than 1 worker.
+        ValueError: unknown algorithm, or fewer than 1 worker.
     """
     return Cost(
         rounds=round(_last_arrival_s(algorithm, workers, alpha_s=1.0, vector_s=0.0)),
@@ -76,9 +76,9 @@ def cost(algorithm: str, workers: int) -> Cost:
 def _last_arrival_s(algorithm: str, workers: int, *, alpha_s: float, vector_s: float) -> float:
     schedules = [schedule(algorithm, workers, rank) for rank in range(workers)]
     count = schedules[0].segments
-    cut = segments(count, count)
+    segment_slices = segments(count, count)
     segment_s = vector_s / count
-    there_s = [[0.0] * len(cut) for _ in schedules]
+    available_s = [[0.0] * len(segment_slices) for _ in schedules]
     out_s, in_s = [0.0] * workers, [0.0] * workers
     last_s = 0.0
     for steps in zip(*(one.steps for one in schedules), strict=True):
@@ -87,32 +87,32 @@ def _last_arrival_s(algorithm: str, workers: int, *, alpha_s: float, vector_s: f
             if step.send_to is None or step.send_segment is None:
                 continue
             run = range(step.send_segment, step.send_segment + step.send_count)
-            begins_s = max(out_s[rank], in_s[step.send_to], *(there_s[rank][segment] for segment in run))
+            begins_s = max(out_s[rank], in_s[step.send_to], *(available_s[rank][segment] for segment in run))
             ends_s = begins_s + step.send_count * segment_s
             out_s[rank] = in_s[step.send_to] = ends_s
             arrivals.append((step.send_to, run.start, run.stop, ends_s + alpha_s))
         for receiver, start, stop, at_s in arrivals:
-            there = there_s[receiver]
-            there[start:stop] = [max(at_s, earlier_s) for earlier_s in there[start:stop]]
+            receiver_s = available_s[receiver]
+            receiver_s[start:stop] = [max(at_s, earlier_s) for earlier_s in receiver_s[start:stop]]
             last_s = max(last_s, at_s)
     return last_s
 
 
 def fit_line(samples: Sequence[tuple[Cost, int, float]]) -> Line:
-    """Return the line on which all-reduces took as long as they did.
+    """Return the line for which the costs fit measured times best.
 
-    Least squares of the relative errors, so that the smallest messages, which tell alpha, count as much as
-    the largest, which tell beta.
+    Least squares of the relative errors, so that the smallest messages, which determine alpha, weigh as much
+    as the largest, which determine beta.
 
     Args:
-        samples: what each cost, the bytes of its vector and how long it took, in seconds.
+        samples: for each measurement the cost, the size of the vector in bytes and the time in seconds.
 
     Raises:
         ValueError: fewer than two sizes, or times that are not positive.
     """
     if len({size for _, size, _ in samples}) < 2 or min(took_s for _, _, took_s in samples) <= 0:
         raise ValueError("expected the times of at least two sizes, all more than 0 s")
-    # With x and y relative to what was measured, alpha x + beta y = 1 in the mean of squares.
+    # With x and y relative to the measured times, the fit minimises the squares of alpha x + beta y - 1.
     xx = xy = yy = x1 = y1 = 0.0
     for one, size, took_s in samples:
         x, y = one.rounds / took_s, one.volume * size / took_s

@@ -1,6 +1,6 @@
-"""How long a step will take under a policy: its plan, what each parcel costs, and the model of the step.
+"""Prediction of a step's duration under a policy: plan, cost of each fused bucket, and timeline of the step.
 
-Pure, and only the three put together: `offbeat.numerics.plans`, `costs` and `timeline`.
+Pure; it only combines `offbeat.numerics.plans`, `costs` and `timeline`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from offbeat.numerics.collectives.timeline import Layer, Message, Order, Overlap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What one layer computes and sends.
+    """Computation and communication of one layer.
 
     Attributes:
-        layer: its passes.
+        layer: duration of its passes.
         kind: see `offbeat.numerics.plans.Layer`.
-        size_bytes: of its gradients; 0 where it has none.
+        size_bytes: size of its gradients; 0 if it has none.
     """
 
     layer: Layer
@@ -41,27 +41,27 @@ def forecast(
     overlap: Overlap = "both",
     fuse_bytes: int | None = None,
 ) -> Timeline:
-    """Predict a step of training in which all workers are alike.
+    """Predict a training step in which all workers are equal.
 
-    What the workers do beside computing (copying, adding, the work of the interpreter) takes no time here.
+    Work of the workers other than the passes (copying, adding, the interpreter) takes no time here.
 
     Source: specification 3.9, with the costs of appendix C. No deviation.
 
     Args:
         works: in the order of the forward pass.
-        workers: how many there are.
-        line: what a message costs.
+        workers: number of workers.
+        line: cost of a message.
         policy, fuse_bytes: see `offbeat.numerics.plans.plan`.
-        algorithm: of all parcels, in place of the policy's; see `offbeat.numerics.schedules.schedule`.
+        algorithm: used for all buckets instead of the policy's; see `offbeat.numerics.schedules.schedule`.
         order, overlap: see `offbeat.numerics.timeline.simulate`.
 
     Raises:
-        ValueError: what these functions refuse.
+        ValueError: raised by these functions.
     """
     layers = [work.layer for work in works]
     if workers == 1:
         return simulate(layers, [], order=order, overlap=overlap)
-    # From the end of a layer's backward pass to its next forward pass, those before it do both.
+    # Between a layer's backward pass and its next forward pass, all earlier layers compute both passes.
     slacks_s = accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0)
     sending = [
         (index, plans.Layer(kind=work.kind, size_bytes=work.size_bytes, slack_s=slack_s))

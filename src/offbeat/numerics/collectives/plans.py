@@ -1,6 +1,6 @@
-"""Which gradients travel together, by which all-reduce, and what goes first: decided by layer.
+"""Planning of layer-wise all-reduces: which gradients are fused, by which algorithm, in which order.
 
-Pure: the same layers, workers, line and policy give the same plan, so that one worker decides for all.
+Pure: the same layers, workers, line and policy give the same plan, so that one worker plans for all.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from offbeat.numerics.collectives.schedules import ALGORITHMS
 
 Kind: TypeAlias = Literal["convolution", "dense", "other"]
 Policy: TypeAlias = Literal["cost_model", "conv_butterfly_fc_ring", "table4", "ring"]
-_MUCH_FASTER = 0.95
-_IN_THE_WAY_BYTES = 1 << 20
-_ANY_BYTES = 1 << 62
+_WORTH_SWITCHING = 0.95
+_QUEUED_BYTES_MAX = 1 << 20
+_UNLIMITED_BYTES = 1 << 62
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Gradients that are needed at once: those of the parameters that one module is the first to use.
+    """A layer: the parameters that one module is the first to use, whose gradients are needed together.
 
     Attributes:
-        kind: what the module is: `dense` is fully connected, or another table such as an embedding.
-        size_bytes: of its gradients.
-        group: only layers of one group can travel together (one type of number, say).
-        slack_s: from the end of its backward pass to the beginning of its next forward pass, in seconds.
+        kind: type of the module: `dense` is fully connected, or another table such as an embedding.
+        size_bytes: size of its gradients.
+        group: only layers of one group can be fused (layers of one dtype, say).
+        slack_s: time from the end of its backward pass to the start of its next forward pass, in seconds.
     """
 
     kind: Kind
@@ -39,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """Layers whose gradients travel as one vector.
+    """Layers whose gradients are fused into one vector.
 
     Attributes:
         layers: their indices, in the order of the forward pass.
@@ -51,7 +51,7 @@ class Parcel:
 
 
 def kind_of(dimensions: Sequence[int]) -> Kind:
-    """Return a layer's kind by its parameters' dimensions: convolutions have a window, others are tables."""
+    """Return a layer's kind by its parameters' dimensions: above 2 for convolutions, 2 for tables."""
     most = max(dimensions)
     return "convolution" if most > 2 else "dense" if most == 2 else "other"
 
@@ -64,38 +64,38 @@ def plan(
     policy: Policy = "cost_model",
     fuse_bytes: int | None = None,
 ) -> tuple[Parcel, ...]:
-    """Return the parcels of a step in the order in which the forward pass needs them.
+    """Plan the fused buckets of a step, in the order in which the forward pass needs them.
 
     Policies:
 
-    - `conv_butterfly_fc_ring`: recursive doubling for convolutions, a ring for fully connected layers; what
-      is neither goes with the convolutions, whose size it has. The paper's text.
-    - `table4`: the other way round. The paper's table 4.
+    - `conv_butterfly_fc_ring`: recursive doubling for convolutions, a ring for fully connected layers; other
+      layers count as convolutions, whose size they have. The paper's text.
+    - `table4`: the opposite assignment. The paper's table 4.
     - `ring`: a ring for all.
-    - `cost_model`: the fastest algorithm for a parcel that would travel for longer than its slack in a ring;
-      for one that would not, and so should only not delay others, a ring: no algorithm sends fewer bytes,
-      and in no other does each line have one sender, whose urgent bytes nobody else's are in the way of.
-      `direct` is considered only where latency dominates, for the same reason, and what saves less than a
-      twentieth of the time not at all.
+    - `cost_model`: the fastest algorithm for a bucket whose ring would take longer than its slack. A bucket
+      whose ring fits into its slack should only delay others as little as possible, and uses the ring: no
+      algorithm sends fewer bytes, and only in a ring does each line have a single sender, so that urgent
+      bytes are not held up by other workers'. For the same reason `direct` is considered only where latency
+      dominates, and an algorithm that saves less than a twentieth of the ring's time is not chosen.
 
-    Neighbours in the forward pass travel together as long as they are `fuse_bytes` at most: by default, as
-    long as a message waits longer for latency, on a line that the rest keeps `busy`, than for its bytes, by
-    the cheapest algorithm. Algorithms are compared as on an idle line: with busy latencies `direct` took
+    Layers that are adjacent in the forward pass are fused up to `fuse_bytes`: by default, as long as a
+    message waits longer for latency, on a line that the rest keeps `busy`, than for its bytes, with the
+    cheapest algorithm. Algorithms are compared on an idle line: with busy latencies `direct` was chosen for
     ResNet-50's first layers, which made its step longer by a twentieth (4 workers on 2 cores, 1 Gbit/s).
 
     Source: the layer-overlapping hybrid all-reduce paper, its text and its table 4; `cost_model` is ours.
-    Fusion: Sergeev and Del Balso 2018, Horovod, section 4; deviation: parcels are fixed, where Horovod fills
-    a buffer with what is ready within a cycle.
+    Fusion: Sergeev and Del Balso 2018, Horovod, section 4; deviation: buckets are fixed, where Horovod fills
+    a buffer with the gradients that are ready within a cycle.
 
     Args:
         layers: in the order in which the forward pass needs them.
-        workers: how many there are.
-        line: what a message costs.
-        policy: which algorithm for which parcel.
-        fuse_bytes: the largest parcel of several layers, in bytes; 0 to send every layer alone.
+        workers: number of workers.
+        line: cost of a message.
+        policy: how the algorithm of a bucket is chosen.
+        fuse_bytes: largest size of a bucket of several layers, in bytes; 0 sends every layer alone.
 
     Raises:
-        ValueError: an unknown policy, or a negative size.
+        ValueError: unknown policy, or a negative size.
     """
     if policy not in POLICIES:
         raise ValueError(f"expected a policy of {', '.join(POLICIES)}, got {policy!r}")
@@ -111,28 +111,28 @@ def plan(
 
 
 def busy(line: Line, filling_bytes: int) -> Line:
-    """Return a line as a message finds it that others, of so many bytes in all, keep busy.
+    """Return the effective line for an urgent message when others, of so many bytes in all, keep it busy.
 
-    However urgent it is, it does not overtake what the kernels on its way have taken, nor a frame that is
-    begun, and both sides may be at work on others. With AlexNet's gradients on lines of 1 Gbit/s a round of
-    the most urgent all-reduce took 9 to 15 ms, in which a MiB passes.
+    Even an urgent message cannot overtake bytes that the kernels on its way have accepted or a frame that has
+    been started, and both ends may be working on other messages. With AlexNet's gradients on lines of
+    1 Gbit/s, a round of the most urgent all-reduce took 9 to 15 ms, the time of about 1 MiB.
     """
-    waiting_bytes = min(filling_bytes, _IN_THE_WAY_BYTES)
-    return replace(line, alpha_s=line.alpha_s + waiting_bytes * line.beta_s)
+    queued_bytes = min(filling_bytes, _QUEUED_BYTES_MAX)
+    return replace(line, alpha_s=line.alpha_s + queued_bytes * line.beta_s)
 
 
 def latency_bytes(workers: int, line: Line) -> int:
-    """Return how large a vector is whose all-reduce waits as long for latency as for its bytes."""
+    """Return the size in bytes of a vector whose all-reduce waits as long for latency as for its bytes."""
     if workers == 1:
         return 0
     if not line.beta_s:
-        return _ANY_BYTES
-    fewest = min((cost(name, workers) for name in ALGORITHMS), key=lambda one: (one.volume, one.rounds))
-    return int(fewest.rounds * line.alpha_s / (fewest.volume * line.beta_s))
+        return _UNLIMITED_BYTES
+    cheapest = min((cost(name, workers) for name in ALGORITHMS), key=lambda one: (one.volume, one.rounds))
+    return int(cheapest.rounds * line.alpha_s / (cheapest.volume * line.beta_s))
 
 
 def _runs(layers: Sequence[Layer], fuse_bytes: int) -> list[list[int]]:
-    """Neighbours of one group and kind that travel together."""
+    """Group adjacent layers of one group and kind into runs of at most `fuse_bytes`."""
     runs: list[list[int]] = []
     open_runs: dict[tuple[str, bool], tuple[list[int], int]] = {}
     for index, layer in enumerate(layers):
@@ -159,7 +159,7 @@ def _algorithm(layers: Sequence[Layer], workers: int, line: Line, policy: Policy
     def seconds(name: str) -> float:
         return costs[name].seconds(size, line)
 
-    known = [name for name in ALGORITHMS if name != "direct" or size <= latency_bytes(workers, line)]
-    fastest = min(known, key=lambda name: (seconds(name), costs[name].rounds))
-    is_worth_it = seconds("ring") > slack_s and seconds(fastest) < _MUCH_FASTER * seconds("ring")
+    candidates = [name for name in ALGORITHMS if name != "direct" or size <= latency_bytes(workers, line)]
+    fastest = min(candidates, key=lambda name: (seconds(name), costs[name].rounds))
+    is_worth_it = seconds("ring") > slack_s and seconds(fastest) < _WORTH_SWITCHING * seconds("ring")
     return fastest if is_worth_it else "ring"

@@ -1,8 +1,8 @@
-"""Optimizers of torch as updates of a parameter server, and their states both ways.
+"""Translation of torch optimizers, and their state, to and from the updates of a parameter server.
 
-Nothing here takes a step, and nothing knows how rows travel. What servers cannot do as torch does it is
-refused by name; options that change how fast a step is, not what it is (`foreach`, `fused`, `capturable`),
-are not looked at.
+Nothing here takes a step or knows how rows are transferred. Options that servers cannot reproduce are an
+error that names them; options that change only the speed of a step (`foreach`, `fused`, `capturable`) are
+ignored.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from offbeat.numerics.ps import updates
 from offbeat.numerics.ps.entries import Rows
 
-# What torch and an update call the same thing, one number for each of the parameter's.
+# State that both torch and an update keep, one number per number of the parameter: torch's name to ours.
 _STATES: Final[Mapping[type[Optimizer], Mapping[str, str]]] = {
     SGD: {"momentum_buffer": "momentum"},
     Adagrad: {"sum": "squares"},
     Adam: {"exp_avg": "mean", "exp_avg_sq": "squares", "step": "steps"},
     AdamW: {"exp_avg": "mean", "exp_avg_sq": "squares", "step": "steps"},
 }
-_REFUSED: Final = (
+_UNSUPPORTED: Final = (
     *("dampening", "maximize", "amsgrad", "differentiable"),
     *("lr_decay", "initial_accumulator_value"),
 )
 _SETTINGS: Final = ("lr", "momentum", "betas", "eps", "weight_decay")
-_POSSIBLE: Final = (
-    f"{', '.join(kind.__name__ for kind in _STATES)} of torch.optim, without {', '.join(_REFUSED)}"
+_SUPPORTED: Final = (
+    f"{', '.join(kind.__name__ for kind in _STATES)} of torch.optim, without {', '.join(_UNSUPPORTED)}"
 )
 
 
 def translate(group: Mapping[str, Any], kind: type[Optimizer]) -> updates.Update:
-    """Return the update that takes the steps of an optimizer on one of its parameter groups.
+    """Return the update that takes the same steps as an optimizer on one of its parameter groups.
 
     Args:
-        group: its options; parameters and whatever else is in it are not looked at.
-        kind: of the optimizer, this class itself: what a class derived from it does is not known.
+        group: options of the group; parameters and unknown options are ignored.
+        kind: class of the optimizer; a derived class is not accepted, since its behaviour is not known.
 
     Raises:
-        ValueError: an optimizer, or an option of it, that servers do not do.
+        ValueError: servers do not support the optimizer or one of its options.
     """
     _check_kind(kind)
-    for option in _REFUSED:
+    for option in _UNSUPPORTED:
         if group.get(option):
             raise ValueError(
-                f"expected one of {_POSSIBLE}, got {kind.__name__} with {option}={group[option]}"
+                f"expected one of {_SUPPORTED}, got {kind.__name__} with {option}={group[option]}"
             )
     settings: dict[str, Any] = settings_of(group)
     if kind is SGD:
@@ -60,92 +60,99 @@ def translate(group: Mapping[str, Any], kind: type[Optimizer]) -> updates.Update
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, float | tuple[float, ...]]:
-    """Return the numbers of a parameter group, which schedulers change, as they are now: to go with pushes.
+    """Return the current numeric options of a parameter group, which schedulers change, to send with pushes.
 
-    An optimizer that has momentum, or none, must keep it so: servers refuse a momentum that comes or goes.
+    Momentum must stay zero or stay non-zero: servers reject a change between the two.
     """
     return {name: _plain(group[name]) for name in _SETTINGS if name in group}
 
 
 def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Rows]:
-    """Return what an optimizer keeps of a parameter, as the update of its group does.
+    """Return an optimizer's state of one parameter, in the form of the corresponding update.
 
     Args:
         parameter: of P numbers; one of the optimizer's.
 
     Returns:
-        By the update's names, (P,) of the parameter's type: copies, zero where there is nothing yet.
+        Arrays by the update's names, (P,) of the parameter's dtype: copies, zero where there is no state yet.
 
     Raises:
-        ValueError: an optimizer, or an option of it, that servers do not do; not one of its parameters.
+        ValueError: servers do not support the optimizer or one of its options; not one of its parameters.
     """
     _check_kind(type(optimizer))
-    kept = optimizer.state.get(parameter, {})
-    found = {}
-    for theirs, ours in _names(optimizer, parameter).items():
+    state = optimizer.state.get(parameter, {})
+    states = {}
+    for torch_name, update_name in _names(optimizer, parameter).items():
         rows = np.zeros_like(_flat(parameter))
-        if kept.get(theirs) is not None:
-            rows[...] = _flat(kept[theirs])  # of steps, one number for all
-        found[ours] = rows
-    return found
+        if state.get(torch_name) is not None:
+            rows[...] = _flat(state[torch_name])  # a number of steps is broadcast to all rows
+        states[update_name] = rows
+    return states
 
 
 def take_states(optimizer: Optimizer, parameter: torch.Tensor, rows: Mapping[str, Rows]) -> None:
-    """Let an optimizer keep of a parameter what an update has kept, in torch's own form.
+    """Set an optimizer's state of one parameter to that of an update, in torch's form.
 
-    The steps that torch's Adagrad counts change nothing without `lr_decay`, and stay as they are.
+    The step count of torch's Adagrad has no effect without `lr_decay` and is left as it is.
 
     Args:
         parameter: of P numbers; one of the optimizer's.
-        rows: by the update's names, (P,); others, such as the values themselves, are not looked at.
+        rows: by the update's names, (P,); others, such as the values themselves, are ignored.
 
     Raises:
-        ValueError: an optimizer, or an option of it, that servers do not do; not one of its parameters; rows
-            that are missing, of another number, or of steps that differ, which torch cannot keep.
+        ValueError: servers do not support the optimizer or one of its options; not one of its parameters;
+            rows are missing, have another length, or hold different step counts, which torch cannot
+            represent.
     """
     _check_kind(type(optimizer))
     names = _names(optimizer, parameter)
-    for ours in names.values():
-        if ours not in rows or rows[ours].shape != (parameter.numel(),):
-            came = rows[ours].shape if ours in rows else "none"
-            raise ValueError(f"expected {parameter.numel()} rows of {ours}, got {came}")
+    for update_name in names.values():
+        if update_name not in rows or rows[update_name].shape != (parameter.numel(),):
+            came = rows[update_name].shape if update_name in rows else "none"
+            raise ValueError(f"expected {parameter.numel()} rows of {update_name}, got {came}")
     if "steps" in names.values() and len(np.unique(rows["steps"])) > 1:
-        raise ValueError("expected as many steps of all numbers of a parameter, got different ones")
-    for theirs, ours in names.items():
-        if ours == "steps":
-            kept = torch.tensor(
-                float(rows[ours].max(initial=0)), dtype=_step_type(optimizer, parameter), device="cpu"
+        raise ValueError(
+            "expected the same number of steps for all numbers of a parameter, got different ones"
+        )
+    for torch_name, update_name in names.items():
+        if update_name == "steps":
+            value = torch.tensor(
+                float(rows[update_name].max(initial=0)), dtype=_step_type(optimizer, parameter), device="cpu"
             )
             if _on_device(optimizer, parameter):
-                kept = kept.to(parameter.device)
+                value = value.to(parameter.device)
         else:
-            kept = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
-            kept.copy_(torch.tensor(rows[ours], device="cpu").reshape(parameter.shape))
-        optimizer.state[parameter][theirs] = kept
+            value = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+            value.copy_(torch.tensor(rows[update_name], device="cpu").reshape(parameter.shape))
+        optimizer.state[parameter][torch_name] = value
 
 
 def _check_kind(kind: type[Optimizer]) -> None:
     if kind not in _STATES:
-        raise ValueError(f"expected one of {_POSSIBLE}, got {kind.__name__}")
+        raise ValueError(f"expected one of {_SUPPORTED}, got {kind.__name__}")
 
 
 def _group_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
     for group in optimizer.param_groups:
         if any(one is parameter for one in group["params"]):
             translate(group, type(optimizer))
-            found: Mapping[str, Any] = group
-            return found
+            states: Mapping[str, Any] = group
+            return states
     raise ValueError(f"expected a parameter of the optimizer, got a tensor of shape {tuple(parameter.shape)}")
 
 
 def _names(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, str]:
-    """What is kept of a parameter, by torch's names for it, as the update calls it."""
-    kept = translate(_group_of(optimizer, parameter), type(optimizer)).states
-    return {theirs: ours for theirs, ours in _STATES[type(optimizer)].items() if ours in kept}
+    """The state of a parameter that its update has: torch's names to the update's."""
+    update_states = translate(_group_of(optimizer, parameter), type(optimizer)).states
+    return {
+        torch_name: update_name
+        for torch_name, update_name in _STATES[type(optimizer)].items()
+        if update_name in update_states
+    }
 
 
 def _on_device(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether torch keeps the number of steps where the parameter is."""
+    """Whether torch keeps the step count on the parameter's device."""
     group = _group_of(optimizer, parameter)
     return bool(group.get("capturable") or group.get("fused"))
 
@@ -161,5 +168,5 @@ def _flat(tensor: torch.Tensor) -> Rows:
 
 
 def _plain(value: Any) -> float | tuple[float, ...]:
-    """Numbers that may be tensors."""
+    """Convert numbers, which may be tensors, to floats."""
     return tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
