@@ -137,7 +137,7 @@ def test_rows_that_cannot_be_are_refused(tmp_path, first, stop):
 
 def test_lengths_that_do_not_fit_are_refused():
     rows = power_law_rows(3)
-    with pytest.raises(ValueError, match="one start a row and the end, 3, got 4"):
+    with pytest.raises(ValueError, match="one start per row and the end, 3, got 4"):
         SparseRows(labels=rows.labels[:2], starts=rows.starts, keys=rows.keys, values=rows.values)
     with pytest.raises(ValueError, match="the first start, the end and the number of keys"):
         SparseRows(labels=rows.labels, starts=rows.starts, keys=rows.keys[1:], values=rows.values)

@@ -158,7 +158,7 @@ def test_a_function_is_found_by_its_import_path(
 def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported() -> None:
     about = describe(Function(f"{HERE}:Scaled", {"scale": 3.0}), width=0, dtype="float32")
     for functions in ({}, {f"{HERE}:twice": twice}):
-        with pytest.raises(ProtocolError, match=f"the function {HERE}:Scaled is not here"):
+        with pytest.raises(ProtocolError, match=f"the function {HERE}:Scaled is not registered on this server"):
             make_table(about, 10, 4, functions)
 
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_imported_is_named(path: str) -> None:
         ("Scaled", {}, "scale"),
         ("Scaled", {"scale": 1.0, "more": 2}, "more"),
         ("fails", {}, "it needs a lucky day"),
-        ("makes_nothing", {}, "made no update but a NoneType"),
+        ("makes_nothing", {}, "to return an update, got a NoneType"),
     ],
 )
 def test_a_function_that_makes_no_update_of_its_arguments_is_a_protocol_error(
@@ -283,15 +283,15 @@ def test_what_is_pushed_together_is_summed_or_averaged_as_described(
     [
         ("Nonsense", {}, "expected one of the filters KeyCaching, "),
         ("KKT", {"l1": -1.0}, "a finite l1 of at least 0"),
-        ("KKT", {}, "arguments that KKT takes"),
+        ("KKT", {}, "valid arguments of KKT"),
         ("", {}, "expected one of the filters"),
-        ("KeyCaching", {}, "arguments that KeyCaching takes"),
+        ("KeyCaching", {}, "valid arguments of KeyCaching"),
         ("KeyCaching", {"entries": 0}, "at least 1 entry"),
         ("KeyCaching", {"entries": "4"}, "KeyCaching"),
         ("Compression", {"level": 10}, "level from 0 to 9"),
-        ("Compression", {"speed": 1}, "arguments that Compression takes"),
+        ("Compression", {"speed": 1}, "valid arguments of Compression"),
         ("FixedPoint", {"bytes_per_value": 4}, "1, 2 or 3 bytes"),
-        ("FixedPoint", {"bytes_per_value": 1, "seed": 1}, "arguments that FixedPoint takes"),
+        ("FixedPoint", {"bytes_per_value": 1, "seed": 1}, "valid arguments of FixedPoint"),
         ("RandomSkip", {"probability": 0}, "a probability above 0"),
         ("RandomSkip", {"probability": None}, "RandomSkip"),
         ("SignificantlyModified", {"threshold": -1}, "threshold of at least 0"),

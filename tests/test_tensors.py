@@ -230,7 +230,7 @@ V, W = torch.zeros(2), np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"v": V}, "expected a tensor 'w' for keys 2 to 7, got none; add it, or ask for a range without"),
+        ({"v": V}, "expected a tensor 'w' for keys 2 to 7, got none; add it, or request a range without"),
         ({"v": V, "w": W.T}, r"expected 'w' of shape \(2, 3\), got \(3, 2\)"),
         ({"v": V, "w": W.astype(np.float64)}, "expected 'w' of float32, got float64; convert it"),
         ({"v": V, "w": None}, "expected a tensor 'w', got NoneType; where there is no gradient, give zeros"),
@@ -255,10 +255,10 @@ def test_ranges_that_are_not_there_are_refused(first, last):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (Entries(0, np.ones(8)), r"one number of float32 a key, got float64 of shape \(8,\)"),
+        (Entries(0, np.ones(8)), r"one number of float32 per key, got float64 of shape \(8,\)"),
         (
             Entries(0, np.ones((8, 1), np.float32)),
-            r"one number of float32 a key, got float32 of shape \(8, 1\)",
+            r"one number of float32 per key, got float32 of shape \(8, 1\)",
         ),
         (Entries(1, np.ones(8, np.float32)), "keys within 0 to 8, got 1 to 9"),
         (Entries(-1, np.ones(2, np.float32)), "keys within 0 to 8, got -1 to 1"),

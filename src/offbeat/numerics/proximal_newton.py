@@ -1,11 +1,11 @@
-"""The optimum of logistic regression with an L1 penalty, on one machine and with a proof.
+"""The optimum of L1-regularised logistic regression on one machine, with a certificate.
 
-Nothing here is distributed, and it holds a dense matrix of the weights that are not zero, squared.
+Nothing here is distributed; it holds a dense square matrix over the non-zero weights.
 
-Shapes: N rows, D keys, S keys of the working set, R rows of a piece.
+Shapes: N rows, D keys, S keys of the working set, R rows of a chunk.
 """
 
-# ruff: noqa: N803, N806 - shapes stand in names in capitals
+# ruff: noqa: N803, N806 - shape suffixes in names are capitals
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _HALVINGS_MAX = 50
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Optimum:
-    """Weights that are proved to be as good as any.
+    """Weights that are optimal up to a certified duality gap.
 
     Attributes:
-        weights: one a column, float64 (D,); exactly 0 where the penalty keeps them there.
-        standing: how good they are.
-        passes: how many Newton steps it took.
+        weights: one per column, float64 (D,); exactly 0 where the penalty keeps them at 0.
+        standing: their objective and duality gap.
+        passes: number of Newton steps.
     """
 
     weights: NDArray[np.float64]
@@ -40,22 +40,22 @@ class Optimum:
 
 
 def solve(columns: SignedColumns, l1: float, *, relative_gap: float = 1e-9) -> Optimum:
-    """Minimise the loss and the penalty until the duality gap is at most `relative_gap` of the objective.
+    """Minimise the loss plus the penalty until the duality gap is at most `relative_gap` of the objective.
 
     Source: G.-X. Yuan, C.-H. Ho and C.-J. Lin, "An improved GLMNET for L1-regularized logistic regression",
-    JMLR 13, 2012, algorithm 2. Deviations: the Hessian is held, dense, for the weights that are not 0 or may
-    not stay it; the quadratic model is minimised to the end; the gap decides when to stop.
+    JMLR 13, 2012, algorithm 2. Deviations: the Hessian is stored, dense, for the weights that are not 0 or
+    may not stay 0; the quadratic model is minimised completely; the duality gap decides when to stop.
 
     Args:
         columns: all examples.
-        l1: the weight of the penalty, above 0.
-        relative_gap: above 0; rounding is reached at about 1e-14.
+        l1: weight of the penalty, above 0.
+        relative_gap: above 0; about 1e-14 is the limit of rounding.
 
     Returns:
         The optimum.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
         OffbeatError: the gap is not reached in 100 Newton steps.
     """
     if not l1 > 0 or not relative_gap > 0:
@@ -77,27 +77,27 @@ def solve(columns: SignedColumns, l1: float, *, relative_gap: float = 1e-9) -> O
         )
     raise OffbeatError(
         f"expected a relative gap of {relative_gap:g} after {_PASSES_MAX} Newton steps, found "
-        f"{reached.gap / reached.objective:g}; ask for a larger one"
+        f"{reached.gap / reached.objective:g}; allow a larger one"
     )
 
 
 def compare(
     columns: SignedColumns, weights_D: NDArray[np.float64], l1: float, *, relative_gap: float = 1e-10
 ) -> tuple[float, int]:
-    """Say how far some weights are from the optimum.
+    """Return how far some weights are from the optimum.
 
     Args:
         columns: all examples.
-        weights_D: one a column.
-        l1: the weight of the penalty, above 0.
+        weights_D: one per column.
+        l1: weight of the penalty, above 0.
         relative_gap: of the optimum itself, as for `solve`.
 
     Returns:
-        By which share of it their objective is above the optimum's, and how many weights are zero in one of
-        both only.
+        The relative excess of their objective over the optimum's, and how many weights are zero in only one
+        of the two.
 
     Raises:
-        OffbeatError: as `solve`.
+        OffbeatError: as for `solve`.
     """
     best = solve(columns, l1, relative_gap=relative_gap)
     objective = standing(columns, weights_D, l1).objective
@@ -108,18 +108,18 @@ def compare(
 def hessian(
     columns: SignedColumns, margins_N: NDArray[np.float64], *, numbers_at_once: int = 1 << 22
 ) -> NDArray[np.float64]:
-    """The second derivatives of the loss in the weights of some columns.
+    """Return the second derivatives of the loss with respect to the weights of some columns.
 
     Args:
-        columns: of these weights.
-        margins_N: where they are.
-        numbers_at_once: how many of all rows and columns are made dense together, about; 4 Mi are 32 MiB.
+        columns: columns of these weights.
+        margins_N: margins at which to differentiate.
+        numbers_at_once: approximate size of the dense chunks, in numbers; 4 Mi are 32 MiB.
 
     Returns:
         Dense, (S, S).
     """
-    wrong_N = mistrust(margins_N)
-    roots_N = np.sqrt(wrong_N * mistrust(-margins_N))
+    error_N = mistrust(margins_N)
+    roots_N = np.sqrt(error_N * mistrust(-margins_N))
     column_of_Z = columns.column_numbers()
     hessian_SS = np.zeros((len(columns), len(columns)))
     height = max(1, numbers_at_once // max(1, len(columns)))
@@ -138,42 +138,42 @@ def _model_minimum(
     weights_S: NDArray[np.float64],
     l1: float,
 ) -> NDArray[np.float64]:
-    """Changes d that minimise g d + d H d / 2 + l1 |w + d|, (S,).
+    """Return changes d that minimise g d + d H d / 2 + l1 |w + d|, (S,).
 
-    Coordinate descent finds which weights are zero and the signs of the others; as it is slow where columns
-    nearly depend on each other, a step to the minimum for these signs follows each sweep.
+    Coordinate descent finds the zero weights and the signs of the others. It is slow if columns are nearly
+    dependent; therefore each sweep is followed by a step to the minimum for these signs.
     """
     bounds_S = np.diag(hessian_SS) + 1e-12
-    now_S = weights_S.copy()
+    current_S = weights_S.copy()
     for _ in range(_SWEEPS_MAX):
-        slopes_S = gradients_S + hessian_SS @ (now_S - weights_S)
-        before_S = now_S.copy()
-        for place, bound in enumerate(bounds_S.tolist()):
-            before = now_S[place]
-            centre = before - slopes_S[place] / bound
+        slopes_S = gradients_S + hessian_SS @ (current_S - weights_S)
+        before_S = current_S.copy()
+        for index, bound in enumerate(bounds_S.tolist()):
+            before = current_S[index]
+            centre = before - slopes_S[index] / bound
             after = np.sign(centre) * max(abs(centre) - l1 / bound, 0.0)
             if after != before:
-                now_S[place] = after
-                slopes_S += hessian_SS[place] * (after - before)
-        if np.abs((now_S - before_S) * bounds_S).max(initial=0) <= 1e-12 * l1:
+                current_S[index] = after
+                slopes_S += hessian_SS[index] * (after - before)
+        if np.abs((current_S - before_S) * bounds_S).max(initial=0) <= 1e-12 * l1:
             break
-        _go_to_minimum_for_signs(hessian_SS, slopes_S, now_S, l1)
-    return now_S - weights_S
+        _step_to_minimum_for_signs(hessian_SS, slopes_S, current_S, l1)
+    return current_S - weights_S
 
 
-def _go_to_minimum_for_signs(
-    hessian_SS: NDArray[np.float64], slopes_S: NDArray[np.float64], now_S: NDArray[np.float64], l1: float
+def _step_to_minimum_for_signs(
+    hessian_SS: NDArray[np.float64], slopes_S: NDArray[np.float64], current_S: NDArray[np.float64], l1: float
 ) -> None:
-    """Move weights that are not zero, in place, to the model's minimum or to where the first becomes zero."""
-    free = np.flatnonzero(now_S)
-    now_F, hessian_FF = now_S[free], hessian_SS[np.ix_(free, free)]
+    """Move non-zero weights, in place, to the model's minimum or to where the first of them becomes zero."""
+    free = np.flatnonzero(current_S)
+    current_F, hessian_FF = current_S[free], hessian_SS[np.ix_(free, free)]
     ridge_FF = np.diag(1e-12 * np.diag(hessian_FF) + 1e-12)
-    changes_F = np.linalg.solve(hessian_FF + ridge_FF, -(slopes_S[free] + l1 * np.sign(now_F)))
-    crosses_F = np.flatnonzero(now_F * (now_F + changes_F) < 0)
-    lengths = -now_F[crosses_F] / changes_F[crosses_F]
-    now_S[free] += min(1.0, lengths.min(initial=1.0)) * changes_F
+    changes_F = np.linalg.solve(hessian_FF + ridge_FF, -(slopes_S[free] + l1 * np.sign(current_F)))
+    crosses_F = np.flatnonzero(current_F * (current_F + changes_F) < 0)
+    lengths = -current_F[crosses_F] / changes_F[crosses_F]
+    current_S[free] += min(1.0, lengths.min(initial=1.0)) * changes_F
     if len(lengths):
-        now_S[free[crosses_F[lengths.argmin()]]] = 0.0
+        current_S[free[crosses_F[lengths.argmin()]]] = 0.0
 
 
 def _step_length(
@@ -184,7 +184,7 @@ def _step_length(
     changes_S: NDArray[np.float64],
     l1: float,
 ) -> float:
-    """The largest of 1, 1/2, 1/4, ... with which the objective falls enough, but for rounding."""
+    """Return the largest of 1, 1/2, 1/4, ... that decreases the objective enough, up to rounding."""
     moved_N = columns.times(changes_S)
     penalty = l1 * float(np.abs(weights_S).sum())
     before = loss(margins_N) + penalty

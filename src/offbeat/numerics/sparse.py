@@ -1,12 +1,12 @@
-"""Labelled examples most of whose features are zero: by rows as they are read, by columns as they are used.
+"""Labelled sparse examples: by rows, as they are read, and by columns, as they are used.
 
-Features are called by keys, any non-negative int64, as parameters are on servers; nothing here is as long as
-the largest key. Nothing here reads files or knows what is learnt from the examples.
+The keys of features may be any non-negative int64, like the keys of parameters on servers; no array here is
+as long as the largest key. Nothing here reads files or knows what is learned from the examples.
 
-Shapes: N rows, D keys, Z values that are not zero.
+Shapes: N rows, D keys, Z non-zero values.
 """
 
-# ruff: noqa: N803, N806 - shapes stand in names in capitals
+# ruff: noqa: N803, N806 - shape suffixes in names are capitals
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from offbeat.numerics.ps.entries import places_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SparseRows:
-    """Labelled rows, compressed: row i has `keys[starts[i]:starts[i + 1]]` and the values beside them.
+    """Labelled rows in compressed form: row i has `keys[starts[i]:starts[i + 1]]` and the same of `values`.
 
     Attributes:
-        labels: one a row, float64 (N,).
-        starts: where each row begins, and where the last one ends, int64 (N + 1,), from 0 to Z.
-        keys: of the features, int64 (Z,), ascending in each row.
-        values: of the features, float64 (Z,).
+        labels: one per row, float64 (N,).
+        starts: start of each row, and the end of the last one, int64 (N + 1,), from 0 to Z.
+        keys: keys of the features, int64 (Z,), ascending in each row.
+        values: values of the features, float64 (Z,).
 
     Raises:
-        ValueError: the lengths do not fit together.
+        ValueError: the lengths are inconsistent.
     """
 
     labels: NDArray[np.float64]
@@ -41,7 +41,7 @@ class SparseRows:
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.labels) + 1:
             raise ValueError(
-                f"expected one start a row and the end, {len(self.labels) + 1}, got {len(self.starts)}"
+                f"expected one start per row and the end, {len(self.labels) + 1}, got {len(self.starts)}"
             )
         ends = (0, len(self.values), len(self.values))
         if (found := (int(self.starts[0]), int(self.starts[-1]), len(self.keys))) != ends:
@@ -51,11 +51,11 @@ class SparseRows:
         return len(self.labels)
 
     def row_numbers(self) -> NDArray[np.int64]:
-        """The number of the row of each value, int64 (Z,)."""
+        """Return the index of the row of each value, int64 (Z,)."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     def part(self, first: int, stop: int) -> SparseRows:
-        """Rows `first` to `stop` - 1, a worker's share; keys and values are not copied.
+        """Return rows `first` to `stop` - 1, such as a worker's shard; keys and values are not copied.
 
         Raises:
             ValueError: not 0 <= first <= stop <= the number of rows.
@@ -71,15 +71,15 @@ class SparseRows:
         )
 
     def share(self, rank: int, workers: int) -> SparseRows:
-        """The rows of one of several workers, numbers 0 to `workers` - 1; all have as many, or one more."""
+        """Return the rows of worker `rank` of `workers`; all workers have equally many, or one more."""
         return self.part(rank * len(self) // workers, (rank + 1) * len(self) // workers)
 
 
 def joined(parts: Sequence[SparseRows]) -> SparseRows:
-    """All rows of some parts, in order.
+    """Return the rows of all parts, in order.
 
     Raises:
-        ValueError: no part.
+        ValueError: there are no parts.
     """
     if not parts:
         raise ValueError("expected at least one part, got none")
@@ -93,21 +93,21 @@ def joined(parts: Sequence[SparseRows]) -> SparseRows:
 
 
 def sums_at(places: NDArray[np.int64], terms: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """The sum of the terms of each place 0 to `count` - 1, added in order; 0 where there is none."""
-    # bincount counts in integers where there are no terms at all, and its types say that it always does.
+    """Return the sum of the terms of each position 0 to `count` - 1, added in order; 0 if it has none."""
+    # Without any terms bincount returns integers, although its type annotation says floats.
     return np.bincount(places, terms, count).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SignedColumns:
-    """Examples by columns, each value times the label of its row: all that a margin loss needs.
+    """Examples by columns, each value multiplied by the label of its row: all that a margin loss needs.
 
-    Column j is `rows[starts[j]:starts[j + 1]]` and the values beside them.
+    Column j is `rows[starts[j]:starts[j + 1]]` and the same of `values`.
 
     Attributes:
-        keys: of the columns, int64 (D,), ascending.
-        starts: where each column begins, and where the last one ends, int64 (D + 1,).
-        rows: numbers of rows, int64 (Z,).
+        keys: keys of the columns, int64 (D,), ascending.
+        starts: start of each column, and the end of the last one, int64 (D + 1,).
+        rows: row indices, int64 (Z,).
         values: label times value, float64 (Z,).
         height: N, the number of rows.
     """
@@ -120,14 +120,14 @@ class SignedColumns:
 
     @classmethod
     def of(cls, rows: SparseRows) -> SignedColumns:
-        """The columns of all keys that occur in some rows.
+        """Return the columns of all keys that occur in some rows.
 
         Raises:
             ValueError: a label is neither -1 nor +1.
         """
-        wrong = np.flatnonzero(np.abs(rows.labels) != 1)
-        if len(wrong):
-            first = wrong[0]
+        invalid = np.flatnonzero(np.abs(rows.labels) != 1)
+        if len(invalid):
+            first = invalid[0]
             raise ValueError(f"expected labels -1 and +1, got {rows.labels[first]:g} in row {first}")
         keys, counts = np.unique(rows.keys, return_counts=True)
         row_of_Z = rows.row_numbers()
@@ -144,14 +144,14 @@ class SignedColumns:
         return len(self.keys)
 
     def places(self, first_key: int, stop_key: int) -> slice:
-        """Where the keys from `first_key` to `stop_key` - 1 lie in `keys`: one block."""
+        """Return the slice of `keys` with the keys `first_key` to `stop_key` - 1, which are contiguous."""
         return places_of(self.keys, first_key, stop_key)
 
     def block(self, places: slice) -> SignedColumns:
-        """Neighbouring columns, not copied.
+        """Return contiguous columns, not copied.
 
         Args:
-            places: begin and end within 0 to D, as `places` gives them.
+            places: slice within 0 to D, as `places` returns it.
         """
         begin, end = self.starts[places.start], self.starts[places.stop]
         return SignedColumns(
@@ -163,7 +163,7 @@ class SignedColumns:
         )
 
     def chosen(self, choice_D: NDArray[np.bool_]) -> SignedColumns:
-        """The columns for which `choice_D` is true; without a copy if that is all."""
+        """Return the columns for which `choice_D` is true; without a copy if those are all."""
         if choice_D.all():
             return self
         counts = np.diff(self.starts)
@@ -177,15 +177,15 @@ class SignedColumns:
         )
 
     def times(self, vector_D: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum of all columns, each times its number of `vector_D`, (N,); those times 0 cost nothing."""
-        moved = self.chosen(vector_D != 0)
-        factors = np.repeat(vector_D[vector_D != 0], np.diff(moved.starts))
-        return sums_at(moved.rows, moved.values * factors, self.height)
+        """Return the sum of the columns times `vector_D`, (N,); columns with factor 0 cost nothing."""
+        nonzero = self.chosen(vector_D != 0)
+        factors = np.repeat(vector_D[vector_D != 0], np.diff(nonzero.starts))
+        return sums_at(nonzero.rows, nonzero.values * factors, self.height)
 
     def sums(self, terms_Z: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum of each column's terms, (D,); 0 for a column without any."""
+        """Return the sum of each column's terms, (D,); 0 for a column without any."""
         return sums_at(self.column_numbers(), terms_Z, len(self))
 
     def column_numbers(self) -> NDArray[np.int64]:
-        """The number of the column of each value, int64 (Z,)."""
+        """Return the index of the column of each value, int64 (Z,)."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))

@@ -1,6 +1,6 @@
-"""Values of some keys: what clients and servers say to each other, and the one check of it.
+"""Values by key, as clients and servers exchange them, and their validation.
 
-Nothing here knows what the values mean, where they are kept or how they travel.
+Nothing here knows what the values mean, where they are stored or how they are transferred.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 
 Keys: TypeAlias = NDArray[np.int64]  # (K,), ascending, each once
 Rows: TypeAlias = NDArray[Any]  # (K,) or (K, width)
-Settings: TypeAlias = Mapping[str, float | Sequence[float]]  # numbers of an update, by the name of its field
+Settings: TypeAlias = Mapping[str, float | Sequence[float]]  # numbers of an update, by field name
 
 LAST_MAX: Final = 2**63  # the end of a range that ends with the largest key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """What is said besides values, where anything is.
+    """Optional metadata of a push.
 
     Attributes:
-        weight: of how many pushes the values are the sum already, at least 0; what a mean is divided by.
-        settings: numbers of the update that hold for this push, by name; None for those of the namespace.
-        states: by name, what an update keeps, rows beside those of the values; None where nothing is said of
-            it. A push that has them, be it an empty mapping, is no step of the update: its rows take the
-            place of what is there, and zeros do where a name is missing.
+        weight: number of pushes that the values are the sum of, at least 0; a mean is divided by it.
+        settings: numbers of the update for this push only, by name; None for those of the namespace.
+        states: state of the update by name, with one row per row of the values; None if there is none. A push
+            with states, even an empty mapping, is not a step of the update: its rows replace values and
+            states, and states that are missing become zero.
     """
 
     weight: float = 1.0
@@ -36,7 +36,7 @@ class Terms:
     states: Mapping[str, Rows] | None = None
 
     def cut(self, places: slice) -> Terms:
-        """Return what is said of some of the rows."""
+        """Return the metadata of some of the rows."""
         if self.states is None:
             return self
         return replace(self, states={name: rows[places] for name, rows in self.states.items()})
@@ -46,16 +46,16 @@ PLAIN: Final = Terms()
 
 
 class Entries:
-    """Values of some keys: of all from `first` on, or of those that `keys` lists.
+    """Values by key: of contiguous keys from `first` on, or of those that `keys` lists.
 
     Attributes:
-        first: the key of the first row, where `keys` is None.
-        values: one row a key.
-        keys: ascending, each once; None where the keys are neighbours.
-        terms: what is said besides the values; None, which is `PLAIN`, nearly always.
+        first: key of the first row, if `keys` is None.
+        values: one row per key.
+        keys: ascending, each once; None if the keys are contiguous.
+        terms: metadata; usually None, which means `PLAIN`.
     """
 
-    __slots__ = ("first", "keys", "terms", "values")  # no dataclass: the wire has a form of its own for it
+    __slots__ = ("first", "keys", "terms", "values")  # not a dataclass: it has its own wire format
 
     def __init__(
         self, first: int, values: Rows, keys: Keys | None = None, terms: Terms | None = None
@@ -63,7 +63,7 @@ class Entries:
         self.first, self.values, self.keys, self.terms = first, values, keys, terms
 
     def cut(self, first: int, last: int) -> Entries:
-        """Return what is there for keys `first` to `last` - 1, without copying it."""
+        """Return the entries of keys `first` to `last` - 1, not copied."""
         if self.keys is None:
             begin = max(first, self.first)
             places = slice(begin - self.first, max(begin, last) - self.first)
@@ -76,25 +76,25 @@ class Entries:
 
     @property
     def replaces(self) -> bool:
-        """Whether, pushed, these take the place of what is there."""
+        """Whether pushing these entries replaces values and states."""
         return self.terms is not None and self.terms.states is not None
 
     def listed(self) -> Keys:
-        """Return the keys, also where they are neighbours."""
+        """Return all keys as an array, also if they are contiguous."""
         if self.keys is not None:
             return self.keys
         return np.arange(self.first, self.first + len(self.values), dtype=np.int64)
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         return len(self.values)
 
 
 def gathered(parts: list[Entries]) -> Entries:
-    """Return as one what came in parts, ascending: neighbouring keys where all are, or all are listed.
+    """Concatenate entries that arrived in ascending parts: all with contiguous keys, or all with listed ones.
 
     Raises:
-        ValueError: no parts, or some with keys and some without.
+        ValueError: there are no parts, or some list keys and some do not.
     """
     if not parts or any((one.keys is None) != (parts[0].keys is None) for one in parts):
         raise ValueError("expected at least one part, and keys in all of them or in none")
@@ -104,13 +104,13 @@ def gathered(parts: list[Entries]) -> Entries:
 
 
 def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
-    """Return the values of keys `first` to `last` - 1, added up by key in the order of the parts.
+    """Return the values of keys `first` to `last` - 1, summed by key in the order of the parts.
 
-    Where all parts list their keys, those that any of them lists; otherwise all. What the parts say besides
-    their values is left out.
+    If all parts list their keys, the result lists those of any part; otherwise it has all keys of the range.
+    The metadata of the parts is ignored.
 
     Raises:
-        ValueError: no parts.
+        ValueError: there are no parts.
     """
     if not parts:
         raise ValueError("expected at least one part")
@@ -131,37 +131,37 @@ def summed(parts: Sequence[Entries], first: int, last: int) -> Entries:
 
 
 def places_of(keys: Keys, first: int, last: int) -> slice:
-    """Return where the keys from `first` to `last` - 1 lie among some that ascend."""
-    # By the key before each: 2**63, which is none, would make numpy compare as floats.
+    """Return the slice of ascending `keys` with the keys `first` to `last` - 1."""
+    # Searches for first - 1 and last - 1: 2**63 is not an int64 and would make numpy compare floats.
     begin, end = keys.searchsorted((first - 1, last - 1), side="right").tolist()
     return slice(begin, end)
 
 
 def problem_of(content: Entries, first: int, last: int) -> str:
-    """Say why something is not a row for each key from `first` to `last` - 1, or for listed ones of them.
+    """Return why entries are not one row for each key from `first` to `last` - 1, or for listed ones of them.
 
     Returns:
-        A sentence for an error; empty where nothing is wrong.
+        A sentence for an error; empty if the entries are valid.
     """
     problem = "" if content.keys is None else problem_of_keys(content.keys, first, last)
     return problem or problem_of_rows(content, first, last)
 
 
 def problem_of_keys(keys: Keys, first: int, last: int) -> str:
-    """Say why something cannot be a list of keys from `first` to `last` - 1, as `problem_of` does."""
+    """Return why an array is not a valid list of keys from `first` to `last` - 1; empty if it is."""
     if keys.dtype != np.int64 or keys.ndim != 1:
         return f"expected keys as one row of int64, got {keys.dtype} of shape {keys.shape}"
     is_rising = keys[1:] > keys[:-1]
     if not is_rising.all():
-        place = int(is_rising.argmin())
-        return f"expected ascending keys, each once, got {keys[place]} before {keys[place + 1]}"
+        index = int(is_rising.argmin())
+        return f"expected ascending keys, each once, got {keys[index]} before {keys[index + 1]}"
     if len(keys) and not first <= int(keys[0]) <= int(keys[-1]) < last:
         return f"expected keys from {first} to below {last}, got {keys[0]} to {keys[-1]}"
     return ""
 
 
 def problem_of_rows(content: Entries, first: int, last: int) -> str:
-    """Say why rows are not one for each key, as `problem_of` does; listed keys are taken as they are."""
+    """Return why there is not one row for each key, empty if there is; listed keys are not validated."""
     if content.keys is None and content.first != first:
         return f"expected rows from key {first} on, got them from {content.first} on"
     count = last - first if content.keys is None else len(content.keys)

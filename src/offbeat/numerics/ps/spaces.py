@@ -1,7 +1,7 @@
-"""What the values of a namespace are and what becomes of what is pushed, as text that any server understands.
+"""Description of a namespace as text that any server understands: its values, update and filters.
 
-A function of the user's own is known by its import path, and only where whoever started the server has named
-it: no code ever comes over the network.
+A user-defined function is named by its import path and accepted only if it was registered when the server was
+started: code is never sent over the network.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ FILTERS: Final[Mapping[str, Any]] = {
     for kind in (KeyCaching, Compression, FixedPoint, RandomSkip, SignificantlyModified, KKT)
 }
 _LOSSLESS: Final = frozenset({"KeyCaching", "Compression"})
-_DRAWING: Final = frozenset({"FixedPoint", "RandomSkip"})
-_OF_PULLS: Final = frozenset({"KeyCaching", "Compression", "FixedPoint", "SignificantlyModified"})
-_TENSORS_CHARACTERS_MAX: Final = 4096  # well below what the coordinator takes of a text
+_RANDOM: Final = frozenset({"FixedPoint", "RandomSkip"})
+_PULL_FILTERS: Final = frozenset({"KeyCaching", "Compression", "FixedPoint", "SignificantlyModified"})
+_TENSORS_CHARACTERS_MAX: Final = 4096  # well below the coordinator's limit for a text
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class Function:
-    """An update of the user's own.
+    """A user-defined update.
 
     Attributes:
         path: `module:name` of a class, or of a function that returns an `Update`; every server has to be
             started with it.
-        arguments: plain data, for it.
+        arguments: its arguments, plain data.
     """
 
     path: str
@@ -67,14 +67,14 @@ class Function:
 
 @dataclass(frozen=True)
 class FilterSpec:
-    """A filter as both ends make it.
+    """Specification of a filter, from which both ends build it.
 
     Attributes:
-        kind: of filter, by the name of its class.
-        arguments: plain data, for it; without the seed, which each sender has of its own.
+        kind: name of the filter's class.
+        arguments: its arguments, plain data, except the seed, which each sender chooses.
 
     Raises:
-        ValueError: there is no such filter, or its arguments are none.
+        ValueError: unknown filter, or invalid arguments.
     """
 
     kind: str
@@ -86,13 +86,13 @@ class FilterSpec:
         try:
             self.make(0)
         except TypeError as error:
-            raise ValueError(f"expected arguments that {self.kind} takes: {error}") from error
+            raise ValueError(f"expected valid arguments of {self.kind}: {error}") from error
 
     def make(self, seed: int) -> Filter:
-        """Return a filter."""
-        own = {"seed": seed} if self.kind in _DRAWING else {}
-        made: Filter = FILTERS[self.kind](**self.arguments, **own)
-        return made
+        """Return a new filter; `seed` is used by filters that draw random numbers."""
+        own = {"seed": seed} if self.kind in _RANDOM else {}
+        filter_: Filter = FILTERS[self.kind](**self.arguments, **own)
+        return filter_
 
 
 class Filters(NamedTuple):
@@ -103,24 +103,24 @@ class Filters(NamedTuple):
 
     @property
     def copy(self) -> tuple[FilterSpec, ...]:
-        """Those of pushes that lose nothing, for replicas."""
+        """The lossless filters of pushes, for replicas."""
         return tuple(spec for spec in self.push if spec.kind in _LOSSLESS)
 
     @property
     def caches_keys(self) -> bool:
-        """Whether the lists of keys that pulls ask for are cached."""
+        """Whether the key lists of pull requests are cached."""
         return any(spec.kind == "KeyCaching" for spec in self.pull)
 
     @property
     def knows_keys(self) -> bool:
-        """Whether filters of what comes back go by the keys that were asked for."""
+        """Whether filters of pull responses depend on the requested keys."""
         return any(spec.kind == "SignificantlyModified" for spec in self.pull)
 
     def check(self, update: Update | Function) -> None:
-        """See whether they go together, and with the update.
+        """Check that the filters are compatible with each other and with the update.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they are not.
         """
         FilterChain([spec.make(0) for spec in self.push])
         FilterChain([spec.make(0) for spec in self.pull])
@@ -129,12 +129,12 @@ class Filters(NamedTuple):
         if any(spec.kind == "KKT" and spec.arguments["l1"] != l1 for spec in self.push):
             raise ValueError("expected KKT with update=BlockProximal() of the same l1 only")
         if isinstance(update, Assign) and "RandomSkip" in kinds:
-            raise ValueError("expected no RandomSkip with update=Assign(): what is left out is not zero")
+            raise ValueError("expected no RandomSkip with update=Assign(): a skipped value is not zero")
         if not isinstance(update, Assign) and "SignificantlyModified" in kinds:
             raise ValueError("expected SignificantlyModified of pushes with update=Assign() only")
-        if wrong := {spec.kind for spec in self.pull} - _OF_PULLS:
+        if unsupported := {spec.kind for spec in self.pull} - _PULL_FILTERS:
             raise ValueError(
-                f"expected filters of pulls among {', '.join(sorted(_OF_PULLS))}, got {min(wrong)}"
+                f"expected filters of pulls among {', '.join(sorted(_PULL_FILTERS))}, got {min(unsupported)}"
             )
 
 
@@ -150,17 +150,18 @@ def describe(
     filters: Filters = NO_FILTERS,
     tensors: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return as text what a namespace is to be.
+    """Return the description of a namespace as text.
 
     Args:
-        update: what becomes of what is pushed.
-        width, dtype, aggregate: as `ArrayTable` takes them.
-        filters: what travels goes through them.
-        tensors: whose numbers the values are, as `Offsets.state_dict` gives it; None where they are nobody's.
+        update: how a push changes values.
+        width, dtype, aggregate: see `ArrayTable`.
+        filters: filters of transfers.
+        tensors: table of the tensors that the keys belong to, from `Offsets.state_dict`; None if there are
+            none.
 
     Raises:
-        ValueError: an update that servers do not know, one of other rows, or one that may fail in the midst
-            of several pushes.
+        ValueError: an update that servers do not know, one of another width, or, with aggregate="each", a
+            user-defined one, which might fail between two pushes.
     """
     _check_width(update, width)
     if aggregate not in get_args(Aggregate):
@@ -168,24 +169,24 @@ def describe(
     if isinstance(update, Function):
         if aggregate == "each":
             raise ValueError("expected aggregate to be sum or mean with a function of your own, got each")
-        said: dict[str, Any] = {"function": update.path, "arguments": dict(update.arguments)}
+        description: dict[str, Any] = {"function": update.path, "arguments": dict(update.arguments)}
     elif type(update).__name__ in UPDATES and dataclasses.is_dataclass(update):
-        said = {"update": type(update).__name__, "arguments": dataclasses.asdict(update)}
+        description = {"update": type(update).__name__, "arguments": dataclasses.asdict(update)}
     else:
         raise ValueError(
             f"expected one of the updates {', '.join(UPDATES)}, or Function(import path), "
             f"got {type(update).__name__}"
         )
     filters.check(update)
-    said["filters"] = [[[spec.kind, dict(spec.arguments)] for spec in one] for one in filters]
-    said |= {"width": width, "dtype": dtype, "aggregate": aggregate} | (
-        {} if tensors is None else {"tensors": _shortened(tensors)}
+    description["filters"] = [[[spec.kind, dict(spec.arguments)] for spec in one] for one in filters]
+    description |= {"width": width, "dtype": dtype, "aggregate": aggregate} | (
+        {} if tensors is None else {"tensors": _digest_if_long(tensors)}
     )
-    return json.dumps(said, sort_keys=True)
+    return json.dumps(description, sort_keys=True)
 
 
-def _shortened(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a table of tensors, or of a long one its digest: tables are only compared."""
+def _digest_if_long(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a table of tensors, or the digest of a long one, since tables are only compared."""
     text = json.dumps(tensors, sort_keys=True)
     if len(text) <= _TENSORS_CHARACTERS_MAX:
         return tensors
@@ -193,10 +194,10 @@ def _shortened(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load(path: str) -> Any:
-    """Import what a server is to offer under a path.
+    """Import an update that a server is to provide.
 
     Raises:
-        OffbeatError: there is no such thing.
+        OffbeatError: it cannot be imported.
     """
     Function(path)
     module, _, name = path.partition(":")
@@ -210,10 +211,10 @@ def make_filters(about: str) -> Filters:
     """Return the filters of a namespace.
 
     Args:
-        about: as `describe` returns it.
+        about: description from `describe`.
 
     Raises:
-        ProtocolError: it says nothing of filters, or of some that are none.
+        ProtocolError: it has no filters, or invalid ones.
     """
     try:
         push, pull = json.loads(about)["filters"]
@@ -234,59 +235,59 @@ def make_table(
     """Return an empty table for a namespace.
 
     Args:
-        about: as `describe` returns it.
-        keys, block_keys: as `ArrayTable` takes them.
-        functions: the user's own updates, by path.
-        empty: likewise.
+        about: description from `describe`.
+        keys, block_keys: see `ArrayTable`.
+        functions: user-defined updates by path.
+        empty: see `ArrayTable`.
 
     Raises:
-        ProtocolError: the namespace is none that `describe` describes, or its function is not here.
+        ProtocolError: the description is invalid, or its function is not registered here.
     """
     make_filters(about)
     try:
-        said = json.loads(about)
-        arguments = dict(said["arguments"])
-        if "function" in said:
-            if said["function"] not in functions:
-                raise ValueError(f"the function {said['function']} is not here")
-            update = _made(said["function"], functions[said["function"]], arguments)
+        description = json.loads(about)
+        arguments = dict(description["arguments"])
+        if "function" in description:
+            if description["function"] not in functions:
+                raise ValueError(f"the function {description['function']} is not registered on this server")
+            update = _build_update(description["function"], functions[description["function"]], arguments)
         else:
             numbers = {name: _numbers(value) for name, value in arguments.items()}
-            update = UPDATES[said["update"]](**numbers)
-        _check_width(update, said["width"])
+            update = UPDATES[description["update"]](**numbers)
+        _check_width(update, description["width"])
         return ArrayTable(
             keys,
             block_keys,
             update,
-            width=operator.index(said["width"]),
-            dtype=np.dtype(said["dtype"]),
-            aggregate=said["aggregate"],
-            may_fail="function" in said,
+            width=operator.index(description["width"]),
+            dtype=np.dtype(description["dtype"]),
+            aggregate=description["aggregate"],
+            may_fail="function" in description,
             empty=empty,
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"expected a namespace that can be served, got {about}: {error}") from error
 
 
-def _made(path: str, function: Any, arguments: Mapping[str, Any]) -> Any:
+def _build_update(path: str, function: Any, arguments: Mapping[str, Any]) -> Any:
     try:
         update = function(**arguments)
-    except Exception as error:  # whatever a user's code does with a client's arguments
-        raise ValueError(f"{path} with these arguments: {error!r}") from error
+    except Exception as error:  # user code may raise anything
+        raise ValueError(f"{path} failed with these arguments: {error!r}") from error
     if not (hasattr(update, "states") and hasattr(update, "apply")):
-        raise ValueError(f"{path} made no update but a {type(update).__name__}")
+        raise ValueError(f"expected {path} to return an update, got a {type(update).__name__}")
     return update
 
 
 def _numbers(value: Any) -> bool | float | tuple[float, ...]:
-    """An argument of an update, of which JSON knows no tuples."""
+    """Convert an argument of an update from JSON, which has no tuples."""
     if isinstance(value, list):
         return tuple(map(float, value))
     return value if isinstance(value, bool) else float(value)
 
 
 def _check_width(update: object, width: int) -> None:
-    """See whether an update that takes rows of one width only, its attribute `width`, has such rows."""
+    """Check the width of rows for an update that needs a fixed one, its attribute `width`."""
     expected = getattr(update, "width", width)
     if width != expected:
         raise ValueError(f"expected rows of {expected} numbers for {type(update).__name__}, got {width}")

@@ -1,8 +1,9 @@
-"""What a server makes of what is pushed to it: one step of an optimizer on the values of some keys.
+"""Updates of a parameter server: how a push changes the values of its keys, such as an optimizer step.
 
-All work in place on arrays of one row a key, and row by row: what one key becomes depends on that key's row
-alone. So a range may be cut anywhere, replicas that see the same pushes in the same order hold the same bits,
-and a key that is not pushed is not touched. Nothing here knows what a key is or where it lives.
+All work in place on arrays of one row per key, and row by row: the new value of a key depends only on its own
+row. A range can therefore be split anywhere, replicas that apply the same pushes in the same order hold the
+same bits, and a key that is not pushed is not changed. Nothing here knows what a key is or where it is
+stored.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ Rows: TypeAlias = NDArray[np.floating]  # (K,) or (K, width)
 
 
 class Update(Protocol):
-    """A function from values, their state and what was pushed to new values and state.
+    """A function from values, their state and a push to new values and state.
 
-    It must be deterministic and keep nothing to itself: replicas compute it anew. One that raises changes
-    nothing, for it is tried on copies first: the push is refused.
+    It must be deterministic and have no other state, since replicas repeat the computation. It is first tried
+    on copies: if it raises, nothing is changed and the push is rejected.
     """
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of what is kept for every value besides it; all begin at zero."""
+        """Names of the state that is kept for every value; all state is initially zero."""
 
     def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
         """Take one step, in place.
 
         Args:
-            values: of the keys that were pushed, (K,) or (K, width).
+            values: values of the pushed keys, (K,) or (K, width).
             states: by name, each of the shape of `values`.
-            pushed: likewise; not changed.
+            pushed: of the same shape; not changed.
         """
 
 
@@ -45,16 +46,16 @@ _U = TypeVar("_U", bound=Update)
 
 
 def with_settings(update: _U, settings: Settings) -> _U:
-    """Return an update with other numbers, and the same states.
+    """Return an update with some numbers replaced, and the same states.
 
     Args:
-        update: one of this package's.
-        settings: numbers by the names that the update has for them; those that are left out stay.
+        update: an update of this package.
+        settings: new numbers by field name; fields that are not given stay.
 
     Raises:
-        ValueError: names that the update has no number of, what is no number, or one that it refuses.
+        ValueError: unknown names, values that are not numbers, or numbers that the update does not accept.
     """
-    fields: Any = update  # of a dataclass
+    fields: Any = update  # a dataclass
     numbers = {
         field.name: value
         for field in dataclasses.fields(fields)
@@ -66,7 +67,7 @@ def with_settings(update: _U, settings: Settings) -> _U:
             f"got {min(unknown)}"
         )
     changed: _U = dataclasses.replace(
-        fields, **{name: _like(numbers[name], value, name) for name, value in settings.items()}
+        fields, **{name: _converted(numbers[name], value, name) for name, value in settings.items()}
     )
     if changed.states != update.states:
         raise ValueError(
@@ -76,15 +77,15 @@ def with_settings(update: _U, settings: Settings) -> _U:
     return changed
 
 
-def _like(known: float | Sequence[float], value: Any, name: str) -> float | tuple[float, ...]:
-    """Return a number, or as many numbers as are known."""
-    if not isinstance(known, Sequence):
+def _converted(current: float | Sequence[float], value: Any, name: str) -> float | tuple[float, ...]:
+    """Convert a number, or as many numbers as the current setting has."""
+    if not isinstance(current, Sequence):
         if _is_number(value):
             return float(value)
         raise ValueError(f"expected a number as {name}, got {value!r}")
-    if isinstance(value, list | tuple) and len(value) == len(known) and all(map(_is_number, value)):
+    if isinstance(value, list | tuple) and len(value) == len(current) and all(map(_is_number, value)):
         return tuple(map(float, value))
-    raise ValueError(f"expected {len(known)} numbers as {name}, got {value!r}")
+    raise ValueError(f"expected {len(current)} numbers as {name}, got {value!r}")
 
 
 def _is_number(value: object) -> bool:
@@ -93,7 +94,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Sum:
-    """Adds what is pushed: counters, and gradients that were multiplied by a rate already."""
+    """Adds pushed values: for counters, and for gradients that already include the learning rate."""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Assign:
-    """Replaces values by what is pushed."""
+    """Replaces values with pushed ones."""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -121,10 +122,10 @@ class Assign:
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent as `torch.optim.SGD` does it, without dampening.
+    """Stochastic gradient descent as in `torch.optim.SGD`, without dampening.
 
     Raises:
-        ValueError: a rate below 0, or Nesterov's form without momentum.
+        ValueError: a number below 0, or Nesterov momentum without momentum.
     """
 
     lr: float
@@ -133,7 +134,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self, "lr", "momentum", "weight_decay")
+        _check_at_least_0(self, "lr", "momentum", "weight_decay")
         if self.nesterov and not self.momentum:
             raise ValueError("expected a momentum above 0 with nesterov, got 0")
 
@@ -155,8 +156,10 @@ class SGD:
 
 @dataclass(frozen=True)
 class Adagrad:
-    """J. Duchi, E. Hazan and Y. Singer, "Adaptive subgradient methods for online learning and stochastic
-    optimization", JMLR 12, 2011, as `torch.optim.Adagrad` does it, without decay of the rate.
+    """Adagrad as in `torch.optim.Adagrad`, without decay of the learning rate.
+
+    Source: J. Duchi, E. Hazan and Y. Singer, "Adaptive subgradient methods for online learning and stochastic
+    optimization", JMLR 12, 2011.
 
     Raises:
         ValueError: a number below 0.
@@ -167,7 +170,7 @@ class Adagrad:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self, "lr", "eps", "weight_decay")
+        _check_at_least_0(self, "lr", "eps", "weight_decay")
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -184,10 +187,12 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class Adam:
-    """D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015, as `torch.optim.Adam`
-    does it; with `decoupled`, I. Loshchilov and F. Hutter's AdamW, ICLR 2019, as `torch.optim.AdamW` does.
+    """Adam as in `torch.optim.Adam`, or, with `decoupled`, AdamW as in `torch.optim.AdamW`.
 
-    The bias of both means is corrected by how often each single key was pushed.
+    The bias correction of both means uses the number of pushes of each single key.
+
+    Source: D. P. Kingma and J. Ba, "Adam: a method for stochastic optimization", ICLR 2015; I. Loshchilov and
+    F. Hutter's AdamW, ICLR 2019.
 
     Raises:
         ValueError: a number below 0, or a beta that is not below 1.
@@ -200,7 +205,7 @@ class Adam:
     decoupled: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_0(self, "lr", "eps", "weight_decay")
+        _check_at_least_0(self, "lr", "eps", "weight_decay")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"expected two betas from 0 to below 1, got {self.betas}")
 
@@ -219,15 +224,15 @@ class Adam:
         elif self.weight_decay:
             gradients = pushed + self.weight_decay * values
         steps += 1
-        work = gradients - mean
-        work *= 1 - beta
-        mean += work
+        scratch = gradients - mean
+        scratch *= 1 - beta
+        mean += scratch
         squares *= beta_squares
-        np.multiply(gradients, 1 - beta_squares, out=work)
-        work *= gradients
-        squares += work
-        steps_taken = _all_alike(steps)
-        root = np.divide(squares, 1 - beta_squares**steps_taken, out=work)
+        np.multiply(gradients, 1 - beta_squares, out=scratch)
+        scratch *= gradients
+        squares += scratch
+        steps_taken = _collapse_if_equal(steps)
+        root = np.divide(squares, 1 - beta_squares**steps_taken, out=scratch)
         np.sqrt(root, out=root)
         root += self.eps
         change = mean / (1 - beta**steps_taken)
@@ -238,16 +243,17 @@ class Adam:
 
 @dataclass(frozen=True)
 class FTRL:
-    """Follow the proximally regularized leader: H. B. McMahan et al., "Ad click prediction: a view from the
-    trenches", KDD 2013, algorithm 1. Weights that do not matter are exactly zero.
+    """Follow the proximally regularized leader (FTRL-Proximal); irrelevant weights are exactly zero.
+
+    Source: H. B. McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1.
 
     Args:
-        alpha: the rate, above 0.
+        alpha: learning rate, above 0.
         beta: added to the root of the sum of squares.
         l1, l2: weights of the penalties.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     alpha: float
@@ -256,7 +262,7 @@ class FTRL:
     l2: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self, "beta", "l1", "l2")
+        _check_at_least_0(self, "beta", "l1", "l2")
         if not self.alpha > 0:
             raise ValueError(f"expected alpha above 0, got {self.alpha}")
 
@@ -278,7 +284,7 @@ class FTRL:
 
 @dataclass(frozen=True)
 class SoftThreshold:
-    """A proximal gradient step for a penalty `l1` |w|: weights that the gradient does not hold go to zero.
+    """A proximal gradient step for the penalty `l1` |w|: weights with too small a gradient go to zero.
 
     Raises:
         ValueError: a number below 0.
@@ -288,7 +294,7 @@ class SoftThreshold:
     l1: float
 
     def __post_init__(self) -> None:
-        _at_least_0(self, "lr", "l1")
+        _check_at_least_0(self, "lr", "l1")
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -297,20 +303,20 @@ class SoftThreshold:
 
     def apply(self, values: Rows, states: dict[str, Rows], pushed: Rows) -> None:
         """See `Update.apply`."""
-        moved = values - self.lr * pushed
-        values[...] = np.sign(moved) * np.maximum(np.abs(moved) - self.lr * self.l1, 0)
+        stepped = values - self.lr * pushed
+        values[...] = np.sign(stepped) * np.maximum(np.abs(stepped) - self.lr * self.l1, 0)
 
 
-def _all_alike(rows: Rows) -> Rows:
-    """Return one number where all are the same, with as many dimensions; all of them otherwise.
+def _collapse_if_equal(rows: Rows) -> Rows:
+    """Return a single number, with as many dimensions, if all are equal; else all of them.
 
-    Not as a Python float: its powers may have other bits than those of the same number among others.
+    The number is not a Python float, whose powers may differ in bits from those of an array.
     """
     corner = rows[(slice(1),) * rows.ndim]
     return corner if (rows == corner).all() else rows
 
 
-def _at_least_0(update: object, *names: str) -> None:
+def _check_at_least_0(update: object, *names: str) -> None:
     for name in names:
         value = getattr(update, name)
         if not value >= 0:
