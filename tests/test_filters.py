@@ -235,7 +235,7 @@ def test_a_resent_message_is_the_one_that_was_lost_with_its_keys():
     values = np.linspace(0, 1, 9)
     sender.encode(message_of(range(9), values))
     encoded = sender.encode(message_of(range(9), values + 1))
-    with pytest.raises(UnknownKeysError, match="ask for a resend") as raised:
+    with pytest.raises(UnknownKeysError, match="request a resend") as raised:
         receiver.decode(encoded)
     assert raised.value.signature == encoded.notes["key caching"]["signature"]
     again = sender.resend(encoded)
@@ -545,17 +545,17 @@ def test_caching_takes_half_of_int64_keys_and_doubles_and_resends_are_counted():
         (lambda: SignificantlyModified(math.nan), "threshold of at least 0, got nan"),
         (lambda: RandomSkip(0, 1), "probability above 0 and up to 1, got 0"),
         (lambda: RandomSkip(1.5, 1), "probability above 0 and up to 1, got 1.5"),
-        (lambda: FixedPoint(4, 1), "1, 2 or 3 bytes a value, got 4"),
+        (lambda: FixedPoint(4, 1), "1, 2 or 3 bytes per value, got 4"),
         (lambda: KKT(-1), "l1 of at least 0, got -1"),
         (lambda: FilterChain([KKT(1), KKT(2)]), "expected KKT once, got it twice"),
         (
             lambda: FilterChain([KeyCaching(1), KKT(1)]),
-            "no KKT behind key caching, which leaves it no keys",
+            "no KKT behind key caching, which removes its keys",
         ),
         (lambda: FilterChain([Compression(), FixedPoint(1, 0)]), "no fixed point behind compression"),
-        (lambda: FilterChain([FixedPoint(1, 0), RandomSkip(1, 0)]), "leaves it no numbers"),
-        (lambda: FilterChain([SignificantlyModified(1), RandomSkip(1, 0)]), "leaves it no sums"),
-        (lambda: FilterChain([RandomSkip(1, 0), SignificantlyModified(1)]), "leaves it no states"),
+        (lambda: FilterChain([FixedPoint(1, 0), RandomSkip(1, 0)]), "removes its numbers"),
+        (lambda: FilterChain([SignificantlyModified(1), RandomSkip(1, 0)]), "removes its sums"),
+        (lambda: FilterChain([RandomSkip(1, 0), SignificantlyModified(1)]), "removes its states"),
     ],
 )
 def test_filters_and_chains_that_cannot_be_are_refused(make, words):
@@ -570,14 +570,14 @@ NO_MESSAGES = [
     (message_of(None, [0.0], last=2), "values of 2 keys, got 1"),
     (message_of([5], [0.0], last=5), "keys from 0 to below 5, got 5 to 5"),
     (message_of([1], [0.0], first=4, last=4), "a range of keys within 0"),
-    (message_of([1], [1]), "rows of floats or bytes in this machine's order, got int64"),
+    (message_of([1], [1]), "rows of floats or bytes in native byte order, got int64"),
     (message_of([1], np.zeros(1, np.uint8)), "values of float32 or float64"),
     (message_of([1], np.zeros((1, 1, 1))), "rows of floats or bytes"),
     (replace(message_of([1], [0.0]), keys=np.array([1], np.int32)), "one row of int64, got int32"),
     (replace(message_of([1], [0.0]), values=None), "values of float32 or float64, got none"),
     (replace(message_of([1], [0.0]), body=b"abc"), "without a body, got one of 3 bytes"),
     (message_of(range(2), np.zeros((2, 0))), r"values of float32 or float64, got float64 of shape \(2, 0\)"),
-    (message_of([1], np.zeros(1, ">f4")), "in this machine's order, got >f4"),
+    (message_of([1], np.zeros(1, ">f4")), "in native byte order, got >f4"),
 ]
 
 
@@ -600,7 +600,7 @@ def test_what_cannot_be_encoded_is_said():
         falling.encode(message_of([1], [0.0], time=2))
     keys, zeros = np.array([1, 2]), np.zeros(2)
     for arguments, words in (
-        ((keys, zeros[:1], zeros), r"a weight and a gradient a key, got shapes \(2,\), \(1,\) and \(2,\)"),
+        ((keys, zeros[:1], zeros), r"a weight and a gradient per key, got shapes \(2,\), \(1,\) and \(2,\)"),
         ((keys[::-1], zeros, zeros), "ascending keys"),
     ):
         with pytest.raises(ValueError, match=words):

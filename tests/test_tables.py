@@ -284,7 +284,7 @@ def test_what_an_update_fails_on_is_found_before_anything_changes(keys):
     assert before[1] == [1, 2, 1, 1]
     for rows in ([-1.0, -3.0], [-2.0, 0.0]):
         bad = Entries(0, np.array(rows, np.float32), np.array([3, far]))
-        with pytest.raises(ValueError, match=r"cannot take what was pushed: .*below zero"):
+        with pytest.raises(ValueError, match=r"the update failed on the pushed values: .*below zero"):
             table.rehearse(0, keys, bad)
     assert table.read(0, keys, listed).values.tolist() == before[1]
     after = table.copy_out(0, keys // 2)
@@ -294,7 +294,7 @@ def test_what_an_update_fails_on_is_found_before_anything_changes(keys):
 
 def test_a_function_takes_no_settings():
     table = ArrayTable(10, 10, FailsBelowZero(), may_fail=True)
-    with pytest.raises(ValueError, match="expected no settings for a function of the user's own"):
+    with pytest.raises(ValueError, match="expected no settings for a user-defined function"):
         table.check(some(1, 2, settings={"lr": 1.0}), 0, 2)
 
 

@@ -183,10 +183,10 @@ def test_autograd_notices_that_a_parameter_was_written(keys):
     [
         (
             torch.zeros(2, dtype=torch.bfloat16),
-            "float32 or float64, got 'bfloat16'; .*a copy of it in float32",
+            "float32 or float64, got 'bfloat16'; .*push a float32 copy",
         ),
-        (torch.zeros(2, dtype=torch.float16), "float32 or float64, got 'float16'; .*a copy of it in float32"),
-        (np.zeros(2, np.float16), "float32 or float64, got 'float16'; .*a copy of it in float32"),
+        (torch.zeros(2, dtype=torch.float16), "float32 or float64, got 'float16'; .*push a float32 copy"),
+        (np.zeros(2, np.float16), "float32 or float64, got 'float16'; .*push a float32 copy"),
         (torch.zeros(2, dtype=torch.int64), "float32 or float64, got 'int64'"),
         (np.zeros(2, ">f4"), "float32 or float64, got '>f4'"),
         (torch.zeros(2).to_sparse(), "expected 'w' to be dense, got torch.sparse_coo; use its to_dense"),
@@ -233,7 +233,7 @@ V, W = torch.zeros(2), np.zeros((2, 3), np.float32)
         ({"v": V}, "expected a tensor 'w' for keys 2 to 7, got none; add it, or request a range without"),
         ({"v": V, "w": W.T}, r"expected 'w' of shape \(2, 3\), got \(3, 2\)"),
         ({"v": V, "w": W.astype(np.float64)}, "expected 'w' of float32, got float64; convert it"),
-        ({"v": V, "w": None}, "expected a tensor 'w', got NoneType; where there is no gradient, give zeros"),
+        ({"v": V, "w": None}, "expected a tensor 'w', got NoneType; if it has no gradient, pass zeros"),
         ({"v": V, "w": torch.zeros(2, 3).to_sparse()}, "expected 'w' to be dense"),
     ],
 )

@@ -1,24 +1,25 @@
-"""One step of training on one line: when gradients travel, and how long which forward passes wait for them.
+"""Timeline of one training step on one line: when gradients are sent, and which forward passes wait for them.
 
-A model that predicts; nothing here reads a clock, draws anything or sends anything, and nothing imports more
-than the standard library.
+A predictive model; nothing here reads a clock, draws random numbers or sends anything, and nothing imports
+more than the standard library.
 
-What is modelled: a backward pass, last layer first; then the forward pass of the next step, first layer
-first. A layer's gradients are there when its backward pass is over, and its next forward pass waits until
-they have been all-reduced. All workers are alike and compute is never slowed by communication, so the time of
-one is the time of all. What travels shares one line, which does one second's work in a second as long as it
-has any. A message takes turns: each step of its schedule needs the line for a while, and then some time
-beside it (latency), in which others have the line.
+The model: a backward pass, last layer first; then the forward pass of the next step, first layer first. A
+layer's gradients are ready when its backward pass is over, and its next forward pass waits until they have
+been all-reduced. All workers are equal and communication never slows down computation, so that the time of
+one worker is the time of all. All messages share one line, which does one second of work per second while it
+has any. A message alternates: each step of its schedule occupies the line for some time, and is followed by a
+latency in which others can use the line.
 
-What follows, and is tested:
+Consequences, which are tested:
 
 - The period is that of the first step: every message has arrived before the forward pass that follows its
-  backward pass is over, so the next backward pass finds the line idle.
-- Where nothing has latency, no order is better than `priority` with nothing in flight (`least_step_s`), and
-  none is worse than `fifo`, for gradients become ready in the reverse of the order in which they are needed.
-- Then `fifo` gains nothing by overlapping with the next forward pass as well, if the first layer has
-  gradients: they come last and are needed first, so that all others have arrived before that pass begins.
-- With latency these are no laws, as in all list scheduling: even a longer transfer may shorten a step.
+  backward pass is over, so that the next backward pass finds the line idle.
+- Without latency, no order is better than `priority` with nothing in flight (`least_step_s`), and none is
+  worse than `fifo`, since gradients become ready in the reverse of the order in which they are needed.
+- In that case `fifo` gains nothing by overlapping the next forward pass too, if the first layer has
+gradients:
+  they are sent last and needed first, so that all others have arrived before that pass begins.
+- With latency these rules do not hold, as in all list scheduling: even a longer transfer may shorten a step.
 
 Source: specification 3.9 (`simulate_step`, one channel); the order of need is that of Jayarajan et al. 2019,
 "Priority-based parameter propagation for distributed DNN training", and the argument for it Jackson's rule
@@ -36,23 +37,23 @@ from itertools import accumulate
 from typing import Literal, TypeAlias, get_args
 
 Order: TypeAlias = Literal["fifo", "priority", "shared"]
-"""Who has the line: what became ready first; what is needed first; all in equal shares."""
+"""Which message has the line: the one that was ready first; the one needed first; all in equal shares."""
 
 Overlap: TypeAlias = Literal["none", "backward", "both"]
-"""What communication runs beside: nothing; the backward pass (as in DDP); also the next forward pass."""
+"""What communication overlaps: nothing; the backward pass (as in DDP); also the next forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """What one layer computes.
+    """Computation of one layer.
 
-    What computes without gradients to exchange (the loss, a resizing before the first layer) is a layer
-    without messages.
+    Computation without gradients to exchange (the loss, a resizing before the first layer) is a layer without
+    messages.
 
     Attributes:
         name: for errors and traces.
-        forward_s: its forward pass, with the optimizer's step for it.
-        backward_s: its backward pass, until all its gradients are there.
+        forward_s: duration of its forward pass, including the optimizer's step for it.
+        backward_s: duration of its backward pass, until all its gradients are ready.
     """
 
     name: str
@@ -69,14 +70,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One all-reduce of gradients that travel together, as one worker's line sees it.
+    """One all-reduce of fused gradients, as it occupies one worker's line.
 
     Attributes:
         layer: index of the first layer, in the order of the forward pass, whose gradients it carries. Of all
             its layers, this is the last to be ready and the first to be needed.
-        steps_s: for how long each step of its schedule keeps the line busy.
-        latency_s: what passes beside the line after each step, before the next step can begin (after the last
-            one: before the message is there).
+        steps_s: how long each step of its schedule occupies the line.
+        latency_s: time after each step, without use of the line, before the next step can begin (after the
+            last one: before the message has arrived).
     """
 
     layer: int
@@ -92,18 +93,18 @@ class Message:
 
     @property
     def transfer_s(self) -> float:
-        """For how long it keeps the line busy in all."""
+        """How long it occupies the line in all."""
         return sum(self.steps_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Travel:
-    """When one message travels, in seconds from the beginning of the backward pass.
+    """When one message is sent, in seconds from the start of the backward pass.
 
     Attributes:
-        ready_s: it may begin.
-        start_s: its first byte goes; under `shared`, that is at once.
-        end_s: it is there.
+        ready_s: it may start.
+        start_s: its first byte is sent; under `shared`, that is at once.
+        end_s: it has arrived.
     """
 
     ready_s: float
@@ -116,11 +117,11 @@ class Timeline:
     """One step in the steady state: a backward pass, and the forward pass that follows.
 
     Attributes:
-        step_s: from the beginning of a backward pass to that of the next one.
-        forward_starts_s: when each layer's forward pass begins, from the beginning of the backward pass.
-        exposed_s: for how long each layer's forward pass waits, with all before it done. Their sum and the
-            computation make up the step.
-        travels: when each message travels, in the order in which they were given.
+        step_s: from the start of a backward pass to that of the next one.
+        forward_starts_s: start of each layer's forward pass, from the start of the backward pass.
+        exposed_s: how long each layer's forward pass waits after all layers before it are done. The step is
+            the sum of these and the computation.
+        travels: when each message is sent, in the order in which they were given.
     """
 
     step_s: float
@@ -139,50 +140,51 @@ def simulate(
 ) -> Timeline:
     """Predict one step of training.
 
-    Under `fifo` and `priority`, a message that comes before another in the order (of readiness, of need; of
-    one layer's messages, as they are given) has the line whenever it can use it, but for what is in flight.
-    So an urgent one overtakes under `priority`; under `fifo`, only what fills another's latency is overtaken.
+    Under `fifo` and `priority`, a message that precedes another in the order (of readiness or of need; within
+    a layer, as given) has the line whenever it can use it, except for work in flight. An urgent message
+    therefore overtakes under `priority`; under `fifo`, a message is overtaken only during its latency.
 
-    Deviation from the specification's `simulate_step`: latency passes beside the line, and what has been
-    handed over cannot be overtaken. Where a sender does nothing else during its latency (one all-reduce at a
-    time), count it into `steps_s`.
+    Deviation from the specification's `simulate_step`: latency does not occupy the line, and work that has
+    been handed over cannot be overtaken. If a sender does nothing else during its latency (one all-reduce at
+    a time), include it in `steps_s`.
 
     Args:
         layers: in the order of the forward pass.
         messages: any number for each layer, in any order.
-        order: who has the line.
-        overlap: what communication runs beside.
-        in_flight_s: how much is handed to the kernel ahead of the line, in seconds of its work. A step of a
-            message waits behind that much of what comes after it in the order. `math.inf` hands over
-            everything as soon as it may go.
+        order: which message has the line.
+        overlap: what communication overlaps.
+        in_flight_s: how much work is handed to the kernel ahead of the line, in seconds. A step of a message
+            waits for up to that much work that follows it in the order. `math.inf` hands over everything as
+            soon as it is ready.
 
     Raises:
-        ValueError: no layers, a message of a layer that there is not, an unknown `order` or `overlap`, or an
-            `in_flight_s` that is negative, no number, or given for `shared`.
+        ValueError: no layers, a message of a layer that does not exist, an unknown `order` or `overlap`, or
+            an `in_flight_s` that is negative, not a number, or given for `shared`.
     """
     _check(layers, messages, order, overlap, in_flight_s)
     gradients_s = [*accumulate(layer.backward_s for layer in reversed(layers))][::-1]
     backward_s = gradients_s[0]
     ready_s = [backward_s if overlap == "none" else gradients_s[message.layer] for message in messages]
     if order == "shared":
-        travels = _share(messages, ready_s)
+        travels = _serve_shared(messages, ready_s)
     else:
         sign = 1 if order == "priority" else -1
-        places = [(sign * message.layer, index) for index, message in enumerate(messages)]
-        travels = _queue(messages, ready_s, places, in_flight_s)
+        priorities = [(sign * message.layer, index) for index, message in enumerate(messages)]
+        travels = _serve_in_order(messages, ready_s, priorities, in_flight_s)
     needed_by = [message.layer if overlap == "both" else 0 for message in messages]
     return _forward(layers, backward_s, needed_by, travels)
 
 
 def least_step_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
-    """Return the least time of a step on this line in whatever order: a bound, and reached without latency.
+    """Return the least time of a step on this line in any order: a bound, which is reached without latency.
 
-    Before the gradients of a layer and those before it have arrived, that layer and those after it have done
-    their backward passes, and their forward passes come afterwards. So a step takes at least what these
-    compute and those transfer, whichever the layer. Latencies are not counted; they can only add to it.
+    Before the gradients of a layer and of all layers before it have arrived, that layer and all after it have
+    done their backward passes, and their forward passes follow. A step therefore takes at least the
+    computation of the latter plus the transfers of the former, for any layer. Latencies are not counted; they
+    can only add to it.
 
     Source: the bound of J. Carlier 1982, which the preemptive schedule reaches. Of its subsets of jobs only
-    these need looking at, since what is ready later is needed earlier.
+    these matter, since gradients that are ready later are needed earlier.
     """
     transfers_s = [0.0] * len(layers)
     for message in messages:
@@ -192,10 +194,10 @@ def least_step_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
 
 
 def floor_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
-    """Return the floor of the benchmarks: all computation and the first layer's transfers, or all transfers.
+    """Return the floor of the benchmarks: all computation plus the first layer's transfers, or all transfers.
 
-    The first layer's gradients come when the backward pass is over, and the forward pass begins with them. A
-    step takes at least the greater of the two; `least_step_s` is a closer bound.
+    The first layer's gradients are ready when the backward pass is over, and the forward pass needs them
+    first. A step takes at least the greater of the two; `least_step_s` is a tighter bound.
     """
     computes_s = sum(layer.forward_s + layer.backward_s for layer in layers)
     first_s = sum(message.transfer_s for message in messages if message.layer == 0)
@@ -205,16 +207,16 @@ def floor_s(layers: Sequence[Layer], messages: Sequence[Message]) -> float:
 def ideal_ddp_s(*, compute_s: float, forward_share: float, transfer_s: float) -> float:
     """Return the step time of an ideal DDP, whose gradients become ready evenly and in small parts.
 
-    It is the forward pass, and then the longer of backward pass and communication: fC + max((1 - f) C, S). A
-    net of few layers takes longer: the last gradients travel when nothing is left to hide them.
+    It is the forward pass, plus the longer of backward pass and communication: fC + max((1 - f) C, S). A
+    network of few layers takes longer: when its last gradients are sent, no computation is left to hide them.
 
     Args:
         compute_s: C, both passes.
-        forward_share: f, of the forward pass in it, 0 to 1.
+        forward_share: f, share of the forward pass, 0 to 1.
         transfer_s: S, all communication.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     if not (_are_times(compute_s, transfer_s) and 0 <= forward_share <= 1):
         raise ValueError(
@@ -225,23 +227,23 @@ def ideal_ddp_s(*, compute_s: float, forward_share: float, transfer_s: float) ->
 
 
 def possible_saving(*, compute_s: float, forward_share: float, transfer_s: float) -> float:
-    """Return which share of an ideal DDP's time a step can save at most by overlapping both passes.
+    """Return the largest share of an ideal DDP's time that a step can save by overlapping both passes.
 
-    A step takes max(C, S) at least, so it is
+    A step takes at least max(C, S), so it is
 
-    - nothing, where S <= (1 - f) C: the backward pass alone covers the communication;
+    - 0 if S <= (1 - f) C: the backward pass alone covers the communication;
     - (S - (1 - f) C) / (fC + S) from there to S = C;
-    - fC / (fC + S) where S >= C: it falls again, and was most, f / (1 + f), at S = C.
+    - fC / (fC + S) if S >= C: it decreases, from its maximum f / (1 + f) at S = C.
 
-    The last formula is a bound everywhere, but one that cannot be reached where S < C.
+    The last formula is a bound everywhere, but cannot be reached if S < C.
 
     Args:
         compute_s: C, both passes, more than 0 together with S.
-        forward_share: f, of the forward pass in it, 0 to 1.
+        forward_share: f, share of the forward pass, 0 to 1.
         transfer_s: S, all communication.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
     ddp_s = ideal_ddp_s(compute_s=compute_s, forward_share=forward_share, transfer_s=transfer_s)
     if ddp_s == 0:
@@ -252,7 +254,7 @@ def possible_saving(*, compute_s: float, forward_share: float, transfer_s: float
 def _forward(
     layers: Sequence[Layer], backward_s: float, needed_by: list[int], travels: list[Travel]
 ) -> Timeline:
-    """Let each layer begin when all before it are done and what it needs is there."""
+    """Start each layer when all before it are done and the messages that it needs have arrived."""
     arrived_s = [0.0] * len(layers)
     for index, travel in zip(needed_by, travels, strict=True):
         arrived_s[index] = max(arrived_s[index], travel.end_s)
@@ -266,34 +268,35 @@ def _forward(
     )
 
 
-# One line -----------------------------------------------------------------------------------------------
+# The line -----------------------------------------------------------------------------------------------
 
 
-def _queue(
-    messages: Sequence[Message], ready_s: list[float], places: list[tuple[int, int]], in_flight_s: float
+def _serve_in_order(
+    messages: Sequence[Message], ready_s: list[float], priorities: list[tuple[int, int]], in_flight_s: float
 ) -> list[Travel]:
-    """Serve who comes first among those waiting, each time that there is room in what is in flight.
+    """Serve the first waiting message in the order, whenever there is room in flight.
 
-    What has been handed over goes in that order. So it is enough to know until when it keeps the line busy
-    (`busy_until_s`): there is room until that is `in_flight_s` ahead of the time. Work is handed over as far
-    as it can be before the next one comes to wait, at which time the first in order may be another.
+    Work that has been handed over is done in that order. It is therefore enough to know until when it keeps
+    the line busy (`busy_until_s`): there is room until that is `in_flight_s` ahead of the time. Work is
+    handed over as far as possible before the next arrival, after which another message may be the first in
+    order.
     """
-    comings = [(ready_s[place[1]], place, 0) for place in places]
-    heapify(comings)
+    arrivals = [(ready_s[priority[1]], priority, 0) for priority in priorities]
+    heapify(arrivals)
     waiting: list[tuple[tuple[int, int], int]] = []
     left_s = [message.steps_s[0] for message in messages]
     start_s: dict[int, float] = {}
     end_s = [0.0] * len(messages)
     busy_until_s = 0.0
-    while comings or waiting:
-        limit_s = comings[0][0] + in_flight_s if comings else math.inf
+    while arrivals or waiting:
+        limit_s = arrivals[0][0] + in_flight_s if arrivals else math.inf
         if not waiting or busy_until_s >= limit_s:
-            now_s, place, step = heappop(comings)  # of several at once, the first in order
-            heappush(waiting, (place, step))
+            now_s, priority, step = heappop(arrivals)  # of several at the same time, the first in order
+            heappush(waiting, (priority, step))
             busy_until_s = max(busy_until_s, now_s)
             continue
-        place, step = waiting[0]
-        index = place[1]
+        priority, step = waiting[0]
+        index = priority[1]
         start_s.setdefault(index, busy_until_s)
         if left_s[index] > limit_s - busy_until_s:
             left_s[index] -= limit_s - busy_until_s
@@ -304,39 +307,40 @@ def _queue(
         end_s[index] = busy_until_s + messages[index].latency_s
         if step + 1 < len(messages[index].steps_s):
             left_s[index] = messages[index].steps_s[step + 1]
-            heappush(comings, (end_s[index], place, step + 1))
-    return _travels(ready_s, [start_s[index] for index in range(len(messages))], end_s)
+            heappush(arrivals, (end_s[index], priority, step + 1))
+    return _make_travels(ready_s, [start_s[index] for index in range(len(messages))], end_s)
 
 
-def _share(messages: Sequence[Message], ready_s: list[float]) -> list[Travel]:
-    """Serve all that are waiting in equal shares.
+def _serve_shared(messages: Sequence[Message], ready_s: list[float]) -> list[Travel]:
+    """Serve all waiting messages in equal shares.
 
-    `served_s` grows by as much as each of them gets, so that who comes knows at which value it will be done.
+    `served_s` grows by the amount that each of them is served, so that the value at which a message will be
+    done is known when it arrives.
     """
-    comings = [(time_s, index, 0) for index, time_s in enumerate(ready_s)]
-    heapify(comings)
+    arrivals = [(time_s, index, 0) for index, time_s in enumerate(ready_s)]
+    heapify(arrivals)
     serving: list[tuple[float, int, int]] = []
     end_s = [0.0] * len(messages)
     now_s = served_s = 0.0
-    while comings or serving:
-        # Not below 0, which rounding could make it.
+    while arrivals or serving:
+        # The difference could be negative by rounding.
         done_s = now_s + max(0.0, serving[0][0] - served_s) * len(serving) if serving else math.inf
-        if comings and comings[0][0] <= done_s:
-            coming_s, index, step = heappop(comings)
+        if arrivals and arrivals[0][0] <= done_s:
+            arrival_s, index, step = heappop(arrivals)
             if serving:
-                served_s += (coming_s - now_s) / len(serving)
-            now_s = coming_s
+                served_s += (arrival_s - now_s) / len(serving)
+            now_s = arrival_s
             heappush(serving, (served_s + messages[index].steps_s[step], index, step))
             continue
         now_s = done_s
         served_s, index, step = heappop(serving)
         end_s[index] = now_s + messages[index].latency_s
         if step + 1 < len(messages[index].steps_s):
-            heappush(comings, (end_s[index], index, step + 1))
-    return _travels(ready_s, ready_s, end_s)
+            heappush(arrivals, (end_s[index], index, step + 1))
+    return _make_travels(ready_s, ready_s, end_s)
 
 
-def _travels(ready_s: list[float], start_s: list[float], end_s: list[float]) -> list[Travel]:
+def _make_travels(ready_s: list[float], start_s: list[float], end_s: list[float]) -> list[Travel]:
     return [
         Travel(ready_s=ready, start_s=start, end_s=end)
         for ready, start, end in zip(ready_s, start_s, end_s, strict=True)
@@ -362,7 +366,7 @@ def _check(
         raise ValueError(f"expected at least 0 s of work in flight, got {in_flight_s}")
     if in_flight_s and order == "shared":
         raise ValueError(
-            "what is shared is not handed over in order: leave in_flight_s at 0, or take an order"
+            "the order `shared` has no work in flight: leave in_flight_s at 0, or use another order"
         )
 
 

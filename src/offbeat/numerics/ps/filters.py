@@ -1,7 +1,10 @@
-"""What makes messages between clients and servers smaller: filters in a chain, undone in reverse.
+"""Filters that make messages between clients and servers smaller: chained to encode, undone in reverse.
 
-Keys may be replaced by their hash, values compressed or rounded, entries left out. Nothing here sends
-anything, knows who the peer is or what values mean to it, or reads a clock.
+A filter replaces keys by their hash, compresses or rounds values, or omits entries. The sender's chain
+encodes and the receiver's, built from equal filters, decodes; a filter leaves the data that its inverse needs
+in the message's notes. Lossy filters are undone as far as possible. Some filters remember what was sent, so
+that both ends must start again with new chains if either is replaced. Nothing here sends anything, knows the
+peer or the meaning of values, or reads a clock.
 
 Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, sections
 3.6 ("user-defined filters") and 4.2 ("messages"); M. Li, D. G. Andersen, A. Smola and K. Yu, "Communication
@@ -37,30 +40,32 @@ _FLOATS: Final = ("float32", "float64")
 
 
 class UnknownKeysError(OffbeatError):
-    """Keys are not known by this signature: ask the sender for the message with its keys in it.
+    """The receiver does not know the keys of a signature: the sender must send the message with its keys.
 
     Attributes:
-        signature: what came in place of the keys.
+        signature: the signature that was received in place of the keys.
     """
 
     def __init__(self, signature: bytes) -> None:
         super().__init__(
-            f"expected the signature of keys that came before, got {signature.hex()}; ask for a resend"
+            f"expected the signature of keys that came before, got {signature.hex()}; request a resend"
         )
         self.signature = signature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Message:
-    """Values of some of the keys `first` to `last` - 1, as the application has them or as filters left them.
+    """Values of some of the keys `first` to `last` - 1, before or after encoding.
 
     Attributes:
-        time: the sender's, of this message; what falling thresholds go by.
-        keys: None where it is all of the range, or where key caching has taken them out.
-        known: of an answer, the keys of its rows, which whoever asked has; they do not travel.
-        values: one row a key, float32 or float64, or bytes out of fixed point; None where `body` has them.
-        body: what compression made of the values.
-        notes: by filter, what it needs to be undone, as plain data.
+        namespace: the namespace of the keys.
+        first, last: range of keys `first` to `last` - 1.
+        time: the sender's time of this message, from which time-dependent thresholds are computed.
+        keys: listed keys; None for all of the range, or if key caching has removed them.
+        known: in a response, the keys of its rows, which the requester knows; they are not sent.
+        values: one row per key, float32 or float64, or bytes after fixed point; None if they are in `body`.
+        body: compressed values.
+        notes: data that each filter needs to decode, by filter, as plain data.
     """
 
     namespace: str
@@ -75,10 +80,10 @@ class Message:
 
     @classmethod
     def of(cls, namespace: str, first: int, last: int, content: Entries, *, time: int = 0) -> Message:
-        """Return what a chain is to encode: values of keys `first` to `last` - 1, or of listed ones of them.
+        """Return a message to encode: values of keys `first` to `last` - 1, or of listed ones of them.
 
         Raises:
-            ValueError: there is not a row for each key.
+            ValueError: there is not one row per key.
         """
         if problem := problem_of_rows(content, first, last):
             raise ValueError(problem)
@@ -88,92 +93,90 @@ class Message:
 
     @classmethod
     def answering(cls, namespace: str, values: Rows, known: Keys | None) -> Message:
-        """Return an answer that a chain is to encode: rows by their place, and the keys of them or None."""
+        """Return a response to encode: rows by position, and their keys if they are known."""
         return cls(namespace=namespace, first=0, last=len(values), keys=None, known=known, values=values)
 
     @property
     def entries(self) -> Entries:
-        """The values, as they were given to `of`; of a message that is not encoded."""
+        """The entries of a message that is not encoded, as they were given to `of`."""
         assert self.values is not None
         return Entries(self.first, self.values, self.keys)
 
     @property
     def size_bytes(self) -> int:
-        """Of keys, values, body and what the notes say, without whatever frames them."""
+        """Size of keys, values, body and notes in bytes, without framing."""
         arrays = sum(array.nbytes for array in (self.keys, self.values) if array is not None)
         notes = sum(_size_bytes(list(note.values())) for note in self.notes.values())
         return arrays + len(self.body or b"") + notes
 
 
 class Filter(Protocol):
-    """Encodes messages to one peer, or decodes those of one peer.
+    """Encodes messages to one peer, or decodes those from one peer.
 
-    What it may find in a message: "keys"; "numbers", values as floats; "bytes", values as an array; "sums",
-    values that the receiver adds; "states", values that it assigns.
+    Properties of a message that filters need or remove: "keys"; "numbers": values are floats; "bytes": values
+    are an array; "sums": the receiver adds the values; "states": the receiver assigns them.
     """
 
     @property
     def name(self) -> str:
-        """Under which it is reported and leaves its notes."""
+        """Name of the filter in reports and notes."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it must find."""
+        """Properties that the message must have."""
 
     @property
     def hides(self) -> frozenset[str]:
-        """What filters behind it do not find any more."""
+        """Properties that the message no longer has for later filters."""
 
     def encode(self, message: Message) -> Message:
-        """Return the message as it is to travel; `message` stays as it is."""
+        """Return the encoded message; `message` is not changed."""
 
     def decode(self, message: Message) -> Message:
-        """Undo `encode`, or what can be undone of it.
+        """Undo `encode`, as far as that is possible.
 
         Raises:
-            ProtocolError: no `encode` gives such a message.
+            ProtocolError: the message cannot come from `encode`.
         """
 
 
 class Passed(NamedTuple):
-    """Bytes that went into a filter and came out of it."""
+    """Bytes before and after a filter."""
 
     in_bytes: int
     out_bytes: int
 
 
 class FilterChain:
-    """Filters one behind the other, for one direction and one peer.
+    """Several filters in series, for one direction and one peer.
 
-    Both ends have a chain of equal filters: the sender's only encodes and the receiver's only decodes. When
-    either end is replaced, both begin with a new chain.
+    Both ends have a chain of equal filters: the sender's only encodes and the receiver's only decodes. If
+    either end is replaced, both start with a new chain.
 
     Args:
-        filters: in the order in which they encode; no two of a kind.
+        filters: in the order in which they encode; each kind at most once.
 
     Raises:
-        ValueError: a filter that finds nothing to work on behind the others.
+        ValueError: an earlier filter removes a property that a later one needs.
     """
 
     def __init__(self, filters: Iterable[Filter]) -> None:
         self._filters = tuple(filters)
-        for place, one in enumerate(self._filters):
-            for other in self._filters[:place]:
+        for index, one in enumerate(self._filters):
+            for other in self._filters[:index]:
                 if one.name == other.name:
                     raise ValueError(f"expected {one.name} once, got it twice")
                 if missing := one.needs & other.hides:
                     lacks = " and ".join(sorted(missing))
-                    raise ValueError(
-                        f"expected no {one.name} behind {other.name}, which leaves it no {lacks}"
-                    )
+                    raise ValueError(f"expected no {one.name} behind {other.name}, which removes its {lacks}")
         self._passed = {one.name: Passed(0, 0) for one in self._filters}
 
     def encode(self, message: Message) -> Message:
-        """Return the message as it is to travel.
+        """Return the encoded message.
 
         Raises:
-            ValueError: it is no message, or holds what a filter cannot send; the chain is of no use after
-                that, for filters may count as sent what was not.
+            ValueError: the message is invalid, or holds something that a filter cannot send. The chain must
+                not be used after that, since filters may count unsent entries as sent.
         """
         _check(message, ValueError)
         _check_rows(message, ValueError)
@@ -186,11 +189,11 @@ class FilterChain:
         return message
 
     def decode(self, message: Message) -> Message:
-        """Return what the sender's chain was given, as far as its filters can be undone.
+        """Return what was given to the sender's chain, as far as its filters can be undone.
 
         Raises:
-            UnknownKeysError: the sender must `resend` the message; decode that instead.
-            ProtocolError: no chain of the same filters gives such a message.
+            UnknownKeysError: the sender must `resend` the message, to be decoded in its place.
+            ProtocolError: the message cannot come from a chain of the same filters.
         """
         _check(message, ProtocolError)
         for one in reversed(self._filters):
@@ -205,28 +208,27 @@ class FilterChain:
         return message
 
     def resend(self, encoded: Message) -> Message:
-        """Return a message that `encode` gave, with its keys in it, for a receiver that did not know them.
+        """Return a message from `encode` with its keys, for a receiver that does not know them.
 
-        To encode the content once more instead would be wrong behind filters that draw or remember.
+        Encoding the content again would be wrong with filters that draw random numbers or remember entries.
 
         Raises:
-            ValueError: it has its keys already, or the chain does not cache any.
-            UnknownKeysError: so many others were sent since that they are not known here either; both ends
-                must begin with a new chain.
+            ValueError: it has its keys already, or the chain does not cache keys.
+            UnknownKeysError: the keys have been evicted here too; both ends must start with a new chain.
         """
-        places = [place for place, one in enumerate(self._filters) if isinstance(one, KeyCaching)]
-        if not places:
+        positions = [index for index, one in enumerate(self._filters) if isinstance(one, KeyCaching)]
+        if not positions:
             raise ValueError(f"expected a chain with key caching, got {sorted(self._passed)}")
-        caching = self._filters[places[0]]
+        caching = self._filters[positions[0]]
         assert isinstance(caching, KeyCaching)
         message = caching.resend(encoded)
         self._count(caching, 0, message.size_bytes)
-        for one in self._filters[places[0] + 1 :]:
+        for one in self._filters[positions[0] + 1 :]:
             self._count(one, message.size_bytes, message.size_bytes)
         return message
 
     def report(self) -> dict[str, Passed]:
-        """Return how many bytes each filter was given and gave, by its name."""
+        """Return the bytes before and after each filter, by its name."""
         return dict(self._passed)
 
     def _count(self, one: Filter, in_bytes: int, out_bytes: int) -> None:
@@ -237,18 +239,18 @@ class FilterChain:
 class KeyCaching:
     """Sends a hash in place of keys that were sent before.
 
-    Both ends remember the lists of keys that were used last, each with its namespace and range. As long as
-    messages arrive in order and none is lost they remember the same ones; else the receiver finds out that it
-    does not know a list, and never takes another for it.
+    Both ends remember the most recently used key lists, by namespace and range. As long as messages arrive in
+    order and none is lost, both remember the same lists; otherwise the receiver detects that it does not know
+    a list, and never confuses it with another.
 
     Source: OSDI'14, section 4.2. Deviation: the hash is BLAKE2b of 128 bits over the complete list (the
-    authors' code hashes 2 kB of it), several lists of one range are remembered, and both ends forget.
+    authors' code hashes 2 kB of it), several lists of one range are remembered, and both ends evict lists.
 
     Args:
-        entries: how many lists each end remembers, at least 1; more than there are messages on the way.
+        entries: number of lists that each end remembers, at least 1; more than messages in flight.
 
     Raises:
-        ValueError: no such number.
+        ValueError: `entries` below 1.
     """
 
     name: Final = "key caching"
@@ -277,11 +279,11 @@ class KeyCaching:
         """See `Filter.decode`.
 
         Raises:
-            UnknownKeysError: the keys did not come with this message, and are not remembered.
+            UnknownKeysError: the message has no keys, and its signature is not known.
         """
         if message.keys is None and self.name not in message.notes:
             return message
-        (signature,) = _noted(message, self.name, signature=bytes)
+        (signature,) = _read_note(message, self.name, signature=bytes)
         if len(signature) != SIGNATURE_BYTES:
             raise ProtocolError(f"expected a signature of {SIGNATURE_BYTES} bytes, got {len(signature)}")
         entry = (message.namespace, message.first, message.last, signature)
@@ -313,7 +315,7 @@ class KeyCaching:
         keys: Keys,
     ) -> None:
         if entry not in lists:
-            lists[entry] = keys.copy()  # nobody else can change it
+            lists[entry] = keys.copy()  # protects it from changes by the caller
             lists[entry].flags.writeable = False
         lists.move_to_end(entry)
         if len(lists) > self._entries:
@@ -321,19 +323,19 @@ class KeyCaching:
 
 
 class Compression:
-    """Compresses values without loss; rows of zeros cost a bit each.
+    """Compresses values without loss; a row of zeros costs one bit.
 
-    Only rows whose bytes are all zero are left out: -0.0 and the smallest numbers come back as they were.
+    Only rows whose bytes are all zero are omitted: -0.0 and the smallest numbers are restored exactly.
 
-    Source: OSDI'14, section 4.2. Deviation: zlib in place of Snappy, and a bitmap of the rows that are not
-    zero before it, where that is smaller.
+    Source: OSDI'14, section 4.2. Deviation: zlib in place of Snappy, preceded by a bitmap of the non-zero
+    rows where that is smaller.
 
     Args:
-        level: zlib's, 0 (none) to 9 (smallest).
-        size_bytes_max: of a message's values; more is neither sent nor unpacked.
+        level: zlib's level, 0 (none) to 9 (smallest).
+        size_bytes_max: limit on the size of a message's values, both to send and to decompress.
 
     Raises:
-        ValueError: no such level or size.
+        ValueError: invalid level or size.
     """
 
     name: Final = "compression"
@@ -352,7 +354,7 @@ class Compression:
         """See `Filter.encode`.
 
         Raises:
-            ValueError: the values are larger than was allowed.
+            ValueError: the values are larger than `size_bytes_max`.
         """
         values = message.values
         assert values is not None
@@ -369,7 +371,7 @@ class Compression:
 
     def decode(self, message: Message) -> Message:
         """See `Filter.decode`."""
-        dtype, shape, is_sparse = _noted(message, self.name, dtype=str, shape=list, sparse=bool)
+        dtype, shape, is_sparse = _read_note(message, self.name, dtype=str, shape=list, sparse=bool)
         if dtype not in (*_FLOATS, "uint8"):
             raise ProtocolError(f"expected values of float32, float64 or uint8, got {dtype[:20]!r}")
         if len(shape) not in (1, 2) or not all(type(n) is int and n >= 0 for n in shape) or 0 in shape[1:]:
@@ -378,11 +380,11 @@ class Compression:
         size_bytes = shape[0] * width_bytes
         if max(size_bytes, width_bytes) > self._size_bytes_max:
             raise ProtocolError(f"expected values of at most {self._size_bytes_max} bytes, got {size_bytes}")
-        plain = np.frombuffer(self._unpacked(message.body, size_bytes), np.uint8)
+        plain = np.frombuffer(self._decompress(message.body, size_bytes), np.uint8)
         is_nonzero = np.ones(shape[0], np.bool_)
         if is_sparse:
             bitmap_bytes = (shape[0] + 7) // 8
-            is_nonzero = _unpacked_bits(plain[:bitmap_bytes], shape[0])
+            is_nonzero = _unpack_bits(plain[:bitmap_bytes], shape[0])
             plain = plain[bitmap_bytes:]
         kept_bytes = int(is_nonzero.sum()) * width_bytes
         if plain.nbytes != kept_bytes:
@@ -392,45 +394,45 @@ class Compression:
         values = rows.reshape(-1).view(dtype).reshape(shape)
         return replace(message, values=values, body=None, notes=_without(message, self.name))
 
-    def _unpacked(self, body: bytes | None, size_bytes_max: int) -> bytes:
+    def _decompress(self, body: bytes | None, size_bytes_max: int) -> bytes:
         if body is None:
             raise ProtocolError("expected a body, got a message without")
         unpacker = zlib.decompressobj()
         try:
             plain = unpacker.decompress(body, size_bytes_max + 1)
         except zlib.error as error:
-            raise ProtocolError(f"expected a body that zlib unpacks, got {error}") from error
+            raise ProtocolError(f"expected a body that zlib decompresses, got {error}") from error
         if not unpacker.eof or unpacker.unused_data or len(plain) > size_bytes_max:
             end = "and the end" if unpacker.eof else "and no end"
             raise ProtocolError(
                 f"expected a body of at most {size_bytes_max} bytes unpacked and its end, "
-                f"got {len(plain)} {end}, and {len(unpacker.unused_data)} bytes behind it"
+                f"got {len(plain)} {end}, and {len(unpacker.unused_data)} bytes after it"
             )
         return plain
 
 
 class SignificantlyModified:
-    """Leaves out entries that have hardly changed since they were sent last.
+    """Omits entries that have hardly changed since they were last sent.
 
-    An entry goes out when `|w - w_last_sent| > threshold` for any value of its row, or when it was never
-    sent. What is left out is compared with what was sent, not with what was offered: small changes add up
-    until they are sent, and what the receiver has of a key is never off by more than the threshold of the
-    message that offered it last. That holds if what is encoded arrives. Values must be states, which the
-    receiver assigns; those that are not finite always go out.
+    An entry is sent if `|w - w_last_sent| > threshold` for any value of its row, or if it was never sent. An
+    omitted entry is compared with the values last sent, not with those last offered: small changes accumulate
+    until they are sent, and the receiver's value of a key differs by at most the threshold of the message
+    that last offered it. That holds if every encoded message arrives. Values must be states, which the
+    receiver assigns; non-finite ones are always sent.
 
-    Of messages with `known` keys, answers to pulls, the receiver remembers what came, too, and fills in what
-    was left out; a bit a row says what that is. What an end remembers, a row and a key, grows with the keys
-    that were sent, and is forgotten with the chain.
+    For messages with `known` keys (responses to pulls) the receiver also remembers values, and fills in the
+    omitted ones; a bitmap, one bit per row, marks the rows that were sent. Each end remembers one row per key
+    that was ever sent, as long as the chain exists.
 
-    Source: OSDI'14, section 3.6; NIPS'14 for thresholds of O(1/t). Deviation: what was never
-    sent goes out however small, for the receiver has no value that it could be off from. Behind this filter,
-    fixed point adds its own error to the bound.
+    Source: OSDI'14, section 3.6; NIPS'14 for thresholds of O(1/t). Deviation: an entry that was never sent is
+    sent even if it is small, since the receiver has no earlier value of it. Fixed point after this filter
+    adds its own error to the bound.
 
     Args:
-        threshold: at least 0, or a function from a message's `time` to that.
+        threshold: at least 0, or a function from a message's `time` to such a number.
 
     Raises:
-        ValueError: no such threshold.
+        ValueError: invalid threshold.
     """
 
     name: Final = "significantly modified"
@@ -440,57 +442,57 @@ class SignificantlyModified:
     def __init__(self, threshold: float | Callable[[int], float]) -> None:
         self._threshold = threshold
         self._sent: dict[str, _LastRows] = {}  # by namespace
-        self._received: dict[str, _LastRows] = {}  # likewise, as far as the keys are known
+        self._received: dict[str, _LastRows] = {}  # by namespace, where the keys are known
         if not callable(threshold):
-            self._at(0)
+            self._threshold_at(0)
 
     def encode(self, message: Message) -> Message:
         """See `Filter.encode`.
 
         Raises:
-            ValueError: rows are not as they were in earlier messages, or the threshold is below 0.
+            ValueError: rows have another dtype or width than before, or the threshold is below 0.
         """
-        threshold = self._at(message.time)
+        threshold = self._threshold_at(message.time)
         keys, values = message.entries.listed() if message.known is None else message.known, message.values
         assert values is not None
         sent = self._sent.setdefault(message.namespace, _LastRows(values))
         if problem := sent.problem_of(values):
             raise ValueError(problem)
-        places, is_known = sent.find(keys)
+        positions, is_known = sent.find(keys)
         with np.errstate(invalid="ignore", over="ignore"):
-            change = np.abs(values[is_known].astype(np.float64) - sent.rows[places[is_known]])
+            change = np.abs(values[is_known].astype(np.float64) - sent.rows[positions[is_known]])
         is_near = change <= threshold
         kept = ~is_known
         kept[is_known] = ~(is_near if is_near.ndim == 1 else is_near.all(axis=1))
         sent.put(keys[kept], values[kept])
         if message.known is None or kept.all():
-            return _only(message, kept)
+            return _keep_only(message, kept)
         note = {"kept": np.packbits(kept).tobytes()}
         return replace(message, values=values[kept], notes={**message.notes, self.name: note})
 
     def decode(self, message: Message) -> Message:
-        """Fill in what was left out, where the keys are known; else the receiver still has it."""
+        """Fill in omitted rows if the keys are known; otherwise the receiver has kept its values."""
         keys, values = message.known, message.values
         if keys is None:
             return message
         kept = np.ones(len(keys), np.bool_)
         if self.name in message.notes:
-            (bitmap,) = _noted(message, self.name, kept=bytes)
-            kept = _unpacked_bits(np.frombuffer(bitmap, np.uint8), len(keys))
+            (bitmap,) = _read_note(message, self.name, kept=bytes)
+            kept = _unpack_bits(np.frombuffer(bitmap, np.uint8), len(keys))
         if values is None or values.dtype.name not in _FLOATS or len(values) != kept.sum():
-            raise ProtocolError(f"expected {kept.sum()} rows of floats, got {_told(values)}")
+            raise ProtocolError(f"expected {kept.sum()} rows of floats, got {_described(values)}")
         received = self._received.setdefault(message.namespace, _LastRows(values))
         if problem := received.problem_of(values):
             raise ProtocolError(problem)
         received.put(keys[kept], values)
         if kept.all():
             return replace(message, notes=_without(message, self.name))
-        places, is_known = received.find(keys)
+        positions, is_known = received.find(keys)
         if not is_known.all():
-            raise ProtocolError(f"expected a row of key {keys[~is_known][0]}, which never had one, got none")
-        return replace(message, values=received.rows[places], notes=_without(message, self.name))
+            raise ProtocolError(f"expected a row of key {keys[~is_known][0]}, never sent before, got none")
+        return replace(message, values=received.rows[positions], notes=_without(message, self.name))
 
-    def _at(self, time: int) -> float:
+    def _threshold_at(self, time: int) -> float:
         threshold = self._threshold(time) if callable(self._threshold) else self._threshold
         if not threshold >= 0:
             raise ValueError(f"expected a threshold of at least 0, got {threshold} at time {time}")
@@ -498,10 +500,10 @@ class SignificantlyModified:
 
 
 class _LastRows:
-    """The row that each of some keys had last; there is no key yet.
+    """The last row of each of some keys; initially none.
 
     Args:
-        like: rows as there will be.
+        like: rows of the dtype and width to store.
     """
 
     def __init__(self, like: Rows) -> None:
@@ -509,38 +511,38 @@ class _LastRows:
         self.rows = like[:0].copy()
 
     def problem_of(self, rows: Rows) -> str:
-        """Say why rows are not as there are here; empty where they are."""
+        """Return why rows differ in dtype or width from those stored; empty if they do not."""
         before, now = (f"{one.dtype} {one.shape[1:]}" for one in (self.rows, rows))
         return "" if before == now else f"expected rows of {before} as before, got {now}"
 
     def find(self, keys: Keys) -> tuple[NDArray[np.int64], Mask]:
-        """Return where the keys are among `rows`, or belong, and which of them are there."""
-        return _found(self._keys, keys)
+        """Return the positions of keys in `rows`, or where to insert them, and a mask of the stored ones."""
+        return _find(self._keys, keys)
 
     def put(self, keys: Keys, rows: Rows) -> None:
-        """Take other rows of some keys, ascending."""
-        places, is_there = self.find(keys)
-        self.rows[places[is_there]] = rows[is_there]
-        if not is_there.all():
-            new = ~is_there
-            self._keys = np.insert(self._keys, places[new], keys[new])
-            self.rows = np.insert(self.rows, places[new], rows[new], axis=0)
+        """Store new rows of some ascending keys."""
+        positions, is_found = self.find(keys)
+        self.rows[positions[is_found]] = rows[is_found]
+        if not is_found.all():
+            new = ~is_found
+            self._keys = np.insert(self._keys, positions[new], keys[new])
+            self.rows = np.insert(self.rows, positions[new], rows[new], axis=0)
 
 
 class RandomSkip:
-    """Leaves out entries by chance; the others grow, so that the expectation stays what it was.
+    """Omits entries at random and scales up the rest, which leaves the expectation unchanged.
 
-    Each entry stays with the given probability, whatever the others do, and the receiver divides it by that.
-    Values must be sums, which the receiver adds.
+    Each entry is kept with the given probability, independently of others, and the receiver divides it by the
+    probability. Values must be sums, which the receiver adds.
 
     Source: NIPS'14, appendix.
 
     Args:
-        probability: of an entry to stay, above 0, up to 1.
-        seed: of the sender's chance.
+        probability: probability to keep an entry, above 0, up to 1.
+        seed: seed of the sender's random numbers.
 
     Raises:
-        ValueError: no such probability.
+        ValueError: invalid probability.
     """
 
     name: Final = "random skip"
@@ -558,36 +560,36 @@ class RandomSkip:
         assert message.values is not None
         kept = self._generator.random(len(message.values)) < self._probability
         note = {"probability": self._probability}
-        return replace(_only(message, kept), notes={**message.notes, self.name: note})
+        return replace(_keep_only(message, kept), notes={**message.notes, self.name: note})
 
     def decode(self, message: Message) -> Message:
-        """Divide what was kept; what was left out stays so."""
-        (probability,) = _noted(message, self.name, probability=float)
+        """Divide the values that were kept by their probability; omitted ones stay omitted."""
+        (probability,) = _read_note(message, self.name, probability=float)
         if not 0 < probability <= 1:
             raise ProtocolError(f"expected a probability above 0 and up to 1, got {probability}")
         if message.values is None or message.values.dtype.name not in _FLOATS:
-            raise ProtocolError(f"expected values of float32 or float64, got {_told(message.values)}")
+            raise ProtocolError(f"expected values of float32 or float64, got {_described(message.values)}")
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             values = message.values / np.asarray(probability, message.values.dtype)
         return replace(message, values=values, notes=_without(message, self.name))
 
 
 class FixedPoint:
-    """Sends a value as a whole number of 1 to 3 bytes: which of the equal steps from lowest to highest it is.
+    """Sends a value as an integer of 1 to 3 bytes: a step of an equidistant grid from lowest to highest.
 
-    A value between two steps becomes the upper one with a probability of its distance from the lower one, in
-    steps: its expectation is the value, its error less than a step, besides the rounding of floats. A step is
-    the range of the message's values divided by 256 ** bytes_per_value - 1; equal values come exactly.
+    A value between two steps is rounded up with a probability of its distance from the lower one, in steps:
+    its expectation is the value, and its error is less than a step, up to the rounding of floats. A step is
+    the range of the message's values divided by 256 ** bytes_per_value - 1; equal values are exact.
 
-    Source: the authors' code ("fixing float"). Deviation: there a fair coin rounds, which is unbiased only on
-    average over fractions.
+    Source: the authors' code ("fixing float"). Deviation: their code rounds by a fair coin, which is unbiased
+    only on average over fractions.
 
     Args:
         bytes_per_value: 1, 2 or 3.
-        seed: of the sender's chance.
+        seed: seed of the sender's random numbers.
 
     Raises:
-        ValueError: no such number of bytes.
+        ValueError: invalid number of bytes.
     """
 
     name: Final = "fixed point"
@@ -596,7 +598,7 @@ class FixedPoint:
 
     def __init__(self, bytes_per_value: int, seed: int) -> None:
         if bytes_per_value not in (1, 2, 3):
-            raise ValueError(f"expected 1, 2 or 3 bytes a value, got {bytes_per_value}")
+            raise ValueError(f"expected 1, 2 or 3 bytes per value, got {bytes_per_value}")
         self._bytes_per_value = bytes_per_value
         self._steps = 256**bytes_per_value - 1
         self._generator = np.random.default_rng(seed)
@@ -605,7 +607,7 @@ class FixedPoint:
         """See `Filter.encode`.
 
         Raises:
-            ValueError: a value is not finite, or the range of values not a finite float64.
+            ValueError: a value is not finite, or the range of values is not a finite float64.
         """
         assert message.values is not None
         values = message.values.astype(np.float64)
@@ -613,9 +615,9 @@ class FixedPoint:
         span = high - low
         if not np.isfinite(span):
             raise ValueError(f"expected finite values in a finite range, got {low} to {high}")
-        places = (values - low) / span * self._steps if span else np.zeros_like(values)
-        below = np.floor(places)
-        steps = (below + (self._generator.random(values.shape) < places - below)).astype("<u4")
+        positions = (values - low) / span * self._steps if span else np.zeros_like(values)
+        below = np.floor(positions)
+        steps = (below + (self._generator.random(values.shape) < positions - below)).astype("<u4")
         rows = steps.reshape(-1, 1).view(np.uint8)[:, : self._bytes_per_value]
         width = message.values.shape[1] if message.values.ndim == 2 else 0
         note = {"low": low, "high": high, "dtype": message.values.dtype.name, "width": width}
@@ -627,13 +629,13 @@ class FixedPoint:
 
     def decode(self, message: Message) -> Message:
         """See `Filter.decode`."""
-        low, high, dtype, width = _noted(message, self.name, low=float, high=float, dtype=str, width=int)
+        low, high, dtype, width = _read_note(message, self.name, low=float, high=float, dtype=str, width=int)
         rows = message.values
         if not (low <= high and np.isfinite(high - low)) or dtype not in _FLOATS:
             raise ProtocolError(f"expected floats from low to high, got {dtype[:20]!r} from {low} to {high}")
         size_bytes = self._bytes_per_value * max(width, 1)
         if rows is None or rows.dtype != np.uint8 or rows.shape[1:] != (size_bytes,) or width < 0:
-            raise ProtocolError(f"expected rows of {size_bytes} bytes, got {_told(rows)}")
+            raise ProtocolError(f"expected rows of {size_bytes} bytes, got {_described(rows)}")
         wide = np.zeros((len(rows) * max(width, 1), 4), np.uint8)
         wide[:, : self._bytes_per_value] = rows.reshape(-1, self._bytes_per_value)
         steps = wide.view("<u4").reshape((len(rows), width) if width else len(rows))
@@ -642,20 +644,20 @@ class FixedPoint:
 
 
 class KKT:
-    """Leaves out coordinates that are zero and, by the conditions of Karush, Kuhn and Tucker, will stay zero.
+    """Omits coordinates that are zero and will stay zero by the Karush-Kuhn-Tucker conditions.
 
-    For a loss with the penalty `l1` |w|: a coordinate with w = 0 is skipped from when it is learned that
-    |g| <= l1 - margin, where g is its gradient as it was aggregated last, until all are taken back; meanwhile
-    it need not be computed (`active`). It is for one namespace, and for pushes to whichever server.
+    For a loss with the penalty `l1` |w|: a coordinate with w = 0 is skipped once `learn` finds
+    |g| <= l1 - margin, where g is its last aggregated gradient, until all coordinates are restored; meanwhile
+    it need not be computed (`active`). One filter serves one namespace, and pushes to all of its servers.
 
-    Source: NIPS'14, section 5. Deviation: the authors' code compares with < and marks what it skips by NaN;
-    here the keys are not listed. How margins change from pass to pass is up to the caller.
+    Source: NIPS'14, section 5. Deviation: the authors' code compares with < and marks skipped coordinates by
+    NaN; here their keys are not listed. The caller changes the margin from pass to pass.
 
     Args:
         l1: weight of the penalty (λ), at least 0.
 
     Raises:
-        ValueError: no such weight.
+        ValueError: invalid weight.
     """
 
     name: Final = "KKT"
@@ -670,14 +672,14 @@ class KKT:
         self._skipped = np.zeros(0, np.int64)  # ascending
 
     def set_margin(self, margin: float) -> None:
-        """Go by another margin in what is learned from now on.
+        """Set the margin for later calls of `learn`.
 
         Args:
-            margin: at least 0 (δ), at first infinite. The more, the less is skipped, and nothing if it is
-                above `l1`; if it is infinite, all is taken back, as is due before a solution counts as final.
+            margin: at least 0 (δ), initially infinite. A larger margin skips less, and one above `l1`
+                nothing; an infinite one restores all coordinates, as is required before a solution is final.
 
         Raises:
-            ValueError: no such margin.
+            ValueError: invalid margin.
         """
         if not margin >= 0:
             raise ValueError(f"expected a margin of at least 0, got {margin}")
@@ -686,42 +688,42 @@ class KKT:
             self._skipped = self._skipped[:0]
 
     def learn(self, keys: Keys, weights: Rows, gradients: Rows) -> None:
-        """Skip what need not be looked at any more; what is skipped stays so.
+        """Skip coordinates that fulfil the conditions; skipped ones stay skipped.
 
         Args:
             keys: (K,), ascending, each once.
-            weights: as they are now, (K,).
-            gradients: of the loss without the penalty, as they were aggregated last, (K,).
+            weights: current weights, (K,).
+            gradients: last aggregated gradients of the loss without the penalty, (K,).
 
         Raises:
-            ValueError: arrays that do not fit.
+            ValueError: arrays of different or wrong shapes.
         """
         if keys.ndim != 1 or not keys.shape == weights.shape == gradients.shape:
             shapes = f"{keys.shape}, {weights.shape} and {gradients.shape}"
-            raise ValueError(f"expected a weight and a gradient a key, got shapes {shapes}")
+            raise ValueError(f"expected a weight and a gradient per key, got shapes {shapes}")
         if problem := problem_of_keys(keys, 0, LAST_MAX):
             raise ValueError(problem)
         found = keys[(weights == 0) & (np.abs(gradients) <= self._l1 - self._margin)]
-        places, is_there = _found(self._skipped, found)
-        if not is_there.all():
-            self._skipped = np.insert(self._skipped, places[~is_there], found[~is_there])
+        positions, is_found = _find(self._skipped, found)
+        if not is_found.all():
+            self._skipped = np.insert(self._skipped, positions[~is_found], found[~is_found])
 
     def active(self, keys: Keys) -> Mask:
-        """Return which of the keys are not skipped, (K,)."""
-        _, is_there = _found(self._skipped, keys)
-        return ~is_there
+        """Return a mask of the keys that are not skipped, (K,)."""
+        _, is_found = _find(self._skipped, keys)
+        return ~is_found
 
     def encode(self, message: Message) -> Message:
         """See `Filter.encode`."""
-        return _only(message, self.active(message.entries.listed()))
+        return _keep_only(message, self.active(message.entries.listed()))
 
     def decode(self, message: Message) -> Message:
-        """Return the message: the receiver takes what is not listed for unchanged."""
+        """Return the message unchanged: keys that are not listed keep their values."""
         return message
 
 
 def _check(message: Message, error: type[Exception]) -> None:
-    """Raise unless range, keys and values are each what they may be in any message, encoded or not."""
+    """Check the range, keys and values that any message must have, encoded or not."""
     if not 0 <= message.first < message.last <= LAST_MAX:
         raise error(f"expected a range of keys within 0 to {LAST_MAX}, got {message.first} to {message.last}")
     if not all(isinstance(note, dict) for note in message.notes.values()):
@@ -732,30 +734,30 @@ def _check(message: Message, error: type[Exception]) -> None:
     if values is not None and (
         values.dtype not in (np.float32, np.float64, np.uint8) or values.ndim not in (1, 2)
     ):
-        raise error(f"expected rows of floats or bytes in this machine's order, got {_told(values)}")
+        raise error(f"expected rows of floats or bytes in native byte order, got {_described(values)}")
 
 
 def _check_rows(message: Message, error: type[Exception]) -> None:
-    """Raise unless the message is one that the application has."""
+    """Check that a message is valid before encoding or after decoding."""
     values = message.values
     if values is None or values.dtype.name not in _FLOATS or 0 in values.shape[1:]:
-        raise error(f"expected values of float32 or float64, got {_told(values)}")
+        raise error(f"expected values of float32 or float64, got {_described(values)}")
     if message.body is not None:
         raise error(f"expected a message without a body, got one of {len(message.body)} bytes")
     if problem := problem_of_rows(message.entries, message.first, message.last):
         raise error(problem)
 
 
-def _told(values: Rows | None) -> str:
+def _described(values: Rows | None) -> str:
     return "none" if values is None else f"{values.dtype} of shape {values.shape}"
 
 
-def _noted(message: Message, name: str, **kinds: type) -> list[Any]:
-    """Return what a filter noted, in the order of `kinds`, having checked that it is all there."""
+def _read_note(message: Message, name: str, **kinds: type) -> list[Any]:
+    """Return the values of a filter's note, in the order of `kinds`, after checking their types."""
     note = message.notes.get(name)
     if note is None or note.keys() != kinds.keys() or any(type(note[k]) is not kinds[k] for k in kinds):
-        wanted = ", ".join(f"{word} ({kind.__name__})" for word, kind in kinds.items())
-        raise ProtocolError(f"expected a note of {name} with {wanted}, got {str(note)[:80]}")
+        expected = ", ".join(f"{word} ({kind.__name__})" for word, kind in kinds.items())
+        raise ProtocolError(f"expected a note of {name} with {expected}, got {str(note)[:80]}")
     return [note[word] for word in kinds]
 
 
@@ -775,16 +777,16 @@ def _signature(keys: Keys) -> bytes:
     return hashlib.blake2b(keys.astype("<i8").tobytes(), digest_size=SIGNATURE_BYTES).digest()
 
 
-def _found(among: Keys, keys: Keys) -> tuple[NDArray[np.int64], Mask]:
-    """Return where keys are among others that ascend, or belong, and which of them are there."""
-    places = np.searchsorted(among, keys)
-    is_there = places < len(among)
-    is_there[is_there] = among[places[is_there]] == keys[is_there]
-    return places, is_there
+def _find(among: Keys, keys: Keys) -> tuple[NDArray[np.int64], Mask]:
+    """Return positions of keys among ascending ones, or where to insert them, and a mask of those found."""
+    positions = np.searchsorted(among, keys)
+    is_found = positions < len(among)
+    is_found[is_found] = among[positions[is_found]] == keys[is_found]
+    return positions, is_found
 
 
-def _only(message: Message, kept: Mask) -> Message:
-    """Return a message of the entries that are kept."""
+def _keep_only(message: Message, kept: Mask) -> Message:
+    """Return a message of only the entries to keep."""
     if kept.all():
         return message
     assert message.values is not None
@@ -796,7 +798,7 @@ def _bytes_of_rows(values: Rows) -> NDArray[np.uint8]:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), width_bytes)
 
 
-def _unpacked_bits(bitmap: NDArray[np.uint8], count: int) -> Mask:
+def _unpack_bits(bitmap: NDArray[np.uint8], count: int) -> Mask:
     if len(bitmap) != (count + 7) // 8:
         raise ProtocolError(f"expected a bitmap of {count} rows, got {len(bitmap)} bytes")
     bits = np.unpackbits(bitmap).astype(np.bool_)

@@ -1,6 +1,6 @@
-"""The values of a parameter server: what one server has of a namespace, in blocks of neighbouring keys.
+"""Storage of a parameter server: one server's values of a namespace, in blocks of contiguous keys.
 
-Nothing here knows which blocks a server is to have, or how they come to it.
+Nothing here knows which blocks a server is to have, or how it receives them.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from offbeat.numerics.ps.memory import page_aligned
 from offbeat.numerics.ps.updates import Update, with_settings
 
 Contents: TypeAlias = dict[str, Any]  # of a block, as plain data and arrays
-Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # a new array, whose values are anything
+Empty: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Rows]  # returns a new, uninitialised array
 Aggregate: TypeAlias = Literal["sum", "mean", "each"]
 
 _READ_BYTES_MAX = 2**31  # in one message
-DENSE_KEYS_MAX = 2**20  # in a block; with more, a block keeps the keys that it has
-# Of values of blocks that lie together: with more, a call of the update costs nothing beside its work.
-_TOGETHER_BYTES_MAX = 1024 * 1024
-_PAGES_BYTES_MIN = 64 * 1024  # of values of a block that begin where a page does
+DENSE_KEYS_MAX = 2**20  # keys in a block; a larger block stores only the keys that were pushed
+# Largest size of the values of merged blocks: above it, the overhead of a call of the update is negligible.
+_RUN_BYTES_MAX = 1024 * 1024
+_PAGE_ALIGNED_BYTES_MIN = 64 * 1024  # size of values from which arrays start on a page boundary
 
 
 class ArrayTable:
-    """One namespace on one server: rows of numbers, and what an update keeps besides them.
+    """One namespace on one server: rows of numbers, and the update's state of each.
 
-    A key that was never pushed is zero, and so is what is kept besides it. Blocks come into being when
-    something is pushed to them. One with up to 2**20 keys has an array of all of them; a larger one keeps the
-    keys that were pushed, in order, and takes time for all of them when there is a new one. Small blocks that
-    are pushed together come to lie together, up to 1 MiB of values, until one of them goes.
+    A key that was never pushed is zero, and so is its state. Blocks are created by the first push to them. A
+    block of up to 2**20 keys is an array of all its keys; a larger one stores only the keys that were pushed,
+    in order, and a new key costs time proportional to their number. Small blocks that are pushed together are
+    merged into one array of up to 1 MiB of values, until one of them is removed.
 
     Args:
-        keys: of the namespace: 0 to `keys` - 1.
-        block_keys: neighbours that come and go together.
-        update: what becomes of what is pushed.
-        width: numbers in a row; 0 for a number a key, not a row of one.
+        keys: number of keys of the namespace, 0 to `keys` - 1.
+        block_keys: contiguous keys per block; blocks are added and removed as a whole.
+        update: how a push changes values.
+        width: numbers in a row; 0 for a single number per key.
         dtype: float32 or float64.
-        aggregate: what is pushed together counts as its sum, as its mean, or each by itself, one after the
-            other.
-        may_fail: the update may raise, as one of the user's own; `rehearse` is to find out.
-        empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
+        aggregate: values that are pushed together are applied as their sum, as their mean, or each by itself,
+            one after the other.
+        may_fail: the update is user-defined and may raise; `rehearse` finds out before it is applied.
+        empty: allocates memory for values that are read, from (shape, dtype), like `np.empty`.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -74,33 +74,33 @@ class ArrayTable:
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
         self._aggregate, self._may_fail = aggregate, may_fail
-        self._stretches: dict[int, _Stretch] = {}  # by block
+        self._runs: dict[int, _BlockRun] = {}  # by block
         self._empty = empty
 
     @property
     def looks_once(self) -> bool:
-        """Whether what is pushed is looked at when it is applied, and not by a rehearsal before."""
+        """Whether pushes are read only when they are applied, not by a rehearsal before."""
         return not self._may_fail
 
     @property
     def size_bytes(self) -> int:
-        """What the values, and what is kept besides them, take."""
-        stretches = set(self._stretches.values())
-        return sum(array.nbytes for stretch in stretches for array in stretch.arrays.values())
+        """Size of all values and state in bytes."""
+        runs = set(self._runs.values())
+        return sum(array.nbytes for run in runs for array in run.arrays.values())
 
     def check(self, content: Entries, first: int, last: int) -> None:
-        """See whether something can be pushed to keys `first` to `last` - 1.
+        """Check that entries can be pushed to keys `first` to `last` - 1.
 
         Raises:
-            ValueError: it is of other keys, or of other rows than there are here, or its terms cannot be.
+            ValueError: other keys, rows of another dtype or width, or invalid metadata.
         """
         if not isinstance(content, Entries):
             raise ValueError(f"expected Entries, got {type(content).__name__}")
         rows = content.values
         if rows.dtype != self._dtype or rows.shape[1:] != self._shape:
-            expected, came = (self._dtype, self._shape), (rows.dtype, rows.shape[1:])
+            expected, actual = (self._dtype, self._shape), (rows.dtype, rows.shape[1:])
             raise ValueError(
-                f"expected rows of {expected[0]} and shape {expected[1]}, got {came[0]} and {came[1]}"
+                f"expected rows of {expected[0]} and shape {expected[1]}, got {actual[0]} and {actual[1]}"
             )
         if problem := problem_of(content, first, last):
             raise ValueError(problem)
@@ -109,14 +109,14 @@ class ArrayTable:
             self._update_for(content.terms)
             for name, one in (content.terms.states or {}).items():
                 if one.dtype != rows.dtype or one.shape != rows.shape:
-                    expected, came = (rows.dtype, rows.shape), (one.dtype, one.shape)
-                    raise ValueError(f"expected {name} as {expected}, beside the values, got {came}")
+                    expected, actual = (rows.dtype, rows.shape), (one.dtype, one.shape)
+                    raise ValueError(f"expected {name} as {expected}, like the values, got {actual}")
 
     def rehearse(self, first: int, last: int, content: Entries) -> None:
-        """See, on copies, whether the update can take what was pushed for keys `first` to `last` - 1.
+        """Try on copies whether the update accepts a push to keys `first` to `last` - 1.
 
         Raises:
-            ValueError: it raises, or has no such states.
+            ValueError: the update raises an error, or has no such states.
         """
         if content.terms is not None and content.terms.states is not None:
             check_states(self._update, content.terms.states)
@@ -127,82 +127,82 @@ class ArrayTable:
             if not len(part):
                 continue
             rows = {name: np.zeros_like(part.values) for name in ("values", *self._update.states)}
-            if (stretch := self._stretches.get(number)) is not None:
+            if (run := self._runs.get(number)) is not None:
                 for name, row in rows.items():
-                    stretch.read_into(Entries(part.first, row, part.keys), name)
+                    run.read_into(Entries(part.first, row, part.keys), name)
             pushed = part.values.view()
-            pushed.flags.writeable = False  # replicas get it, too
+            pushed.flags.writeable = False  # replicas receive the same array
             try:
                 self._update.apply(rows.pop("values"), rows, pushed)
-            except Exception as error:  # whatever a user's code does
-                raise ValueError(f"the update cannot take what was pushed: {error!r}") from error
+            except Exception as error:  # user code may raise anything
+                raise ValueError(f"the update failed on the pushed values: {error!r}") from error
 
     def apply(self, first: int, last: int, content: Entries) -> None:
-        """Take what was pushed for keys `first` to `last` - 1; of those that it does not list, nothing."""
+        """Apply a push to keys `first` to `last` - 1; keys that it does not list are unchanged."""
         if content.keys is None and content.terms is None:
-            self._apply_neighbours(content.first, content.values)
+            self._apply_contiguous(content.first, content.values)
             return
         update = self._update if content.terms is None else self._update_for(content.terms)
         for number, part in self._parts(content):
             if not len(part):
                 continue
-            stretch = self._stretch(number)
+            run = self._run_of(number)
             if content.replaces:
-                stretch.replace(part)
+                run.replace(part)
             else:
-                stretch.apply(update, part)
+                run.apply(update, part)
 
-    def _apply_neighbours(self, first: int, rows: Rows) -> None:
-        """Take rows of neighbouring keys without terms: nearly always, and often few of many blocks."""
+    def _apply_contiguous(self, first: int, rows: Rows) -> None:
+        """Apply rows of contiguous keys without metadata: the usual case, often over many small blocks."""
         begin, last = first, first + len(rows)
         while begin < last:
-            stretch = self._stretch(begin // self._block_keys)
-            if stretch.last < last:
-                stretch = self._put_together(stretch, last)
-            end = min(last, stretch.last)
-            stretch.apply_neighbours(self._update, begin, rows[begin - first : end - first])
+            run = self._run_of(begin // self._block_keys)
+            if run.last < last:
+                run = self._merge_blocks(run, last)
+            end = min(last, run.last)
+            run.apply_contiguous(self._update, begin, rows[begin - first : end - first])
             begin = end
 
-    def _put_together(self, stretch: _Stretch, last: int) -> _Stretch:
-        """Let blocks lie together that are pushed together, from those of a stretch on; return their stretch.
+    def _merge_blocks(self, run: _BlockRun, last: int) -> _BlockRun:
+        """Merge blocks that are pushed together, starting at a run; return the merged run.
 
         Args:
-            last: the last key that is pushed, + 1.
+            last: the key after the last pushed one.
         """
         row_bytes = self._dtype.itemsize * math.prod(self._shape)
-        found, end = [stretch], stretch.last
-        while end < last and not stretch.is_sparse:
-            following = self._stretch(end // self._block_keys)
-            if (following.last - stretch.first) * row_bytes > _TOGETHER_BYTES_MAX:
+        found, end = [run], run.last
+        while end < last and not run.is_sparse:
+            following = self._run_of(end // self._block_keys)
+            if (following.last - run.first) * row_bytes > _RUN_BYTES_MAX:
                 break
             found.append(following)
             end = following.last
         if len(found) == 1:
-            return stretch
-        arrays = {name: self._rows(end - stretch.first, np.empty) for name in stretch.arrays}
+            return run
+        arrays = {name: self._rows(end - run.first, np.empty) for name in run.arrays}
         for name, rows in arrays.items():
             np.concatenate([one.arrays[name] for one in found], out=rows)
-        together = _Stretch(stretch.first, end, arrays)
-        self._stretches.update(dict.fromkeys(self._blocks_of(together), together))
-        return together
+        merged = _BlockRun(run.first, end, arrays)
+        self._runs.update(dict.fromkeys(self._blocks_of(merged), merged))
+        return merged
 
-    def _take_out(self, number: int) -> None:
-        """Forget a block; those with which it lies together get memory of their own."""
-        stretch = self._stretches.pop(number, None)
-        if stretch is not None:
-            for other in self._blocks_of(stretch):
+    def _remove_block(self, number: int) -> None:
+        """Remove a block; blocks that share its array get arrays of their own."""
+        run = self._runs.pop(number, None)
+        if run is not None:
+            for other in self._blocks_of(run):
                 if other != number:
                     first, last = self._range_of(other)
-                    self._stretches[other] = _Stretch(first, last, stretch.copy_out(first, last))
+                    self._runs[other] = _BlockRun(first, last, run.copy_out(first, last))
 
     def read(self, first: int, last: int, keys: Keys | None, states: bool = False) -> Entries:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
 
         Args:
-            states: with all that the update keeps besides them.
+            states: whether to include the update's state.
 
         Raises:
-            ValueError: what is listed is no such keys, or the values are of more than 2 GiB.
+            ValueError: invalid keys, or values of more than 2 GiB.
         """
         if keys is not None:
             problem = problem_of_keys(keys, first, last) if isinstance(keys, np.ndarray) else "expected keys"
@@ -213,34 +213,35 @@ class ArrayTable:
         size_bytes = count * math.prod(self._shape) * self._dtype.itemsize * (1 + len(names))
         if size_bytes > _READ_BYTES_MAX:
             raise ValueError(f"expected values of at most {_READ_BYTES_MAX} bytes, got {size_bytes}")
-        wanted = self._read(first, count, keys, "values")
+        result = self._read(first, count, keys, "values")
         if states:
             rows = {name: self._read(first, count, keys, name).values for name in names}
-            wanted.terms = Terms(states=rows)
-        return wanted
+            result.terms = Terms(states=rows)
+        return result
 
     def _read(self, first: int, count: int, keys: Keys | None, name: str) -> Entries:
-        wanted = Entries(first, self._empty((count, *self._shape), self._dtype), keys)
-        for number, part in self._parts(wanted):
-            stretch = self._stretches.get(number)
-            if stretch is None:
+        result = Entries(first, self._empty((count, *self._shape), self._dtype), keys)
+        for number, part in self._parts(result):
+            run = self._runs.get(number)
+            if run is None:
                 part.values[...] = 0
             else:
-                stretch.read_into(part, name)
-        return wanted
+                run.read_into(part, name)
+        return result
 
     def cut(self, content: Entries, first: int, last: int) -> Entries:
-        """Return what `content` has for keys `first` to `last` - 1."""
+        """Return the entries of `content` for keys `first` to `last` - 1."""
         return content.cut(first, last)
 
     def aggregated(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
-        """Return as one what `contents` have for keys `first` to `last` - 1.
+        """Combine pushes to keys `first` to `last` - 1 into one, according to `aggregate`.
 
-        That is their sum, added up by key in their order; or their mean, the sum divided by that of the
-        weights. The settings of the first one that has a weight hold. Or, where each counts by itself, it is
-        what the update makes of one after the other, divided by its weight and with its settings: rows that
-        take the place of what is there. Where all weights are 0, there is nothing to apply: no keys. Where
-        some replace what is there, the first of them does, and nothing else is applied.
+        sum: their sum by key, added in their order. mean: that sum divided by the sum of the weights. Both
+            use
+        the settings of the first push that has a weight. each: the result of applying the update to each push
+        in turn, divided by its weight and with its settings; the returned rows replace the current ones. If
+        all weights are 0, there is nothing to apply, and the result has no keys. If some pushes replace
+        values, the first of them is returned, and the rest are ignored.
         """
         if self._aggregate != "each" and all(one.terms is None for one in contents):
             total = summed(contents, first, last)
@@ -254,7 +255,7 @@ class ArrayTable:
         if not weight:
             return Entries(first, np.zeros((0, *self._shape), self._dtype), np.zeros(0, np.int64))
         if self._aggregate == "each":
-            return self._in_turn(contents, first, last)
+            return self._aggregate_each(contents, first, last)
         total = summed(contents, first, last)
         if self._aggregate == "mean":
             total.values /= weight
@@ -263,67 +264,67 @@ class ArrayTable:
         total.terms = None if settings is None else Terms(settings=settings)
         return total
 
-    def _in_turn(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
+    def _aggregate_each(self, contents: Sequence[Entries], first: int, last: int) -> Entries:
         contents = [one.cut(first, last) for one in contents if (one.terms or PLAIN).weight]
         listed = [one.keys for one in contents if one.keys is not None]
         keys = np.unique(np.concatenate(listed)) if len(listed) == len(contents) else None
         count = last - first if keys is None else len(keys)
         names = ("values", *self._update.states)
         rows = {name: self._read(first, count, keys, name).values for name in names}
-        scratch = _Stretch(first, last, rows, keys)
+        scratch = _BlockRun(first, last, rows, keys)
         for one in contents:
             terms = one.terms or PLAIN
             scratch.apply(self._update_for(terms), Entries(one.first, one.values / terms.weight, one.keys))
         return Entries(first, rows.pop("values"), keys, Terms(states=rows))
 
     def copy_out(self, first: int, last: int) -> Contents | None:
-        """Return all that is kept of the block of keys `first` to `last` - 1; None where that is nothing."""
-        stretch = self._stretches.get(first // self._block_keys)
-        return None if stretch is None else stretch.copy_out(first, last)
+        """Return a copy of the block of keys `first` to `last` - 1; None if it has never been pushed to."""
+        run = self._runs.get(first // self._block_keys)
+        return None if run is None else run.copy_out(first, last)
 
     def copy_in(self, first: int, last: int, content: Contents | None) -> None:
-        """Replace all that is kept of the block of keys `first` to `last` - 1."""
+        """Replace the block of keys `first` to `last` - 1."""
         number = first // self._block_keys
-        self._take_out(number)
+        self._remove_block(number)
         if content is not None:
-            self._stretch(number).copy_in(content)
+            self._run_of(number).copy_in(content)
 
     def drop(self, first: int, last: int) -> None:
-        """Forget the block of keys `first` to `last` - 1."""
-        self._take_out(first // self._block_keys)
+        """Remove the block of keys `first` to `last` - 1."""
+        self._remove_block(first // self._block_keys)
 
     def _update_for(self, terms: Terms) -> Update:
-        """The update with the settings of a push.
+        """Return the update with the settings of a push.
 
         Raises:
-            ValueError: it does not take them.
+            ValueError: it does not accept them.
         """
         if terms.settings is None:
             return self._update
         if self._may_fail:
-            raise ValueError("expected no settings for a function of the user's own")
+            raise ValueError("expected no settings for a user-defined function")
         return with_settings(self._update, terms.settings)
 
-    def _stretch(self, number: int) -> _Stretch:
-        """Return the stretch in which a block lies; the block is made if need be."""
-        stretch = self._stretches.get(number)
-        if stretch is None:
-            stretch = self._stretches[number] = self._new_stretch(number)
-        return stretch
+    def _run_of(self, number: int) -> _BlockRun:
+        """Return the run that contains a block, which is created if needed."""
+        run = self._runs.get(number)
+        if run is None:
+            run = self._runs[number] = self._new_run(number)
+        return run
 
-    def _new_stretch(self, number: int) -> _Stretch:
+    def _new_run(self, number: int) -> _BlockRun:
         first, last = self._range_of(number)
         names = ("values", *self._update.states)
         is_sparse = last - first > DENSE_KEYS_MAX
         rows = 0 if is_sparse else last - first
         arrays = {name: self._rows(rows, np.zeros) for name in names}
-        return _Stretch(first, last, arrays, np.zeros(0, np.int64) if is_sparse else None)
+        return _BlockRun(first, last, arrays, np.zeros(0, np.int64) if is_sparse else None)
 
     def _rows(self, count: int, make: Callable[..., Rows]) -> Rows:
-        """Return new rows, as `np.empty` or `np.zeros` makes them."""
+        """Allocate rows with `np.empty` or `np.zeros`."""
         shape = (count, *self._shape)
         size_bytes = math.prod(shape) * self._dtype.itemsize
-        if size_bytes < _PAGES_BYTES_MIN:
+        if size_bytes < _PAGE_ALIGNED_BYTES_MIN:
             return make(shape, self._dtype)
         rows: Rows = page_aligned(size_bytes, make).view(self._dtype).reshape(shape)
         return rows
@@ -332,11 +333,11 @@ class ArrayTable:
         first = number * self._block_keys
         return first, min(first + self._block_keys, self._keys)
 
-    def _blocks_of(self, stretch: _Stretch) -> range:
-        return range(stretch.first // self._block_keys, (stretch.last - 1) // self._block_keys + 1)
+    def _blocks_of(self, run: _BlockRun) -> range:
+        return range(run.first // self._block_keys, (run.last - 1) // self._block_keys + 1)
 
     def _parts(self, content: Entries) -> Iterator[tuple[int, Entries]]:
-        """Yield what is for blocks that lie together, and the number of the first of them."""
+        """Split entries by run; yield each part with the number of its first block."""
         if content.keys is None:
             begin, last = content.first, content.first + len(content)
         elif len(content.keys):
@@ -349,40 +350,40 @@ class ArrayTable:
             return
         while begin < last:
             number = begin // size
-            stretch = self._stretches.get(number)
-            end = min(last, (number + 1) * size if stretch is None else stretch.last)
+            run = self._runs.get(number)
+            end = min(last, (number + 1) * size if run is None else run.last)
             yield number, content.cut(begin, end)
             begin = end
 
 
 def check_weight(weight: float) -> None:
-    """See whether something can be a push's weight.
+    """Check the weight of a push.
 
     Raises:
-        ValueError: it is no finite number of at least 0.
+        ValueError: it is not finite or below 0.
     """
     if not 0 <= weight < math.inf:
         raise ValueError(f"expected a finite weight of at least 0, got {weight}")
 
 
 def check_states(update: Update, states: Mapping[str, Rows]) -> None:
-    """See whether these are names of what an update keeps.
+    """Check that an update has states of these names.
 
     Raises:
-        ValueError: one is none.
+        ValueError: it does not have one of them.
     """
     if unknown := states.keys() - set(update.states):
         known = ", ".join(update.states) or "none"
         raise ValueError(f"expected states of {type(update).__name__} among {known}, got {min(unknown)}")
 
 
-class _Stretch:
-    """The rows of neighbouring blocks, by name: "values", and what the update keeps besides them.
+class _BlockRun:
+    """The rows of adjacent blocks in one array per name: "values", and the update's states.
 
     Args:
-        first, last: the keys that it may have: `first` to `last` - 1.
-        arrays: one row a key.
-        keys: whose they are, ascending; None where they are of all keys.
+        first, last: range of its keys, `first` to `last` - 1.
+        arrays: one row per key.
+        keys: the keys that have rows, ascending; None if all of the range have.
 
     Attributes:
         first, last, arrays: as given.
@@ -395,29 +396,29 @@ class _Stretch:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it has some of the keys that it may have."""
+        """Whether only some keys of the range have rows."""
         return self._keys is not None
 
     def rows_of(self, first: int, last: int) -> dict[str, Rows]:
-        """Return the rows of some keys, where it has all."""
+        """Return the rows of a range of keys, if it is not sparse."""
         begin, end = first - self.first, last - self.first
         return {name: rows[begin:end] for name, rows in self.arrays.items()}
 
     def apply(self, update: Update, content: Entries) -> None:
-        """Take what was pushed."""
+        """Apply a push."""
         if self._keys is not None:
-            self._make_room(content.listed())
-        places = self._places(content)
-        values = self.arrays["values"][places]
-        states = {name: self.arrays[name][places] for name in update.states}
+            self._insert_keys(content.listed())
+        positions = self._positions(content)
+        values = self.arrays["values"][positions]
+        states = {name: self.arrays[name][positions] for name in update.states}
         update.apply(values, states, content.values)
-        if not isinstance(places, slice):  # these were copies
-            self.arrays["values"][places] = values
+        if not isinstance(positions, slice):  # indexing by an array has copied the rows
+            self.arrays["values"][positions] = values
             for name, rows in states.items():
-                self.arrays[name][places] = rows
+                self.arrays[name][positions] = rows
 
-    def apply_neighbours(self, update: Update, first: int, rows: Rows) -> None:
-        """Take what was pushed of neighbouring keys."""
+    def apply_contiguous(self, update: Update, first: int, rows: Rows) -> None:
+        """Apply a push of contiguous keys."""
         if self._keys is not None:
             self.apply(update, Entries(first, rows))
             return
@@ -425,56 +426,56 @@ class _Stretch:
         update.apply(states.pop("values"), states, rows)
 
     def replace(self, content: Entries) -> None:
-        """Take what was pushed in the place of what is there."""
+        """Replace values and states by those of a push."""
         if self._keys is not None:
-            self._make_room(content.listed())
-        places = self._places(content)
+            self._insert_keys(content.listed())
+        positions = self._positions(content)
         assert content.terms is not None
         given = {"values": content.values, **(content.terms.states or {})}
         for name, rows in self.arrays.items():
-            rows[places] = given.get(name, 0)
+            rows[positions] = given.get(name, 0)
 
-    def read_into(self, wanted: Entries, name: str = "values") -> None:
-        """Write what is kept of these keys under a name into their rows."""
+    def read_into(self, result: Entries, name: str = "values") -> None:
+        """Copy the rows of a name into the given entries, by their keys."""
         values = self.arrays[name]
         if self._keys is None:
-            wanted.values[...] = values[self._places(wanted)]
+            result.values[...] = values[self._positions(result)]
         elif len(self._keys):
-            keys = wanted.listed()
-            places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-            is_there = self._keys[places] == keys
-            wanted.values[...] = 0
-            wanted.values[is_there] = values[places[is_there]]
+            keys = result.listed()
+            positions = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            is_present = self._keys[positions] == keys
+            result.values[...] = 0
+            result.values[is_present] = values[positions[is_present]]
         else:
-            wanted.values[...] = 0
+            result.values[...] = 0
 
     def copy_out(self, first: int, last: int) -> Contents:
-        """Return all that there is of a block's keys, as it is now."""
+        """Return a copy of a block."""
         if self._keys is None:
             return {name: rows.copy() for name, rows in self.rows_of(first, last).items()}
         return {name: rows.copy() for name, rows in self.arrays.items()} | {"keys": self._keys}
 
     def copy_in(self, content: Contents) -> None:
-        """Take over what `copy_out` gave."""
+        """Replace all rows by a copy from `copy_out`."""
         self.arrays = {name: np.array(content[name]) for name in self.arrays}
         if self._keys is not None:
             self._keys = np.array(content["keys"])
 
-    def _places(self, content: Entries) -> slice | NDArray[np.int64]:
+    def _positions(self, content: Entries) -> slice | NDArray[np.int64]:
         if self._keys is not None:
             return np.searchsorted(self._keys, content.listed())
         if content.keys is None:
             return slice(content.first - self.first, content.first - self.first + len(content))
         return content.keys - self.first
 
-    def _make_room(self, keys: Keys) -> None:
+    def _insert_keys(self, keys: Keys) -> None:
         assert self._keys is not None
-        together = np.union1d(self._keys, keys)
-        if len(together) == len(self._keys):
+        merged = np.union1d(self._keys, keys)
+        if len(merged) == len(self._keys):
             return
-        before = np.searchsorted(together, self._keys)
+        before = np.searchsorted(merged, self._keys)
         for name, array in self.arrays.items():
-            grown = np.zeros((len(together), *array.shape[1:]), array.dtype)
+            grown = np.zeros((len(merged), *array.shape[1:]), array.dtype)
             grown[before] = array
             self.arrays[name] = grown
-        self._keys = together
+        self._keys = merged
