@@ -84,8 +84,8 @@ class WorkingSet:
         """
         self._check_like(content.values)
         if content.keys is None:
-            positions = places_of(self.keys, content.first, content.first + len(content))
-            self.values[positions] = content.values[self.keys[positions] - content.first]
+            in_range = places_of(self.keys, content.first, content.first + len(content))
+            self.values[in_range] = content.values[self.keys[in_range] - content.first]
         elif problem := problem_of(content, 0, LAST_MAX):
             raise ValueError(problem)
         else:

@@ -1,4 +1,4 @@
-"""The third paper's method: layer-wise all-reduce overlapped with the backward and the next forward pass."""
+"""Layer-wise all-reduce that overlaps the backward pass and the next forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first paper's methods: averaging over the workers that keep up, without the stragglers."""
+"""Dynamic worker classification and DPAR: averaging over the workers that keep up, without stragglers."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ class PartialAllReduce(_PartialAveraging):
     and joins at a named step. A worker that dies or hangs is excluded too, and the round that it interrupted
     is repeated without it.
 
-    Source: the first paper (dynamic worker classification), sections 4.1 to 4.3. Deviations: see
+    Source: the dynamic worker classification (DWC) paper, sections 4.1 to 4.3. Deviations: see
     `StragglerClassifier`; a worker that returns also receives the state, since the models would differ
     otherwise.
 
     Args:
-        k: a step is slow above this multiple of the fastest pace; "auto" derives it from measured times.
+        k: a step is slow above this multiple of the fastest pace; "auto" derives `k`, `n_profile` and `limit`
+            from measured times.
         n_profile: iterations at the start of each epoch in which the fastest pace is measured.
-        limit: slow steps, less the others, after which a worker is excluded.
+        limit: value of the counter at which a worker is excluded.
         monitor: "continuous" judges excluded workers at each of their own iterations; "epoch_window" takes
             all workers back for the profiling window of every epoch, as in the paper's section 4.2.
         gate: "throughput" excludes a worker only where that raises the samples per second.
@@ -115,13 +116,13 @@ class PartialAllReduce(_PartialAveraging):
 class DPAR(_PartialAveraging):
     """Dynamic partial all-reduce: as `PartialAllReduce`, with a fixed threshold.
 
-    Source: DPAR (ICCE 2023), of which only the abstract was available, and the first paper's account of it: a
+    Source: DPAR (ICCE 2023), of which only the abstract was available, and the DWC paper's account of it: a
     static threshold, a counter, a ring of the remaining workers. Deviation: the gate compares samples per
     second, since how the paper weighs the lost computation against the slowdown is not known.
 
     Args:
         threshold_ms: compute time above which an iteration is slow, in milliseconds.
-        limit: slow steps, less the others, after which a worker is excluded.
+        limit: value of the counter at which a worker is excluded.
         gate: "throughput" excludes a worker only where that raises the samples per second.
         shards: "dynamic" assigns samples as they are needed, each once an epoch even if workers are slow or
             die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not

@@ -1,4 +1,4 @@
-"""The second paper's methods: training on a parameter server with bounded or unbounded staleness."""
+"""BSP, SSP, DTSSP, ASP and Downpour: training on a parameter server with bounded or unbounded staleness."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ServerBSP(_Clocked):
     Training equals training in one process on the workers' concatenated batches, in whatever order gradients
     arrive, except for the rounding of sums.
 
-    Source: the second paper, section 2 (BSP); specification 2.2. Deviation: by default the gradients of a
+    Source: the DTSSP paper, section 2 (BSP); specification 2.2. Deviation: by default the gradients of a
     clock are applied as one optimizer step with their mean.
 
     Args:
@@ -165,7 +165,7 @@ class SSP(_Cached):
     of its own.
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
-    NIPS 2013, section 3; the second paper's caches; specification 2.4. Deviations: see `ConsistencyGate`,
+    NIPS 2013, section 3; the DTSSP paper's caches; specification 2.4. Deviations: see `ConsistencyGate`,
     `ServedModel` and `ServerSynchronizer`.
 
     Args:
@@ -194,7 +194,7 @@ class DTSSP(_Cached):
     If the loss of a clock is more than `limit` percent below that of the previous clock, the bound grows by
     `step`; if it is more than `limit` percent above, the bound shrinks by `step`.
 
-    Source: the second paper, section 3 (DTSSP); specification 2.5. Deviation: the formula of the learning
+    Source: the DTSSP paper, section 3 (DTSSP); specification 2.5. Deviation: the formula of the learning
     progress rate is this project's, since the paper's is lost.
 
     Args:
@@ -263,7 +263,7 @@ class ASP(_Unbounded):
 
     Each gradient is one step of the servers' optimizer, on arrival.
 
-    Source: the second paper, section 2 (ASP); specification 2.3.
+    Source: the DTSSP paper, section 2 (ASP); specification 2.3.
 
     Args:
         shards, copies, deadline_s: see `ServerBSP`.
