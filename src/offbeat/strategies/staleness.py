@@ -194,8 +194,9 @@ class DTSSP(_Cached):
     If the loss of a clock is more than `limit` percent below that of the previous clock, the bound grows by
     `step`; if it is more than `limit` percent above, the bound shrinks by `step`.
 
-    Source: the DTSSP paper, section 3 (DTSSP); specification 2.5. Deviation: the formula of the learning
-    progress rate is this project's, since the paper's is lost.
+    Source: Kim and Rhee 2019, "Distributed and parallel deep learning architecture exploiting dynamic stale
+    synchronous parallel method" (the DTSSP paper), section 3; specification 2.5. Deviation: the formula of
+    the learning progress rate is this project's, since the paper's is lost.
 
     Args:
         s: initial bound, in clocks.
