@@ -61,7 +61,8 @@ class PartialAllReduce(_PartialAveraging):
         limit: value of the counter at which a worker is excluded.
         monitor: "continuous" judges excluded workers at each of their own iterations; "epoch_window" takes
             all workers back for the profiling window of every epoch, as in the paper's section 4.2.
-        gate: "throughput" excludes a worker only where that raises the samples per second.
+        gate: "throughput" excludes a worker only where that raises the samples per second; None excludes all
+            stragglers.
         shards: "dynamic" assigns samples as they are needed, each once an epoch even if workers are slow or
             die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not
             used.
@@ -123,7 +124,8 @@ class DPAR(_PartialAveraging):
     Args:
         threshold_ms: compute time above which an iteration is slow, in milliseconds.
         limit: value of the counter at which a worker is excluded.
-        gate: "throughput" excludes a worker only where that raises the samples per second.
+        gate: "throughput" excludes a worker only where that raises the samples per second; None excludes all
+            stragglers.
         shards: "dynamic" assigns samples as they are needed, each once an epoch even if workers are slow or
             die; "equal" splits them in advance, as the papers do: the shard of an excluded worker is not
             used.
