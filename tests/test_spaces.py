@@ -158,7 +158,9 @@ def test_a_function_is_found_by_its_import_path(
 def test_what_was_not_named_at_the_start_is_refused_though_it_could_be_imported() -> None:
     about = describe(Function(f"{HERE}:Scaled", {"scale": 3.0}), width=0, dtype="float32")
     for functions in ({}, {f"{HERE}:twice": twice}):
-        with pytest.raises(ProtocolError, match=f"the function {HERE}:Scaled is not registered on this server"):
+        with pytest.raises(
+            ProtocolError, match=f"the function {HERE}:Scaled is not registered on this server"
+        ):
             make_table(about, 10, 4, functions)
 
 

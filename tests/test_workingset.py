@@ -293,7 +293,9 @@ def test_products_with_what_does_not_fit_are_refused():
         labels=np.ones(2), starts=np.array([0, 1, 1]), keys=np.array([4]), values=np.array([2.0])
     )
     for one in (rows, SignedColumns.of(rows)):
-        with pytest.raises(ValueError, match=r"one weight per key, got float32 of shape \(1, 3\); multiply by"):
+        with pytest.raises(
+            ValueError, match=r"one weight per key, got float32 of shape \(1, 3\); multiply by"
+        ):
             times(one, WorkingSet.zeros(np.array([4]), width=3))
         for terms in (np.ones(1), np.ones(3), np.ones((2, 1))):
             with pytest.raises(ValueError, match="one number for each of 2 rows, got float64 of shape"):
