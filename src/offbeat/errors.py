@@ -1,4 +1,4 @@
-"""The errors that offbeat raises of its own; every text says what was expected, what came and what to do."""
+"""The errors that offbeat raises; each message states what was expected, what came and what to do."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import errno
 import resource
 from typing import Literal, TypeAlias
 
-# A session that was open broke, or the peer broke the protocol, or another session with it begins at this
-# moment; or dialling failed: the peer's process has ended, nothing answers, or another process does, or one
-# that does not want this node; or the peer can open no more files, or this node cannot.
+# An open session broke ("broken"), the peer violated the protocol ("protocol"), or a new session with the
+# peer takes its place ("replaced"). Or dialling failed: the peer's process has ended ("ended"); nothing
+# answers ("unreachable"); another process answers, or one that rejects this node ("refused"); the peer can
+# open no more files ("peer has no files"), or this node cannot ("no files").
 LinkFailure: TypeAlias = Literal[
     "broken", "protocol", "replaced", "ended", "unreachable", "refused", "peer has no files", "no files"
 ]
 
 
 def explain(error: OSError) -> str:
-    """Return what the operating system says, and what to do about it where that is known."""
+    """Return the operating system's message, and the remedy where one is known."""
     match error.errno:
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -27,19 +28,19 @@ def explain(error: OSError) -> str:
 
 
 class OffbeatError(Exception):
-    """The base of offbeat's own errors."""
+    """The base class of offbeat's own errors."""
 
 
 class ProtocolError(OffbeatError):
-    """Something arrived that the protocol does not allow."""
+    """A message arrived that the protocol does not allow."""
 
 
 class LinkError(OffbeatError):
-    """A link to a peer could not be opened or broke.
+    """A link to a peer could not be opened, or it broke.
 
     Attributes:
         peer: the link name of the peer, or the address dialled where the name is not known yet.
-        failure: what has become of the link.
+        failure: the kind of failure.
     """
 
     def __init__(self, peer: str, message: str, *, failure: LinkFailure = "broken") -> None:
@@ -49,7 +50,7 @@ class LinkError(OffbeatError):
 
     @property
     def was_open(self) -> bool:
-        """Whether there was a session, and another one may follow; else dialling the peer has failed."""
+        """Whether a session was open, and another one may follow; otherwise dialling the peer failed."""
         return self.failure in ("broken", "protocol", "replaced")
 
 
@@ -58,7 +59,7 @@ class WorkerError(OffbeatError):
 
     Attributes:
         worker: the id of the worker that caused it, None where no single worker did.
-        step: the step that worker was in, None before the first.
+        step: the step that the worker was in, None before the first.
     """
 
     def __init__(self, message: str, *, worker: int | None = None, step: int | None = None) -> None:
@@ -68,12 +69,12 @@ class WorkerError(OffbeatError):
 
 
 class LostKeysError(OffbeatError):
-    """All servers that had the values of some keys of the parameter server are gone.
+    """All servers that held the values of some keys of the parameter server are gone.
 
     Attributes:
-        namespace: of these keys.
-        ranges: the first of them and the one behind the last of each; where there are many, not all.
-        servers: the last ones that had them.
+        namespace: the namespace of these keys.
+        ranges: the lost keys as (first, one past the last); not all of them where there are many.
+        servers: the last servers that held them.
     """
 
     def __init__(
@@ -89,4 +90,4 @@ class LostKeysError(OffbeatError):
 
 
 class DataError(OffbeatError):
-    """A data set is missing, damaged or could not be fetched; the text says what, where and what to do."""
+    """A data set is missing, damaged or could not be fetched; the message names it and states a remedy."""

@@ -1,14 +1,13 @@
-"""Every event that a policy sees and every action that it answers with.
+"""Every event that a policy receives and every action that it returns.
 
 Events are facts that a worker reports or that the coordinator observes; actions are decisions. Both are
-frozen, keyword-only dataclasses of plain data, so that they travel on the wire and in the run log as they
-are. Times are seconds: `now_s` is the coordinator's monotonic clock when the event reached it, every other
+frozen, keyword-only dataclasses of plain data, so that they are sent and written to the run log as they
+are. Times are seconds: `now_s` is the coordinator's monotonic clock when the event reached it; every other
 `*_s` is a duration measured by the worker itself. This module never reads a clock and imports nothing but
 the standard library.
-
-`worker` is an id that is never used twice in a job (the rank, for workers present from the start); `step`
-counts finished optimizer steps, `round` counts gradient exchanges. `node` names who takes part in a parameter
-server, "server-3" or "client-7".
+ `worker` is an id that is never reused in a job (the rank, for workers present from the start); `step` counts
+finished optimizer steps, `round` counts gradient exchanges. `node` is the name of a server or client of the
+parameter server, "server-3" or "client-7".
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A worker asks to take part.
+    """A worker asks to join the job.
 
     Attributes:
-        peer: the name under which the worker's links know it; unique even if two workers claim one id.
+        peer: the name of the worker on its links; unique even if two workers claim one id.
         place: host and process id, for messages to people.
         addresses: where the worker's links listen, best first.
-        model: one line a parameter or buffer (name, dtype, shape), in the model's order.
+        model: one line per parameter or buffer (name, dtype, shape), in the model's order.
         strategy: the strategy as text; all workers must run the same.
     """
 
@@ -41,17 +40,19 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A worker has computed its gradients of a round and waits for nobody yet.
+    """A worker has computed its gradients of a round and has not begun to wait for other workers.
 
-    A worker that no group counts in says so too, with the step and round at which it last took part.
+    A worker that is in no group sends it too, with the step and round in which it last took part.
 
     Attributes:
-        generation: of the last group that the worker has followed.
+        generation: of the last group that the worker has adopted.
         epoch: the worker's epoch.
-        batch: how many batches of it the worker has taken from its session; 0 where the loop has its own.
-        compute_s: forward and backward time of this round, waiting and exchange excluded.
-        samples: samples behind the gradients, 0 where the session did not deal the batch.
-        blocks: ids of the dealt blocks that the gradients are of; none where no group counts on the worker.
+        batch: number of batches of the epoch fetched from the session; 0 where the loop brings its own
+            batches.
+        compute_s: forward and backward time of this round, without waiting and exchange.
+        samples: samples behind the gradients; 0 where the batch was not assigned by the session.
+        blocks: ids of the assigned blocks that the gradients come from; empty where the worker is in no
+            group.
     """
 
     now_s: float
@@ -68,13 +69,13 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A worker has left batches of its session out, and asks for which batch the next round is.
+    """A worker has skipped batches of its session, and asks which batch its next round is for.
 
     Attributes:
-        round: the next one of the worker.
-        batch: how many batches of the epoch it has taken, the one that it computes next among them; one more
-            than there are where the epoch has no more of them.
-        count: how many of those before were left out since its last round.
+        round: the worker's next round.
+        batch: number of batches of the epoch fetched, including the one that it computes next; one more than
+            the epoch has where none is left.
+        count: how many of the earlier ones were skipped since its last round.
     """
 
     now_s: float
@@ -92,15 +93,16 @@ class Wants:
 
     Attributes:
         samples: in the epoch; the same for all workers.
-        batch_size: samples in a block at most; the same for all workers.
-        drop_last: blocks hold `batch_size` samples, and what does not fill one is left out of the epoch; the
-            same for all workers.
+        batch_size: largest number of samples in a block; the same for all workers.
+        drop_last: blocks hold exactly `batch_size` samples, and a remainder that does not fill a block is
+            left out of the epoch; the same for all workers.
         is_last: the loop has no epoch after this one.
-        skips: the loop has left the epoch before early: nobody is to be dealt the rest of it.
-        ahead: how many blocks the worker can use at once, 0 for as many as usual.
-        taken: ids of the blocks that it has taken since it was last Ready.
+        skips: the loop left the previous epoch early: the rest of it is assigned to no worker.
+        ahead: how many blocks the worker can use at once; 0 for the usual number.
+        taken: ids of the blocks that the worker has begun since its last `Ready`.
         round: exchanges finished.
-        used: positions of the epoch, as ranges, that the state that the job goes on from has used already.
+        used: positions of the epoch, as ranges, that the state from which the job resumes has consumed
+            already.
     """
 
     now_s: float
@@ -119,7 +121,7 @@ class Wants:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A worker takes its state down, and asks which samples that holds.
+    """A worker copies its state for a checkpoint, and asks which samples that state has consumed.
 
     Attributes:
         round: exchanges finished; on a parameter server, the clock before which the state holds all steps.
@@ -134,18 +136,18 @@ class Saving:
 class Clocked:
     """A worker has finished a step, and asks for the clock of its next one.
 
-    It says so as well before its first step, when it has the state and could begin.
+    It is also sent before the first step, once the worker has the state and can begin.
 
     Attributes:
-        clock: at which it took the step; None before its first one.
-        version: the least version of the parameters that the step was computed with; before its first step,
-            the first clock at which it can push.
+        clock: of the finished step; None before the first one.
+        version: the least version of the parameters that the step was computed with; before the first step,
+            the first clock at which the worker can push.
         epoch: the worker's epoch.
-        step: steps that it has finished.
-        compute_s: forward and backward time of the step, waiting and communication excluded.
-        samples: samples behind the step and its loss; a loss of none does not count.
-        loss: their mean training loss, None where the program has not said it.
-        blocks: ids of the dealt blocks that the step has used.
+        step: steps that the worker has finished.
+        compute_s: forward and backward time of the step, without waiting and communication.
+        samples: samples behind the step and its loss; a loss of 0 samples does not count.
+        loss: their mean training loss, None where the program has not reported it.
+        blocks: ids of the assigned blocks that the step has used.
     """
 
     now_s: float
@@ -162,13 +164,13 @@ class Clocked:
 
 @dataclass(frozen=True, kw_only=True)
 class Brought:
-    """A member has all of the gradient that a worker outside has computed for it (see `Lend`).
+    """A member has the complete gradient that a worker outside the group computed for it (see `Lend`).
 
     Attributes:
-        worker: the patron.
-        late: who computed it.
-        number: of the loan.
-        step: steps that the parameters had taken with which it was computed.
+        worker: the member, which contributes the gradient.
+        late: the worker that computed it.
+        number: of the assignment (see `Lend`).
+        step: optimizer steps in the parameters with which it was computed.
     """
 
     now_s: float
@@ -180,15 +182,15 @@ class Brought:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimed:
-    """Where one step's wall time went; its parts sum to `wall_s`.
+    """Where the wall time of one step went; the parts sum to `wall_s`.
 
     Attributes:
         communicate_s: exchanging with other workers.
-        wait_s: for slower workers; with a parameter server, at the gate.
+        wait_s: waiting for slower workers; with a parameter server, at the gate.
         push_s: with a parameter server: sending gradients.
-        report_s: telling the coordinator that the step is done, until it has said which clock is next.
-        pull_s: getting parameters from servers.
-        process_cache_s, thread_cache_s: getting them from what this process, or this thread, has already.
+        report_s: from reporting the step to the coordinator until its answer names the next clock.
+        pull_s: reading parameters from servers.
+        process_cache_s, thread_cache_s: reading them from the cache of this process, or of this thread.
     """
 
     now_s: float
@@ -211,13 +213,13 @@ class StepTimed:
 
 @dataclass(frozen=True, kw_only=True)
 class Halted:
-    """A worker has heard a Halt and keeps to it.
+    """A worker has received a `Halt` and complies with it.
 
     Attributes:
-        generation: of the Halt.
-        has_state: it holds parameters that are current as of `step` and `round`.
-        step: optimizer steps finished: the step that the worker is in.
-        has_begun: it has sent something of this step's exchange.
+        generation: of the `Halt`.
+        has_state: the worker holds parameters that are current as of `step` and `round`.
+        step: optimizer steps finished, which is the index of the step that the worker is in.
+        has_begun: the worker has sent something of this step's exchange.
         round: exchanges finished.
         exchange_id: the first exchange id that it has not used.
     """
@@ -234,14 +236,15 @@ class Halted:
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled:
-    """A member says what a worker contributed to exchanges that both have finished, as a Recall asks.
+    """A member reports what a lost worker contributed to exchanges that both have finished; answers `Recall`.
 
     Attributes:
-        of: the worker that is asked about.
-        since: the first round of which the member remembers everything.
+        of: the lost worker.
+        since: the first round from which on the member remembers all contributions.
         until: the first round that the member has not finished.
-        rounds: the rounds from `since` on, in order, to which that worker contributed anything: the round,
-            how many of its own blocks, and how many whose gradients others had computed for it.
+        rounds: the rounds from `since` on, in order, to which the lost worker contributed anything: the
+            round, the number of its own blocks, and the number of blocks whose gradients other workers
+            computed for it.
     """
 
     now_s: float
@@ -254,7 +257,7 @@ class Recalled:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """A worker measured the model: `metrics` are plain numbers by name, a unit last in the name."""
+    """A worker has measured the model: `metrics` are plain numbers by name, the unit last in the name."""
 
     now_s: float
     worker: int
@@ -264,11 +267,11 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted:
-    """A signal says that a worker's process will soon be taken away.
+    """A signal announces that a worker's process will soon be terminated.
 
     Attributes:
         step: optimizer steps that the worker has finished.
-        signal: its name.
+        signal: the name of the signal.
     """
 
     now_s: float
@@ -279,10 +282,10 @@ class Preempted:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationEvent:
-    """What a worker says of the validation of an epoch.
+    """A worker's report on the validation of an epoch.
 
     Attributes:
-        epoch: at whose end the model was as it is evaluated.
+        epoch: the epoch at whose end the model was in the state that is evaluated.
     """
 
     now_s: float
@@ -292,16 +295,15 @@ class ValidationEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotTaken(ValidationEvent):
-    """A worker is through with an epoch, has a copy of its model, and would evaluate parts of the set.
+    """A worker has finished an epoch, holds a snapshot of its model, and offers to evaluate parts of the set.
 
     Attributes:
-        digest: the same for copies that are the same bit for bit, and for no others.
-        is_current: its model is the one that the others train, or, with a parameter server, that of the
-            worker that leads.
+        digest: equal for snapshots that are equal bit for bit, and different for all others.
+        is_current: the model is the one that the group trains or, with a parameter server, the leader's.
         samples: in the validation set; the same for all workers.
-        evaluators: how many parts it evaluates at once, at least 1.
-        deadline_s: how long a part may take.
-        terms: what follows from metrics, in words; the same for all workers.
+        evaluators: how many parts the worker evaluates at once, at least 1.
+        deadline_s: the longest time that a part may take.
+        terms: what follows from the metrics, as text; the same for all workers.
     """
 
     digest: str
@@ -314,13 +316,13 @@ class SnapshotTaken(ValidationEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class PartEvaluated(ValidationEvent):
-    """A worker has evaluated a part that it was given.
+    """A worker has evaluated a part that was assigned to it.
 
     Attributes:
-        digest: of the copy of the model (see `SnapshotTaken`).
+        digest: of the snapshot (see `SnapshotTaken`).
         part: its number.
         means: over the part's samples, by name.
-        counts: by name, whole numbers.
+        counts: by name, integers.
         states: of metrics that are merged: name and state, as text.
     """
 
@@ -333,12 +335,12 @@ class PartEvaluated(ValidationEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StatesMerged(ValidationEvent):
-    """A worker has merged the states of all parts (see `MergeStates`), and computed what they come to.
+    """A worker has merged the states of all parts (see `MergeStates`), and computed the results.
 
     Attributes:
-        digest: of the copy of the model.
+        digest: of the snapshot.
         means: numbers over the set, by name.
-        counts: whole ones, by name.
+        counts: integers, by name.
     """
 
     digest: str
@@ -348,12 +350,12 @@ class StatesMerged(ValidationEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WentBack(ValidationEvent):
-    """A worker's training is at the end of `epoch` again; validations of later ones are not wanted."""
+    """A worker's training is back at the end of `epoch`; validations of later epochs are not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A worker's loop is over after `step` steps, and it stays to give or take the final state.
+    """A worker's loop has ended after `step` steps; the worker stays to send or receive the final state.
 
     Attributes:
         epoch: the last epoch in which it worked.
@@ -367,7 +369,7 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """A worker finished its loop and leaves in order, after `step` steps."""
+    """A worker has finished its loop and leaves in order, after `step` steps."""
 
     now_s: float
     worker: int
@@ -389,7 +391,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerUnreachable:
-    """A node has received nothing from a worker for a while, and nothing says that the worker has ended.
+    """A node has received nothing from a worker for a while, and nothing indicates that the worker has ended.
 
     Attributes:
         worker: the worker that reports it; None where the coordinator observes it itself.
@@ -405,7 +407,7 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerReachable:
-    """A node receives messages from a worker again that it has reported as unreachable.
+    """A node receives messages again from a worker that it has reported as unreachable.
 
     Attributes:
         worker: the worker that reports it; None where the coordinator observes it itself.
@@ -419,7 +421,7 @@ class PeerReachable:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A worker met an error of its own and ends because of it."""
+    """A worker raised an error of its own and ends because of it."""
 
     now_s: float
     worker: int
@@ -429,17 +431,17 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """Time passed and nothing else happened."""
+    """Time has passed and nothing else happened."""
 
     now_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEvent:
-    """What is said by or about a server or a client of the parameter server.
+    """An event that a server or a client of the parameter server sends, or that concerns one.
 
     Attributes:
-        node: its name, "server-3" or "client-7", under which its links know it; never used twice.
+        node: its name on its links, "server-3" or "client-7"; never reused.
     """
 
     now_s: float
@@ -448,11 +450,11 @@ class NodeEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined(NodeEvent):
-    """It is there.
+    """The node has joined.
 
     Attributes:
         addresses: where its links listen, best first.
-        functions: import paths of the user's own updates that a server has.
+        functions: import paths of the user-defined updates that a server has.
     """
 
     addresses: tuple[str, ...]
@@ -461,12 +463,12 @@ class NodeJoined(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLeft(NodeEvent):
-    """It leaves in order."""
+    """The node leaves in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLost(NodeEvent):
-    """It is gone without leaving.
+    """The node is gone without leaving.
 
     Attributes:
         cause: what was observed, as one clause.
@@ -479,10 +481,10 @@ class NodeLost(NodeEvent):
 class NodeSilent(NodeEvent):
     """The coordinator has received nothing from a node for a while; its process is not known to be closed.
 
-    It comes once for each silence. What follows from a silence is for the policy to decide.
+    It is sent once per silence. The policy decides what follows from it.
 
     Attributes:
-        silent_s: for how long nothing had come by then.
+        silent_s: how long nothing had arrived by then.
     """
 
     silent_s: float
@@ -490,19 +492,20 @@ class NodeSilent(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeHeard(NodeEvent):
-    """The coordinator receives something from a node again that had been silent."""
+    """The coordinator receives messages again from a node that had been silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceOpened(NodeEvent):
-    """Somebody wants a namespace of the parameter server; the first to want it makes it.
+    """A node asks for a namespace of the parameter server; the first request creates it.
 
     Attributes:
-        about: what its values are and what becomes of what is pushed, as servers understand it.
-        function: the import path of the user's own update that every server needs; empty where none is.
-        aggregates: what all who take part push at one time is summed first.
-        on_loss: what becomes of keys whose data are lost: "error", requests for them fail; "reset", they
-            begin from zero, those that are lost already included; "", as it is, and "error" at first.
+        about: what its values are and how pushes are applied, in the form that servers read.
+        function: the import path of the user-defined update that every server needs; empty where there is
+            none.
+        aggregates: the pushes of all participants at one time are summed before they are applied.
+        on_loss: what happens to keys whose data are lost: "error", requests for them fail; "reset", they
+            start again from zero, including those that are lost already; "", unchanged ("error" initially).
     """
 
     name: str
@@ -516,14 +519,14 @@ class SpaceOpened(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientEnlists(NodeEvent):
-    """A client wants to take part in a namespace that aggregates."""
+    """A client asks to participate in a namespace that aggregates."""
 
     namespace: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPaused(NodeEvent):
-    """A client sends nothing to a namespace after some time until a view says that a pause is over.
+    """A client sends nothing to a namespace after some time until a view ends the pause.
 
     Attributes:
         pause: the number of the view that paused the namespace.
@@ -537,21 +540,21 @@ class ClientPaused(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientWithdraws(NodeEvent):
-    """A client pushes no more to a namespace that aggregates; all that it has pushed there is done."""
+    """A client stops pushing to a namespace that aggregates; all its pushes to it have been applied."""
 
     namespace: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLeaves(NodeEvent):
-    """Somebody wants a server to leave as soon as others have all that it holds."""
+    """A node requests that a server leave as soon as other servers have all that it holds."""
 
     server: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFilled(NodeEvent):
-    """A server has all that it was to be filled with in a view.
+    """A server has received all data that a view assigns to it.
 
     Attributes:
         view: its number.
@@ -565,7 +568,7 @@ class ServerMissed(NodeEvent):
     """A server or a client receives nothing from a server; the report is open until `ServerReached`.
 
     Attributes:
-        server: the one from which nothing comes.
+        server: the server from which nothing comes.
         cause: what was observed, as one clause.
     """
 
@@ -575,17 +578,17 @@ class ServerMissed(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReached(NodeEvent):
-    """Something comes again from a server that was reported with `ServerMissed`, or the server is out."""
+    """A server that was reported with `ServerMissed` sends again, or it is no longer part of the job."""
 
     server: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEvent(NodeEvent):
-    """What a client says to a group of workers.
+    """A client's request to a group of workers.
 
     Attributes:
-        group: its name.
+        group: the name of the group.
     """
 
     group: str
@@ -593,12 +596,12 @@ class WorkerEvent(NodeEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerJoins(WorkerEvent):
-    """It wants to be a member; the first to want it makes the group (see `ShardScheduler`).
+    """The client asks to be a member; the first request creates the group (see `ShardScheduler`).
 
     Attributes:
-        shards: of the group's data.
-        on_loss: what becomes of a lost worker's shards.
-        patience_s: how long a newcomer, or a slow worker, is waited for.
+        shards: number of shards of the group's data.
+        on_loss: what happens to the shards of a lost worker.
+        patience_s: how long the group waits for a new worker, or for a slow one.
     """
 
     shards: int
@@ -608,16 +611,16 @@ class WorkerJoins(WorkerEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLeaves(WorkerEvent):
-    """It hands its shards and its unfinished tasks back."""
+    """The client returns its shards and its unfinished tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskWanted(WorkerEvent):
-    """It asks for a task.
+    """The client asks for a task.
 
     Attributes:
-        passes: the task is to be in one of the first so many.
-        shards_max: the task is to have so many shards at most.
+        passes: the task must belong to one of the first `passes` passes.
+        shards_max: the largest number of shards in the task.
     """
 
     passes: int
@@ -626,21 +629,21 @@ class TaskWanted(WorkerEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskDone(WorkerEvent):
-    """It has done a task, and what it has pushed for it is done."""
+    """The client has done a task, and its pushes for that task have been applied."""
 
     task: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TauSet(WorkerEvent):
-    """It bounds how many passes a shard may be ahead of another one; None for no bound."""
+    """The client bounds how many passes one shard may be ahead of another; None for no bound."""
 
     tau: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressWanted(WorkerEvent):
-    """It asks who is how far."""
+    """Request the progress of every worker in the group."""
 
 
 Event: TypeAlias = (
@@ -700,9 +703,10 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """These are the workers and how they reach one another.
+    """The list of workers and of the addresses on which they reach one another.
 
-    Said once everybody is here, and again, with all who are here then, whenever somebody comes later.
+    Sent once all workers of the start have joined, and again, with all workers present then, after each later
+    join.
     """
 
     peers: tuple[Peer, ...]
@@ -711,11 +715,11 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Halt:
-    """The group will change: nobody begins the exchange of a further step until the Group is named.
+    """The group will change: no member begins the exchange of a further step until the next `Group`.
 
     Attributes:
-        generation: that the next Group will have; larger than any before.
-        abandon: what is being exchanged cannot be finished: exchanges under way end without a result.
+        generation: of the next `Group`; larger than any before.
+        abandon: the exchanges under way cannot be finished, and end without a result.
     """
 
     generation: int
@@ -725,16 +729,16 @@ class Halt:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """From step `step` on, until another Group says otherwise, `members` average with `weights`.
+    """From step `step` on, until the next `Group`, `members` average with `weights`.
 
     Attributes:
-        generation: larger is later; a Group of an older generation than a Halt is void.
-        step: the first optimizer step for which it holds; who is in the midst of it follows from its next
-            exchange on.
+        generation: larger is later; a `Group` of an older generation than a `Halt` is void.
+        step: the first optimizer step for which it holds; a worker in the middle of that step adopts it from
+            its next exchange on.
         exchange_id: the first exchange id to use.
         members: worker ids, ascending.
-        joining: the members that have no current state; the first of the others copies its own to them.
-        weights: one a member, not negative, sum 1 (a mean counts samples on top of them).
+        joining: the members without a current state; the first of the other members copies its state to them.
+        weights: one per member, not negative, sum 1 (a mean multiplies them with sample counts).
     """
 
     generation: int
@@ -748,11 +752,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One batch: positions in the order of an epoch, dealt to one worker once.
+    """One batch: positions in the order of an epoch, assigned to one worker once.
 
     Attributes:
-        id: never used again, also if the same positions are dealt once more.
-        ranges: (start, stop) in ascending order, disjoint; more than one only where blocks came back.
+        id: never reused, even if the same positions are assigned again.
+        ranges: (start, stop) in ascending order, disjoint; more than one only where blocks were returned.
     """
 
     id: int
@@ -761,22 +765,22 @@ class Block:
 
     @property
     def samples(self) -> int:
-        """How many positions."""
+        """The number of positions."""
         return sum([stop - start for start, stop in self.ranges])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Samples for one worker, or why there are none.
+    """Samples for one worker, or the reason why there are none.
 
     Attributes:
-        worker: whom it is for; nobody else hears it.
-        epoch: in which the worker is.
-        anew: what it was dealt before is not its own any more.
-        blocks: to be used after those that it has, in this order.
-        over: after them there is nothing for it in its epoch.
-        is_awaited: the others have begun a round that needs it: it takes part with weight zero.
-        used: how many of the epoch's samples finished rounds have used.
+        worker: the only recipient.
+        epoch: the worker's epoch.
+        anew: the blocks assigned to the worker before are no longer its own.
+        blocks: to be used after those that the worker has, in this order.
+        over: after them there is nothing for the worker in its epoch.
+        is_awaited: other workers have begun a round that needs this one: it takes part with weight zero.
+        used: number of samples of the epoch that finished rounds have consumed.
     """
 
     worker: int
@@ -791,21 +795,20 @@ class Deal:
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """The clock of a worker's next step, and whether it may start; the worker alone hears it.
-
-    All that it did at earlier clocks is complete, so that it can push it, and where it did nothing, say so.
-    Only its last Grant counts: where that says that it may not start, another one follows, at the same
-    clock or a later one. A worker that waits for samples is told of later and later clocks, as the others
-    go on, and that it may start once it has been dealt some.
+    """The clock of a worker's next step, and whether the step may start; only that worker receives it.
+     All work of the worker at earlier clocks is complete, so it can push those clocks, empty ones included.
+    Only its last `Grant` counts: where that does not permit the start, another one follows, at the same clock
+    or a later one. A worker that waits for samples receives later and later clocks as the other workers
+    proceed, and the permission to start once samples are assigned to it.
 
     Attributes:
-        version: the least version of the parameters that the step may be computed with, once it may start.
-        complete: the last version of which nothing is missing: what is read from now on is no older.
-        bound: how many clocks that may lie before `clock`, None for any number.
-        may_start: whether it may start now.
-        leads: whether the worker is the one to evaluate, print and save for all.
-        is_preempted: whether a worker is about to be taken away, and this clock is later than every one that
-            was under way when the coordinator heard of it; without a bound, whatever the clock.
+        version: the least version of the parameters with which the step may be computed, once it may start.
+        complete: the last complete version: no later read returns an older one.
+        bound: how many clocks `version` may lie before `clock`, None for any number.
+        may_start: whether the step may start now.
+        leads: whether this worker evaluates, prints and saves for all.
+        is_preempted: whether a worker is about to be terminated, and this clock is later than every clock
+            that was under way when the coordinator received the notice; without a bound, whatever the clock.
     """
 
     worker: int
@@ -821,12 +824,12 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """The member is to say what a worker contributed that was not heard to.
+    """Ask a member for contributions of a lost worker that were not reported.
 
     Attributes:
-        worker: who is asked.
-        of: who cannot be asked.
-        after: the last round for which that worker was heard to be Ready.
+        worker: the recipient.
+        of: the lost worker.
+        after: the last round for which a `Ready` of the lost worker was received.
     """
 
     worker: int
@@ -837,13 +840,14 @@ class Recall:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """Which samples a worker's state holds; the worker alone hears it.
+    """Which samples a worker's state has consumed; only that worker receives it.
 
     Attributes:
         round: exchanges that the state has finished.
-        epoch: the first that they have not used up.
-        used: that and later epochs that have begun, each with the ranges of positions that they have used.
-        is_current: others have not gone on without the worker since; else the state is an old one.
+        epoch: the first epoch that they have not used up.
+        used: that epoch and later ones that have begun, each with the ranges of positions consumed.
+        is_current: other workers have not gone on without this worker since; otherwise the state is an old
+            one.
     """
 
     worker: int
@@ -856,13 +860,15 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class Lend:
-    """A worker outside the group computes a block for a member, its patron; nobody else hears it.
+    """A worker outside the group computes a block on behalf of a member; only these two receive it.
 
-    The patron sends it parameters as of its next step, and gets the gradient. What the worker was lent
-    before is void.
+    The member sends it parameters as of its next step, and receives the gradient. The worker's previous
+    assignment is void.
 
     Attributes:
-        number: of the worker's loans, from 0 up.
+        worker: the worker outside the group.
+        number: of the worker's assignments, from 0 up.
+        patron: the member.
     """
 
     worker: int
@@ -874,12 +880,14 @@ class Lend:
 
 @dataclass(frozen=True, kw_only=True)
 class Settle:
-    """A loan is over; its patron alone hears it.
+    """The assignment of a late block is over; only the member on whose behalf it was computed receives it.
 
     Attributes:
-        worker: the patron.
-        late: who computed, or was to.
-        counts: the block is the patron's now, with the gradient that was brought; else there is none.
+        worker: that member.
+        late: the worker that computed the block, or was to.
+        number: of the assignment.
+        counts: the member contributes the block, with the gradient that arrived; otherwise it contributes
+            none.
     """
 
     worker: int
@@ -891,11 +899,11 @@ class Settle:
 
 @dataclass(frozen=True, kw_only=True)
 class Preempt:
-    """A worker is about to be taken away: save, and leave.
+    """A worker is about to be terminated: save, and leave.
 
     Attributes:
-        worker: whom it is for, None for all.
-        by: the worker whom the signal has reached.
+        worker: the recipient, None for all.
+        by: the worker that received the signal.
     """
 
     worker: int | None
@@ -905,10 +913,10 @@ class Preempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Validating:
-    """The validation of an epoch has begun: somebody has a copy of the model as it was at its end.
+    """The validation of an epoch has begun: some worker has a snapshot of the model at its end.
 
     Attributes:
-        worker: whom it is for, None for all.
+        worker: the recipient, None for all.
     """
 
     worker: int | None
@@ -918,13 +926,13 @@ class Validating:
 
 @dataclass(frozen=True, kw_only=True)
 class LendSnapshot:
-    """A worker evaluates parts with another one's copy of the model; nobody else hears it.
+    """A worker sends its snapshot to another one, which evaluates parts with it; only these two receive it.
 
     Attributes:
-        worker: who sends its copy.
-        borrower: who gets it, in the place of its own.
-        epoch, digest: of the copy.
-        number: of such loans, from 0 up.
+        worker: the sender of the snapshot.
+        borrower: its receiver, which replaces its own snapshot.
+        epoch, digest: of the snapshot.
+        number: of such transfers, from 0 up.
     """
 
     worker: int
@@ -937,10 +945,10 @@ class LendSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatePart:
-    """A part of the validation set for one worker; nobody else hears it.
+    """A part of the validation set for one worker, which alone receives it.
 
     Attributes:
-        epoch, digest: of the copy of the model to evaluate; the worker has it, or is being lent it.
+        epoch, digest: of the snapshot to evaluate; the worker has it, or another worker is sending it.
         part: its number, from 0.
         start, stop: positions in the set.
     """
@@ -956,13 +964,13 @@ class EvaluatePart:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeStates:
-    """What metrics have seen in one part, for the worker that has those of the first; nobody else hears it.
-
-    All parts come, in the order of the set; with the last one it merges them and says what they come to.
+    """The metric states of one part, for the worker that evaluated the first part; only it receives them.
+     All parts are sent, in the order of the set; with the last one the worker merges them and reports the
+    results.
 
     Attributes:
-        epoch, digest: of the copy of the model.
-        part, parts: its number, from 0, and how many there are.
+        epoch, digest: of the snapshot.
+        part, parts: the number of the part, from 0, and the number of parts.
         states: name and state, as text.
     """
 
@@ -980,11 +988,11 @@ class Validated:
     """The validation of an epoch is over.
 
     Attributes:
-        worker: whom it is for, None for all.
-        owner: whose copy of the model was evaluated; None where there are no metrics.
-        digest: of that copy, or "".
+        worker: the recipient, None for all.
+        owner: the worker whose snapshot was evaluated; None where there are no metrics.
+        digest: of that snapshot, or "".
         means: over the set, by name.
-        counts: by name, whole numbers.
+        counts: by name, integers.
     """
 
     worker: int | None
@@ -998,7 +1006,7 @@ class Validated:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnded:
-    """The group has done with `epoch`: whoever is behind goes on to the next one.
+    """The group has finished `epoch`: workers that are behind go on to the next one.
 
     Attributes:
         epoch: this one and all before it.
@@ -1010,9 +1018,9 @@ class EpochEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundNamed:
-    """The next round of a worker that has left batches out is for the batch of this number.
+    """The next round of a worker that has skipped batches is for the batch of this number.
 
-    Where that is one that it has left out, it takes part with weight 0.
+    Where it has skipped that batch itself, it takes part with weight 0.
     """
 
     worker: int
@@ -1023,14 +1031,14 @@ class RoundNamed:
 
 @dataclass(frozen=True, kw_only=True)
 class Dismiss:
-    """Everybody has finished: take or give the final state, as the last Group says, and leave."""
+    """All workers have finished: receive or send the final state, as the last `Group` says, and leave."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class CloseServers:
-    """Nobody trains any more: the servers that belong to the job end."""
+    """No worker trains any more: the servers that belong to the job end."""
 
     reason: str
 
@@ -1040,8 +1048,8 @@ class Stop:
     """The job cannot go on: every worker ends with this reason.
 
     Attributes:
-        worker: who caused it, None where no single worker did.
-        step: the step that worker was in, None before the first.
+        worker: the worker that caused it, None where no single worker did.
+        step: the step that the worker was in, None before the first.
     """
 
     worker: int | None
@@ -1052,12 +1060,11 @@ class Stop:
 @dataclass(frozen=True, kw_only=True)
 class Refuse:
     """One peer may not take part; the job goes on without it.
-
-    The coordinator tells the peer why and closes its connection; nothing that it sent or sends, its end
-    included, becomes an event, because the id that it claims may belong to a worker that runs.
+     The coordinator sends the reason to the peer and closes its connection. None of the peer's messages, its
+    end included, becomes an event, because the id that it claims may belong to a running worker.
 
     Attributes:
-        peer: the link name of the one that is refused (see `Joined.peer`).
+        peer: the link name of the rejected peer (see `Joined.peer`).
     """
 
     peer: str
@@ -1066,13 +1073,13 @@ class Refuse:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLost:
-    """A worker was lost or has failed, and the job goes on without it; every other worker says so.
+    """A worker was lost or has failed, and the job goes on without it; every other worker logs the reason.
 
-    No policy decides this: the coordinator tells it, next to what was decided of the Lost or the Failed.
+    No policy decides this: the coordinator adds it to the actions that answer the `Lost` or the `Failed`.
 
     Attributes:
-        worker: the one that is gone.
-        reason: who is gone, why, who has noticed it, and who goes on.
+        worker: the worker that is gone.
+        reason: which worker is gone, why, which node noticed it, and which workers go on.
     """
 
     worker: int
@@ -1092,7 +1099,7 @@ class Namespace:
 
 @dataclass(frozen=True, kw_only=True)
 class Participant:
-    """A client whose pushes to a namespace are summed with the others', from time `begins` on."""
+    """A client whose pushes to a namespace are aggregated, from time `begins` on."""
 
     namespace: str
     client: int
@@ -1101,7 +1108,7 @@ class Participant:
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Nobody pushes to a namespace until somebody new begins; `view` numbers the view that said so."""
+    """No client pushes to a namespace until a new participant begins; `view` is the view that paused it."""
 
     namespace: str
     view: int
@@ -1109,7 +1116,7 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """A server is being filled with what lies at places `first` to `last` - 1 of the ring."""
+    """A server that is receiving the data at places `first` to `last` - 1 of the ring."""
 
     server: int
     first: int
@@ -1122,8 +1129,8 @@ class LostArc:
 
     Attributes:
         number: of the loss, from 1 on, among all losses of the parameter server.
-        first, last: they are in the blocks at places `first` to `last` - 1 of the ring.
-        server: the last one that had all of them.
+        first, last: the keys are those of the blocks at places `first` to `last` - 1 of the ring.
+        server: the last server that had all of them.
     """
 
     number: int
@@ -1143,17 +1150,17 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Viewed:
-    """Who holds what on the parameter server, from now on (see `offbeat.policies.parcels.View`).
+    """Which server holds what on the parameter server, from now on (see `offbeat.policies.parcels.View`).
 
     Attributes:
-        node: who hears it; everybody where it is empty.
+        node: the recipient; empty for all nodes.
         ring: the servers of the ring in force.
         virtual_nodes, copies: of every ring.
-        target: the servers of the ring that is being prepared; none where none is.
-        servers: all who are there.
+        target: the servers of the ring in preparation; empty where there is none.
+        servers: all servers present.
         lost: keys whose data are lost.
-        emptied: places of the ring, first and behind the last, whose data are lost with this view.
-        silent: servers that have been silent for too long, and are waited for all the same.
+        emptied: ranges of places of the ring, (first, one past the last), whose data are lost with this view.
+        silent: servers that have been silent for too long, but are still waited for.
     """
 
     node: str
@@ -1176,7 +1183,7 @@ class Viewed:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientGone:
-    """A client is gone and does not come back; servers alone are told, and keep nothing for it any more."""
+    """A client is gone for good; only servers receive it, and drop all that they keep for the client."""
 
     node: str
     reason: str
@@ -1184,7 +1191,7 @@ class ClientGone:
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceRefused:
-    """A namespace cannot be as `node`, which alone hears it, wants it."""
+    """A namespace cannot be as `node` asks for it; only that node receives it."""
 
     node: str
     name: str
@@ -1196,7 +1203,7 @@ class Worker:
     """A member of a group of workers.
 
     Attributes:
-        shards: that are its own, as ranges: the first and the last of each.
+        shards: its own shards, as ranges (first, last), both included.
         passes: that all of these have been through.
         done: passes over a shard that it has reported done.
     """
@@ -1209,13 +1216,13 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupViewed:
-    """Whose data is whose in a group of workers, from now on, and who is how far.
+    """The assignment of shards in a group of workers, from now on, and the progress of each worker.
 
     Attributes:
-        node: who hears it; all members where it is empty.
-        passes: that all shards have been through which are not lost.
+        node: the recipient; empty for all members.
+        passes: that all shards that are not lost have been through.
         waiting: shards that wait for a worker, as ranges.
-        lost: shards that nobody has, and that the group goes on without.
+        lost: shards that no worker has, and without which the group goes on.
     """
 
     node: str
@@ -1230,7 +1237,7 @@ class GroupViewed:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskIssued:
-    """A worker is to do a pass over some of its shards; it alone hears it.
+    """A worker is to do a pass over some of its shards; only that worker receives it.
 
     Attributes:
         task: a number that no other task of the group has or had.
@@ -1247,7 +1254,7 @@ class TaskIssued:
 
 @dataclass(frozen=True, kw_only=True)
 class PassesEnded:
-    """All shards that are not lost have been through as many passes as a worker asked for, or more."""
+    """All shards that are not lost have been through at least as many passes as a worker asked for."""
 
     node: str
     group: str
@@ -1257,7 +1264,7 @@ class PassesEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRefused:
-    """A client, which alone hears it, is no member of a group any more, or cannot have what it asked for."""
+    """A client, the only recipient, is no longer a member of a group, or its request cannot be met."""
 
     node: str
     group: str
