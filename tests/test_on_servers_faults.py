@@ -319,7 +319,7 @@ def test_without_the_parameters_of_the_first_worker_nobody_begins():
     with job(dies_first, WORKERS, 0) as running:
         ended = running.end(1)
     assert ended.error_type == "WorkerError"
-    assert "worker 0 is out, and the others have not got its parameters" in ended.error
+    assert "worker 0 is out, and the others do not have its initial parameters" in ended.error
 
 
 def test_a_newcomer_waits_for_the_first_workers_parameters_where_training_has_not_begun(gate):

@@ -144,7 +144,7 @@ def test_without_the_first_workers_parameters_nobody_can_begin():
         (stop,) = answers(policy, joined(0), joined(1), clocked(1, None), going)[-1:]
         assert isinstance(stop, Stop)
         assert stop.worker == 0
-        assert stop.reason.endswith(f"have not got its parameters to begin with: {cause}")
+        assert stop.reason.endswith(f"do not have its initial parameters: {cause}")
         (closing,) = policy.handle(Left(now_s=2.0, worker=1, step=0))
         assert isinstance(closing, CloseServers)
     policy = BoundedStaleness(2, deadline_s=5.0)
@@ -327,7 +327,7 @@ def test_who_keeps_others_waiting_for_too_long_is_out_and_they_go_on():
     policy = remembered(policy, 2, shards="equal", deadline_s=5.0)
     refused, grant = policy.handle(Tick(now_s=15.1))
     assert refused == Refuse(
-        peer="peer-1", reason="worker 1 is out: others have waited for it for more than 5 s"
+        peer="peer-1", reason="worker 1 is out: other workers have waited for it for more than 5 s"
     )
     assert (grant.worker, grant.clock, grant.may_start) == (0, 7, True)
 
@@ -622,10 +622,10 @@ def test_who_holds_the_last_samples_for_too_long_is_out_and_others_get_them():
     ("event", "text"),
     [
         (clocked(5, 0), "takes part in a running job, got Clocked of worker 5"),
-        (clocked(0, None), "expected a clock, for it has begun"),
-        (clocked(0, 6), "no step at clock 6 of worker 0, which might not start"),
-        (clocked(0, 7), "no step at clock 7 of worker 0, which might not start"),
-        (clocked(1, 4), "no step at clock 4 of worker 1, which might start at 3"),
+        (clocked(0, None), "expected a clock from a worker that has begun"),
+        (clocked(0, 6), "no step at clock 6 of worker 0, which may not start"),
+        (clocked(0, 7), "no step at clock 7 of worker 0, which may not start"),
+        (clocked(1, 4), "no step at clock 4 of worker 1, which may start at 3"),
         (clocked(1, 3, blocks=(0,)), "expected no blocks"),
         (wants(0), "nothing about samples"),
         (Saving(now_s=0.0, worker=0, round=1), "nothing about samples"),
@@ -654,7 +654,7 @@ def test_what_cannot_be_is_refused(event, text):
 def test_a_step_with_parameters_that_are_too_old_is_refused():
     policy = apart()
     policy.handle(clocked(1, 3))
-    with pytest.raises(ProtocolError, match="with version 4 of the parameters at least, got 3"):
+    with pytest.raises(ProtocolError, match="at least version 4 of the parameters, got 3"):
         policy.handle(clocked(0, 7, version=3))
 
 

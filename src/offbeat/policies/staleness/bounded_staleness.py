@@ -1,4 +1,39 @@
-"""Bounded staleness on a parameter server: who may start the next step, with whose samples.
+"""Bounded staleness on a parameter server: which worker may start its next step, with which samples.
+
+Theory of operation
+-------------------
+
+A worker reports each finished step (`Clocked`) and receives a `Grant`: the clock of its next step and whether
+that may start. The policy owns four parts and decides only what passes between them:
+
+- `ConsistencyGate`: the table of clocks, and the rule which clock may start;
+- `LprController` (optional): the bound s, which follows the training loss;
+- `SoloDealing` (with shards="dynamic"): the samples of the epoch, assigned to workers in blocks;
+- `StragglerClassifier` (optional): workers that hold others back only beyond s_max.
+ A worker is *joined*, then *begun* (its first `Clocked`, without a clock: it has the parameters), then it
+either *runs* or *rests* in the gate, and at last it has *finished* or is *gone*. It runs while it may
+compute: it has samples, or none are assigned by this policy, and no other worker takes the warm start's
+steps. Other workers wait for a running worker only.
+
+Every event that changes anything ends in `_proceed`, always in this order:
+
+1. blocks are assigned to workers that asked for samples;
+2. the worker that reported a step gets its next clock, and workers switch between running and resting;
+3. versions of the parameters that are complete now pass their losses to the controller, which may change s;
+4. blocks used at clocks before the version count as consumed;
+5. the gate opens for all workers that s admits, and the clocks of resting workers follow the version.
+
+Invariants. No permit is given before all workers of the start have begun or are gone. A reported step is the
+one that was permitted: at its clock, with at least the version that it required; anything else is a
+`ProtocolError`. The version never falls, and no worker enters at a clock that is complete. A block belongs to
+one worker at a time.
+
+Failures. The blocks of a worker that leaves early, is lost or fails are assigned again, and its clock no
+longer holds the version back. If worker 0 goes before it has begun, the job stops, because all workers start
+with its parameters. On each tick, workers that have kept others waiting for longer than the deadline are
+refused, and so is one worker that others need and that cannot reach a server. Once all workers that have
+begun have finished, the job is complete; workers that join later are refused; with the last worker gone, the
+servers close.
 
 Nothing here knows where parameters are, nor how they are pushed and pulled.
 """
@@ -50,22 +85,22 @@ from offbeat.policies.staleness.adaptive_bound import LprController
 from offbeat.policies.staleness.clock_gate import ConsistencyGate, Counts, Opened
 from offbeat.policies.stragglers.classifier import StragglerClassifier
 
-_FIRST: Final = 0  # the worker whose parameters all begin with
-_NEVER: Final = 2**62  # a clock
-_MISSED_S: Final = 15.0  # longer than the manager needs until one of two servers that are apart is out
+_ROOT_WORKER: Final = 0  # all workers start with its parameters
+_CLOCK_MAX: Final = 2**62  # later than every clock
+_UNREACHABLE_S: Final = 15.0  # longer than the manager needs to exclude one of two servers that are apart
 
 Shards: TypeAlias = Literal["dynamic", "equal"]
 
 
 @dataclass(kw_only=True, slots=True)
-class _Worker:
-    """What is known of a worker that is not gone.
+class _WorkerState:
+    """The state of a worker that is not gone.
 
     Attributes:
         peer: its link name.
-        place: where its process is.
-        has_begun: it could take steps.
-        has_finished: its loop is over.
+        place: host and process id.
+        has_begun: it is ready to take steps.
+        has_finished: its loop has ended.
         epoch: of its last step.
         iteration: of that step in its epoch.
     """
@@ -79,46 +114,43 @@ class _Worker:
 
 
 class BoundedStaleness:
-    """Answers every finished step with the clock of the next, and says when that may start.
+    """Answers every finished step with the clock of the next one, and permits its start as the bound allows.
+     No worker starts before all workers of the start can begin or are gone. With s = 0 training is
+    bulk-synchronous (BSP), without a bound asynchronous (ASP), in between stale-synchronous (SSP); with
+    `dynamic` the bound follows the loss (DTSSP). When a version of the parameters is complete, its losses
+    first change the bound; then the workers that the new bound admits may start.
+     A worker that asked for samples and has none rests (see `ConsistencyGate`): a worker without samples
+    holds no other back, nor does the end of an epoch, whose last blocks are with a slow worker. A `Grant`
+    states that it rests, and another one comes with the next samples.
+     The job goes on with the workers that are left, unless worker 0 goes before it has begun: all start with
+    its parameters. A worker that leaves without having finished, is lost or fails returns the samples that it
+    had. A worker that keeps others waiting for more than `deadline_s` is refused, unless the coordinator
+    receives nothing from it: silence is not lateness. A worker that has not reached a server for
+    `_UNREACHABLE_S` is refused too, unless more than half of the processes miss that server: of several, the
+    one that misses most servers, else the last. With a bound, other workers wait for what it cannot push;
+    without one, it is refused only if others wait for it.
+     When a worker is about to be terminated, all go on up to the latest clock that is under way, and are
+    notified with the `Grant` of their next one (`Grant.is_preempted`); without a bound, with their next
+    `Grant`.
+     With a *warm start* the worker with the lowest id takes the first steps alone while the others rest. It
+    ends early if all samples that are left have been assigned to other workers.
 
-    Nobody starts before all workers of the start could, or are gone. With s = 0 training is bulk-synchronous
-    (BSP), with no bound asynchronous (ASP), in between stale-synchronous (SSP); with `dynamic` the bound
-    follows the loss (DTSSP). When a version of the parameters is complete, first its losses count and the
-    bound changes, and then those are let go whom that bound lets go.
-
-    Who is dealt samples and has none rests (see `ConsistencyGate`): so the end of an epoch, whose last
-    blocks are with a slow worker, holds nobody back, and who has nothing holds nobody back either. A Grant
-    says so, and another one comes with the next samples.
-
-    The job goes on with whoever is left, unless worker 0 goes before it could take steps: all begin with its
-    parameters. Who leaves without having finished, is lost or fails hands back the samples that it had. Who
-    keeps others waiting for too long is refused; a worker that the coordinator does not hear is not late.
-    So is one that has not reached a server for `_MISSED_S`, unless most processes miss that server: of
-    several, the one that misses most servers, else the last. Where there is a bound, others wait for what it
-    cannot push; where there is none, it is out only if others wait for it.
-
-    When a worker is about to be taken away, all go on up to the latest clock that is under way, and are told
-    with the Grant of their next one (`Grant.is_preempted`); without a bound, with their next Grant.
-
-    With a *warm start* the first worker, or who is the first once it is gone, takes some steps alone, while
-    the others rest. It is over early where the others have been dealt all samples that are left.
-
-    Source: those of `ConsistencyGate` and `LprController`. Deviations: theirs; workers that come and go;
-    samples that are dealt as they are needed; stragglers, whom others may leave further behind.
+    Source: those of `ConsistencyGate` and `LprController`. Deviations: theirs; workers that join and leave;
+    samples that are assigned as they are needed; stragglers, which others may leave further behind.
 
     Args:
-        world: how many workers make up the job at the start; their ids are 0 to `world` - 1.
-        s: the bound, at least 0; None for none. With `dynamic`, the bound at first.
+        world: number of workers at the start; their ids are 0 to `world` - 1.
+        s: the bound, at least 0; None for none. With `dynamic`, the initial bound.
         counts: what a clock is (see `ConsistencyGate`).
-        deadline_s: how long others wait for a step of a worker, in seconds.
-        shards: "dynamic" deals samples as they are needed; with "equal" nothing is dealt.
-        dynamic: arguments of `LprController`; None for a bound that stays.
+        deadline_s: how long other workers wait for a worker's step, in seconds.
+        shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
+        dynamic: arguments of `LprController`; None for a constant bound.
         detector: arguments of `StragglerClassifier`, whose stragglers hold others back only beyond the
-            largest bound of `dynamic`, which it needs; None makes no difference between workers.
-        warm_start: steps that the first worker takes alone, at least 0.
+            largest bound of `dynamic`, which it needs; None treats all workers alike.
+        warm_start: steps that one worker takes alone first, at least 0.
 
     Raises:
-        ValueError: an argument out of range, or two that contradict each other.
+        ValueError: an argument is out of range, or two contradict each other.
     """
 
     def __init__(
@@ -151,44 +183,44 @@ class BoundedStaleness:
         self._gate = ConsistencyGate(s, counts, s_max)
         self._dealing = SoloDealing() if shards == "dynamic" else None
         self._classifier = None if detector is None else StragglerClassifier(**detector)
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerState] = {}
         self._gone: set[int] = set()
         self._has_started = False
-        self._awaited: set[int] = set()  # of the start, and could not take a step yet
-        self._since_s: dict[int, float] = {}  # who keeps others waiting, since when
-        self._unheard: set[int] = set()  # workers that the coordinator does not hear
-        self._missed: dict[tuple[int, int], float] = {}  # by worker and server that it misses: since when
-        self._is_over = False  # everybody has been dismissed, or is gone
-        self._alone_steps = warm_start  # that are left to be taken by one worker
-        self._alone: int | None = None  # who takes them, None where that is nobody
-        self._preempted_clock: int | None = None  # after which `Grant.is_preempted`
+        self._awaited: set[int] = set()  # workers of the start that have not begun
+        self._holding_since_s: dict[int, float] = {}  # by worker that keeps others waiting
+        self._silent: set[int] = set()  # workers from which the coordinator receives nothing
+        self._missed_since_s: dict[tuple[int, int], float] = {}  # by worker and server
+        self._is_over = False  # the job is complete, or all workers are gone
+        self._warm_steps = warm_start  # left of the warm start
+        self._warm_worker: int | None = None  # takes them; None outside the warm start
+        self._preempted_clock: int | None = None  # the last one without `Grant.is_preempted`
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer with Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
+        """Return Grants, Deals, a Refuse, a Dismiss, a CloseServers or nothing.
 
         Raises:
-            ProtocolError: a message that no worker of a running job can send.
+            ProtocolError: the event cannot come from a worker of a running job.
         """
         if self._is_over:
-            return self._end(event)
+            return self._after_end(event)
         match event:
             case Joined():
-                return self._joined(event)
+                return self._on_joined(event)
             case Clocked():
-                return self._clocked(event)
+                return self._on_step_finished(event)
             case Wants():
-                return self._wants(event)
+                return self._on_samples_requested(event)
             case Saving():
-                return self._saving(event)
+                return self._on_checkpoint_query(event)
             case Finished():
-                return self._finished(event)
+                return self._on_finished(event)
             case Left() | Lost() | Failed():
-                return self._left(event)
+                return self._on_gone(event)
             case Tick():
-                return self._tick(event.now_s)
+                return self._on_tick(event.now_s)
             case Ready() | Halted() | Recalled() | Brought():
                 raise ProtocolError(
-                    f"expected nothing about groups, of which there are none, got {_said(event)}"
+                    f"expected nothing about groups, which this job does not have, got {_describe(event)}"
                 )
             case ServerMissed() | ServerReached():
                 self._note_whom_it_misses(event)
@@ -201,33 +233,33 @@ class BoundedStaleness:
                 return []
             case PeerUnreachable() | PeerReachable():
                 if event.worker is None and event.peer in self._workers:
-                    self._hears(event.peer, isinstance(event, PeerReachable))
+                    self._set_reachable(event.peer, isinstance(event, PeerReachable))
                 return []
             case _:
                 assert_never(event)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is not an argument of the constructor, as plain data."""
+        """Return everything that is not a constructor argument, as plain data."""
         return {
             "controller": None if self._controller is None else self._controller.state_dict(),
             "gate": self._gate.state_dict(),
             "dealing": None if self._dealing is None else self._dealing.state_dict(),
             "classifier": None if self._classifier is None else self._classifier.state_dict(),
-            "workers": [[worker, asdict(one)] for worker, one in self._workers.items()],
+            "workers": [[worker, asdict(entry)] for worker, entry in self._workers.items()],
             "gone": sorted(self._gone),
             "has_started": self._has_started,
             "awaited": sorted(self._awaited),
-            "since_s": [list(one) for one in self._since_s.items()],
-            "unheard": sorted(self._unheard),
-            "missed": [[*pair, since_s] for pair, since_s in self._missed.items()],
+            "holding_since_s": [list(entry) for entry in self._holding_since_s.items()],
+            "silent": sorted(self._silent),
+            "missed_since_s": [[*pair, since_s] for pair, since_s in self._missed_since_s.items()],
             "is_over": self._is_over,
-            "alone_steps": self._alone_steps,
-            "alone": self._alone,
+            "warm_steps": self._warm_steps,
+            "warm_worker": self._warm_worker,
             "preempted_clock": self._preempted_clock,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a policy with the same arguments."""
+        """Restore a `state_dict` of a policy with the same arguments."""
         for part, name in (
             (self._controller, "controller"),
             (self._gate, "gate"),
@@ -236,21 +268,23 @@ class BoundedStaleness:
         ):
             if part is not None:
                 part.load_state_dict(state[name])
-        self._workers = {worker: _Worker(**one) for worker, one in state["workers"]}
+        self._workers = {worker: _WorkerState(**entry) for worker, entry in state["workers"]}
         self._gone, self._awaited = set(state["gone"]), set(state["awaited"])
         self._has_started, self._is_over = state["has_started"], state["is_over"]
-        self._since_s = dict(state["since_s"])
-        self._unheard = set(state["unheard"])
-        self._missed = {(worker, server): since_s for worker, server, since_s in state["missed"]}
-        self._alone_steps, self._alone = state["alone_steps"], state["alone"]
+        self._holding_since_s = dict(state["holding_since_s"])
+        self._silent = set(state["silent"])
+        self._missed_since_s = {
+            (worker, server): since_s for worker, server, since_s in state["missed_since_s"]
+        }
+        self._warm_steps, self._warm_worker = state["warm_steps"], state["warm_worker"]
         self._preempted_clock = state["preempted_clock"]
 
-    # Coming and going ------------------------------------------------------------------------------------
+    # Joining and leaving ---------------------------------------------------------------------------------
 
-    def _joined(self, event: Joined) -> list[Action]:
+    def _on_joined(self, event: Joined) -> list[Action]:
         if event.worker in self._workers or event.worker in self._gone:
-            return []  # the assembly answers
-        self._workers[event.worker] = _Worker(peer=event.peer, place=event.place)
+            return []  # the assembly policy answers it
+        self._workers[event.worker] = _WorkerState(peer=event.peer, place=event.place)
         if self._dealing is not None:
             self._dealing.joined(event.worker)
         if not self._has_started and len(self._workers) == self._world:
@@ -258,44 +292,46 @@ class BoundedStaleness:
             self._awaited = set(self._workers)
         return []
 
-    def _finished(self, event: Finished) -> list[Action]:
-        one = self._known(event)
-        self._ends(event.worker, one)
-        one.has_finished = True
+    def _on_finished(self, event: Finished) -> list[Action]:
+        entry = self._active(event)
+        self._end_steps(event.worker, entry)
+        entry.has_finished = True
         if self._dealing is not None:
             self._dealing.finished(event.worker)
-        return self._go_on() + self._dismiss()
+        return self._proceed() + self._complete_job()
 
-    def _left(self, event: Left | Lost | Failed) -> list[Action]:
+    def _on_gone(self, event: Left | Lost | Failed) -> list[Action]:
         if event.worker not in self._workers:
             if event.worker in self._gone or not self._has_started:
                 return []
-            raise ProtocolError(f"expected a worker that has joined, got {_said(event)}")
-        if self._has_not_given([event.worker]) and len(self._workers) > 1:
-            return self._stop(_why_gone(event))
-        self._part(event.worker)
-        return self._go_on() + self._dismiss()
+            raise ProtocolError(f"expected a worker that has joined, got {_describe(event)}")
+        if self._lacks_initial_parameters([event.worker]) and len(self._workers) > 1:
+            return self._stop(_departure_cause(event))
+        self._remove(event.worker)
+        return self._proceed() + self._complete_job()
 
-    def _has_not_given(self, going: list[int]) -> bool:
-        """Whether the one whose parameters all begin with is among these, and has not given them yet."""
-        return _FIRST in going and _FIRST in self._awaited
+    def _lacks_initial_parameters(self, going: list[int]) -> bool:
+        """Whether the worker whose parameters all start with is among these and has not provided them yet."""
+        return _ROOT_WORKER in going and _ROOT_WORKER in self._awaited
 
     def _stop(self, cause: str) -> list[Action]:
-        self._part(_FIRST)
+        self._remove(_ROOT_WORKER)
         self._is_over = True
-        reason = f"worker {_FIRST} is out, and the others have not got its parameters to begin with: {cause}"
-        return [Stop(worker=_FIRST, step=None, reason=reason)]
+        reason = f"worker {_ROOT_WORKER} is out, and the others do not have its initial parameters: {cause}"
+        return [Stop(worker=_ROOT_WORKER, step=None, reason=reason)]
 
-    def _part(self, worker: int) -> None:
-        self._ends(worker, self._workers.pop(worker))
+    def _remove(self, worker: int) -> None:
+        self._end_steps(worker, self._workers.pop(worker))
         self._gone.add(worker)
-        self._unheard.discard(worker)
-        self._missed = {pair: since_s for pair, since_s in self._missed.items() if pair[0] != worker}
+        self._silent.discard(worker)
+        self._missed_since_s = {
+            pair: since_s for pair, since_s in self._missed_since_s.items() if pair[0] != worker
+        }
         if self._dealing is not None:
             self._dealing.gone(worker)
 
-    def _ends(self, worker: int, one: _Worker) -> None:
-        """The worker takes no further step."""
+    def _end_steps(self, worker: int, entry: _WorkerState) -> None:
+        """Remove a worker that takes no further step from the gate."""
         self._awaited.discard(worker)
         if worker not in self._gate:
             return
@@ -304,25 +340,25 @@ class BoundedStaleness:
             self._classifier.remove(worker)
             self._gate.set_stragglers(self._classifier.stragglers)
 
-    def _dismiss(self) -> list[Action]:
-        """Let everybody go once all have finished who have ever begun."""
+    def _complete_job(self) -> list[Action]:
+        """Complete the job once all workers that have begun have finished."""
         if not self._has_started or self._awaited:
             return []
         if not self._workers:
             self._is_over = True
             return [_close_servers()]
-        begun = [one for one in self._workers.values() if one.has_begun or one.has_finished]
-        if not begun or not all(one.has_finished for one in begun):
+        begun = [entry for entry in self._workers.values() if entry.has_begun or entry.has_finished]
+        if not begun or not all(entry.has_finished for entry in begun):
             return []
         self._is_over = True
         return [Dismiss(reason="everybody has finished")]
 
-    def _end(self, event: Event) -> list[Action]:
-        """Everybody has been dismissed, or is gone."""
+    def _after_end(self, event: Event) -> list[Action]:
+        """Handle an event after the job is complete or all workers are gone."""
         if isinstance(event, Joined):
-            return [_turn_away(event.worker, event.peer)]
+            return [_reject(event.worker, event.peer)]
         if isinstance(event, Clocked) and event.worker in self._workers:
-            refused = _turn_away(event.worker, self._workers.pop(event.worker).peer)
+            refused = _reject(event.worker, self._workers.pop(event.worker).peer)
             return [refused] if self._workers else [refused, _close_servers()]
         if not isinstance(event, Left | Lost | Failed) or self._workers.pop(event.worker, None) is None:
             return []
@@ -330,91 +366,93 @@ class BoundedStaleness:
 
     # Steps and samples -----------------------------------------------------------------------------------
 
-    def _clocked(self, event: Clocked) -> list[Action]:
-        worker, one = event.worker, self._known(event)
+    def _on_step_finished(self, event: Clocked) -> list[Action]:
+        worker, entry = event.worker, self._active(event)
         if event.clock is None:
-            if one.has_begun:
-                raise ProtocolError(f"expected a clock, for it has begun, got {_said(event)}")
-            one.has_begun = True
+            if entry.has_begun:
+                raise ProtocolError(f"expected a clock from a worker that has begun, got {_describe(event)}")
+            entry.has_begun = True
             self._awaited.discard(worker)
             self._gate.enter(worker, event.version)
             if self._classifier is not None:
                 self._classifier.add(worker)
-            return self._go_on(event)
+            return self._proceed(event)
         self._check_step(event, event.clock)
-        self._since_s.pop(worker, None)
+        self._holding_since_s.pop(worker, None)
         if self._dealing is not None:
             self._dealing.stepped(worker, event.clock, event.blocks)
         if self._controller is not None and event.loss is not None:
             self._controller.stepped(event.clock, event.samples, event.loss)
-        self._observe(event, one)
-        self._alone_steps = max(0, self._alone_steps - 1)
-        return self._go_on(event)
+        self._observe(event, entry)
+        self._warm_steps = max(0, self._warm_steps - 1)
+        return self._proceed(event)
 
     def _check_step(self, event: Clocked, clock: int) -> None:
         worker, gate = event.worker, self._gate
         required = gate.required(worker) if worker in gate and gate.runs(worker) else None
         if required is None or clock != gate.clock(worker):
-            may = f"might start at {gate.clock(worker)}" if required is not None else "might not start"
+            may = f"may start at {gate.clock(worker)}" if required is not None else "may not start"
             raise ProtocolError(f"expected no step at clock {clock} of worker {worker}, which {may}")
         if event.version < required:
             raise ProtocolError(
-                f"expected worker {worker} to take its step at clock {clock} with version {required} of the "
-                f"parameters at least, got {event.version}"
+                f"expected worker {worker} to compute its step at clock {clock} with at least version "
+                f"{required} of the parameters, got {event.version}"
             )
         if event.blocks and self._dealing is None:
-            raise ProtocolError(f"expected no blocks, for none are dealt, got {_said(event)}")
+            raise ProtocolError(f"expected no blocks, because none are assigned, got {_describe(event)}")
 
-    def _observe(self, event: Clocked, one: _Worker) -> None:
+    def _observe(self, event: Clocked, entry: _WorkerState) -> None:
         if self._classifier is None:
             return
-        one.iteration = one.iteration + 1 if one.epoch == event.epoch else 0
-        one.epoch = event.epoch
+        entry.iteration = entry.iteration + 1 if entry.epoch == event.epoch else 0
+        entry.epoch = event.epoch
         verdicts = self._classifier.observe(
-            event.worker, epoch=event.epoch, iteration=one.iteration, compute_s=event.compute_s
+            event.worker, epoch=event.epoch, iteration=entry.iteration, compute_s=event.compute_s
         )
         if verdicts:
             self._gate.set_stragglers(self._classifier.stragglers)
 
-    def _wants(self, event: Wants) -> list[Action]:
-        self._known(event)
-        self._dealt(event).wants(event)
-        return self._go_on(event)
+    def _on_samples_requested(self, event: Wants) -> list[Action]:
+        self._active(event)
+        self._require_dealing(event).wants(event)
+        return self._proceed(event)
 
-    def _saving(self, event: Saving) -> list[Action]:
-        self._known(event)
-        self._dealt(event).saving(event)
-        return self._go_on()
+    def _on_checkpoint_query(self, event: Saving) -> list[Action]:
+        self._active(event)
+        self._require_dealing(event).saving(event)
+        return self._proceed()
 
-    def _dealt(self, event: Wants | Saving) -> SoloDealing:
+    def _require_dealing(self, event: Wants | Saving) -> SoloDealing:
         if self._dealing is None:
-            raise ProtocolError(f"expected nothing about samples, for none are dealt, got {_said(event)}")
+            raise ProtocolError(
+                f"expected nothing about samples, because none are assigned, got {_describe(event)}"
+            )
         return self._dealing
 
-    # What follows ----------------------------------------------------------------------------------------
+    # Permits ---------------------------------------------------------------------------------------------
 
-    def _go_on(self, event: Clocked | Wants | None = None) -> list[Action]:
-        """Say who gets which samples, and who may start."""
-        deals = [] if self._dealing is None else self._dealing.deals()
-        concerned = {deal.worker for deal in deals if isinstance(deal, Deal)}
-        told = set()
+    def _proceed(self, event: Clocked | Wants | None = None) -> list[Action]:
+        """Assign samples and permit steps (see the theory of operation)."""
+        assignments = [] if self._dealing is None else self._dealing.deals()
+        affected = {deal.worker for deal in assignments if isinstance(deal, Deal)}
+        notified = set()
         if event is not None:
-            concerned.add(event.worker)
-        if (alone := self._who_is_alone()) != self._alone:
-            self._alone = alone
-            concerned |= self._workers.keys()
+            affected.add(event.worker)
+        if (warm_worker := self._who_is_alone()) != self._warm_worker:
+            self._warm_worker = warm_worker
+            affected |= self._workers.keys()
         if isinstance(event, Clocked):
-            told.add(event.worker)
+            notified.add(event.worker)
             if event.clock is not None and self._may_compute(event.worker):
                 self._gate.advance(event.worker)
-        told |= {worker for worker in sorted(concerned) if self._has_turned(worker)}
-        why = self._complete()
+        notified |= {worker for worker in sorted(affected) if self._update_running(worker)}
+        reasons = self._complete()
         if self._dealing is not None:
-            self._dealing.passed(_NEVER if self._gate.s is None else self._gate.version)
-        return [*self._grants(told, why), *deals]
+            self._dealing.passed(_CLOCK_MAX if self._gate.s is None else self._gate.version)
+        return [*self._permits(notified, reasons), *assignments]
 
-    def _has_turned(self, worker: int) -> bool:
-        """Let a worker run as long as it may compute, and rest otherwise; returns whether it now does so."""
+    def _update_running(self, worker: int) -> bool:
+        """Let a worker run while it may compute, and rest otherwise; return whether that changed."""
         gate = self._gate
         if worker not in gate or gate.runs(worker) == self._may_compute(worker):
             return False
@@ -425,42 +463,42 @@ class BoundedStaleness:
         return True
 
     def _may_compute(self, worker: int) -> bool:
-        if self._alone is not None and worker != self._alone:
+        if self._warm_worker is not None and worker != self._warm_worker:
             return False
         return self._dealing is None or self._dealing.may_compute(worker)
 
     def _who_is_alone(self) -> int | None:
-        """Who takes the steps of the warm start now; None where that is over."""
-        if not self._alone_steps:
+        """The worker that takes the steps of the warm start now; None once that is over."""
+        if not self._warm_steps:
             return None
         first = min((worker for worker in self._workers if worker in self._gate), default=None)
         if self._dealing is not None and first in self._dealing.waiting and self._dealing.holders():
-            self._alone_steps = 0
+            self._warm_steps = 0
             return None
         return first
 
     def _complete(self) -> list[str]:
-        """Versions may be complete now: their losses say which bound holds from now on; returns why."""
+        """Let the losses of complete versions change the bound; return the reasons."""
         if self._controller is None:
             return []
-        why = self._controller.completed(self._gate.version)
-        if why:
+        reasons = self._controller.completed(self._gate.version)
+        if reasons:
             self._gate.set_bound(self._controller.s)
-        return why
+        return reasons
 
-    def _grants(self, told: set[int], why: list[str]) -> list[Action]:
-        """Tell these, who may start now, and who rests while the others go on."""
-        opened = {one.worker: one for one in self._gate.opened()} if self._may_open() else {}
-        told = {*told, *opened, *self._gate.moved()}
+    def _permits(self, notified: set[int], reasons: list[str]) -> list[Action]:
+        """Notify these workers, those that may start now, and those whose clock moved while they rest."""
+        opened = {entry.worker: entry for entry in self._gate.opened()} if self._may_open() else {}
+        notified = {*notified, *opened, *self._gate.moved()}
         return [
-            self._let_go(opened[worker], why) if worker in opened else self._keep(worker)
-            for worker in sorted(told)
+            self._permit(opened[worker], reasons) if worker in opened else self._hold(worker)
+            for worker in sorted(notified)
         ]
 
     def _may_open(self) -> bool:
         return self._has_started and not self._awaited
 
-    def _let_go(self, opened: Opened, why: list[str]) -> Grant:
+    def _permit(self, opened: Opened, reasons: list[str]) -> Grant:
         ahead = opened.clock - self._gate.version
         bound = "there is no bound" if opened.bound is None else f"the bound is {opened.bound}"
         if opened.bound != self._gate.s:
@@ -474,13 +512,13 @@ class BoundedStaleness:
             may_start=True,
             leads=self._leads(opened.worker),
             is_preempted=self._is_preempted(opened.clock),
-            reason="; ".join([f"it is {ahead} ahead of the slowest", bound, *why]),
+            reason="; ".join([f"it is {ahead} ahead of the slowest", bound, *reasons]),
         )
 
-    def _keep(self, worker: int) -> Grant:
+    def _hold(self, worker: int) -> Grant:
         gate, clock = self._gate, self._gate.clock(worker)
-        if self._alone is not None and worker != self._alone:
-            reason = f"worker {self._alone} takes {self._alone_steps} more steps alone"
+        if self._warm_worker is not None and worker != self._warm_worker:
+            reason = f"worker {self._warm_worker} takes {self._warm_steps} more steps alone"
         elif not gate.runs(worker):
             reason = "it has no samples"
         elif not self._may_open():
@@ -505,109 +543,121 @@ class BoundedStaleness:
     def _leads(self, worker: int) -> bool:
         return worker == min(self._workers)
 
-    # Who keeps others waiting ----------------------------------------------------------------------------
+    # Workers that keep others waiting --------------------------------------------------------------------
 
-    def _hears(self, worker: int, is_heard: bool) -> None:
-        if is_heard:
-            self._unheard.discard(worker)
+    def _set_reachable(self, worker: int, is_reachable: bool) -> None:
+        if is_reachable:
+            self._silent.discard(worker)
         else:
-            self._unheard.add(worker)
+            self._silent.add(worker)
 
-    def _tick(self, now_s: float) -> list[Action]:
-        holding = self._holding() - self._unheard if self._has_started else set()
-        self._since_s = {worker: self._since_s.get(worker, now_s) for worker in sorted(holding)}
-        late = [worker for worker, since_s in self._since_s.items() if now_s - since_s > self._deadline_s]
+    def _on_tick(self, now_s: float) -> list[Action]:
+        holding = self._holding() - self._silent if self._has_started else set()
+        self._holding_since_s = {
+            worker: self._holding_since_s.get(worker, now_s) for worker in sorted(holding)
+        }
+        late = [
+            worker for worker, since_s in self._holding_since_s.items() if now_s - since_s > self._deadline_s
+        ]
         if late:
-            return self._refuse(late, f"others have waited for it for more than {self._deadline_s:g} s")
-        cut_off = self._most_cut_off(
-            now_s, holding | self._stepping() if self._gate.s is not None else holding
+            return self._refuse(
+                late, f"other workers have waited for it for more than {self._deadline_s:g} s"
+            )
+        least_connected = self._least_connected(
+            now_s, holding | self._running_workers() if self._gate.s is not None else holding
         )
-        if cut_off is None:
+        if least_connected is None:
             return []
-        worker, servers = cut_off
-        self._missed = dict.fromkeys(self._missed, now_s)  # without this one, the others may reach all
+        worker, servers = least_connected
+        # Without this worker, the others may reach all servers.
+        self._missed_since_s = dict.fromkeys(self._missed_since_s, now_s)
         missed = ", ".join(f"server-{server}" for server in servers)
-        reason = f"it has not reached {missed} for more than {_MISSED_S:g} s, and others need what it pushes"
+        reason = (
+            f"it has not reached {missed} for more than {_UNREACHABLE_S:g} s, and others need what it pushes"
+        )
         return self._refuse([worker], reason)
 
     def _refuse(self, workers: list[int], reason: str) -> list[Action]:
-        if self._has_not_given(workers):
+        if self._lacks_initial_parameters(workers):
             return self._stop(reason)
         refused = [
             Refuse(peer=self._workers[worker].peer, reason=f"worker {worker} is out: {reason}")
             for worker in workers
         ]
         for worker in workers:
-            self._part(worker)
-        return [*refused, *self._go_on(), *self._dismiss()]
+            self._remove(worker)
+        return [*refused, *self._proceed(), *self._complete_job()]
 
     def _note_whom_it_misses(self, event: ServerMissed | ServerReached) -> None:
         worker = client_of(event.node)
         if worker is None or worker not in self._workers:
             return
         if isinstance(event, ServerMissed):
-            self._missed.setdefault((worker, event.server), event.now_s)
+            self._missed_since_s.setdefault((worker, event.server), event.now_s)
         else:
-            self._missed.pop((worker, event.server), None)
+            self._missed_since_s.pop((worker, event.server), None)
 
-    def _stepping(self) -> set[int]:
-        """Who takes a step now, or waits to start one, as far as the coordinator hears them."""
-        heard = self._workers.keys() - self._unheard
-        return {worker for worker in heard if worker in self._gate and self._gate.runs(worker)}
+    def _running_workers(self) -> set[int]:
+        """Workers that take a step or wait to start one, without those that are silent."""
+        reachable = self._workers.keys() - self._silent
+        return {worker for worker in reachable if worker in self._gate and self._gate.runs(worker)}
 
-    def _most_cut_off(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
-        """Return, of these, the one that misses most servers, else the last, with the servers.
+    def _least_connected(self, now_s: float, workers: set[int]) -> tuple[int, list[int]] | None:
+        """Return which of these workers misses most servers, else the last one, with the servers.
 
-        A server that most processes miss is not held against them.
+        A server that most processes miss is not counted.
         """
-        missing = Counter(server for _, server in self._missed)  # a process reports for all its workers
-        processes = len({one.place for one in self._workers.values()})
-        found: dict[int, list[int]] = {}
-        for (worker, server), since_s in sorted(self._missed.items()):
+        # A process reports for all its workers.
+        missing = Counter(server for _, server in self._missed_since_s)
+        processes = len({entry.place for entry in self._workers.values()})
+        unreachable: dict[int, list[int]] = {}
+        for (worker, server), since_s in sorted(self._missed_since_s.items()):
             is_held_against = 2 * missing[server] <= processes
-            if worker in workers and is_held_against and now_s - since_s > _MISSED_S:
-                found.setdefault(worker, []).append(server)
-        if not found:
+            if worker in workers and is_held_against and now_s - since_s > _UNREACHABLE_S:
+                unreachable.setdefault(worker, []).append(server)
+        if not unreachable:
             return None
-        worker = max(found, key=lambda one: (len(found[one]), one))
-        return worker, found[worker]
+        worker = max(unreachable, key=lambda entry: (len(unreachable[entry]), entry))
+        return worker, unreachable[worker]
 
     def _holding(self) -> set[int]:
-        """Who could take a step for which others wait: to begin, at the gate, for samples, to end."""
+        """Workers whose next action others wait for: to begin, at the gate, for samples, or to finish."""
         if self._awaited:
             return self._awaited
         holding = set(self._gate.holding())
         idle = set(self._gate.waiting)
-        if self._alone is not None:
-            idle |= self._workers.keys() - {self._alone}
+        if self._warm_worker is not None:
+            idle |= self._workers.keys() - {self._warm_worker}
         if self._dealing is not None:
             holding |= self._dealing.holders() - idle
             idle |= self._dealing.waiting
-        if self._alone is not None and len(self._workers) > 1:
-            holding |= {self._alone} - idle
-        if any(one.has_finished for one in self._workers.values()):
+        if self._warm_worker is not None and len(self._workers) > 1:
+            holding |= {self._warm_worker} - idle
+        if any(entry.has_finished for entry in self._workers.values()):
             working = {
-                worker for worker, one in self._workers.items() if one.has_begun and not one.has_finished
+                worker
+                for worker, entry in self._workers.items()
+                if entry.has_begun and not entry.has_finished
             }
             holding |= working - idle
         return holding
 
-    def _known(self, event: Clocked | Wants | Saving | Finished) -> _Worker:
-        one = self._workers.get(event.worker)
-        if one is None or not self._has_started or one.has_finished:
-            raise ProtocolError(f"expected a worker that takes part in a running job, got {_said(event)}")
-        return one
+    def _active(self, event: Clocked | Wants | Saving | Finished) -> _WorkerState:
+        entry = self._workers.get(event.worker)
+        if entry is None or not self._has_started or entry.has_finished:
+            raise ProtocolError(f"expected a worker that takes part in a running job, got {_describe(event)}")
+        return entry
 
 
 def _close_servers() -> CloseServers:
     return CloseServers(reason="all workers are gone")
 
 
-def _turn_away(worker: int, peer: str) -> Refuse:
+def _reject(worker: int, peer: str) -> Refuse:
     return Refuse(peer=peer, reason=f"worker {worker} cannot take part: it came when all others were done")
 
 
-def _why_gone(event: Left | Lost | Failed) -> str:
+def _departure_cause(event: Left | Lost | Failed) -> str:
     match event:
         case Left():
             return "it has left"
@@ -617,5 +667,5 @@ def _why_gone(event: Left | Lost | Failed) -> str:
             return f"it failed after {event.step} steps: {event.error}"
 
 
-def _said(event: Event) -> str:
+def _describe(event: Event) -> str:
     return f"{type(event).__name__} of worker {getattr(event, 'worker', None)}"
