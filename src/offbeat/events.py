@@ -5,7 +5,8 @@ frozen, keyword-only dataclasses of plain data, so that they are sent and writte
 are. Times are seconds: `now_s` is the coordinator's monotonic clock when the event reached it; every other
 `*_s` is a duration measured by the worker itself. This module never reads a clock and imports nothing but
 the standard library.
- `worker` is an id that is never reused in a job (the rank, for workers present from the start); `step` counts
+
+`worker` is an id that is never reused in a job (the rank, for workers present from the start); `step` counts
 finished optimizer steps, `round` counts gradient exchanges. `node` is the name of a server or client of the
 parameter server, "server-3" or "client-7".
 """
@@ -796,7 +797,8 @@ class Deal:
 @dataclass(frozen=True, kw_only=True)
 class Grant:
     """The clock of a worker's next step, and whether the step may start; only that worker receives it.
-     All work of the worker at earlier clocks is complete, so it can push those clocks, empty ones included.
+
+    All work of the worker at earlier clocks is complete, so it can push those clocks, empty ones included.
     Only its last `Grant` counts: where that does not permit the start, another one follows, at the same clock
     or a later one. A worker that waits for samples receives later and later clocks as the other workers
     proceed, and the permission to start once samples are assigned to it.
@@ -965,7 +967,8 @@ class EvaluatePart:
 @dataclass(frozen=True, kw_only=True)
 class MergeStates:
     """The metric states of one part, for the worker that evaluated the first part; only it receives them.
-     All parts are sent, in the order of the set; with the last one the worker merges them and reports the
+
+    All parts are sent, in the order of the set; with the last one the worker merges them and reports the
     results.
 
     Attributes:
@@ -1060,7 +1063,8 @@ class Stop:
 @dataclass(frozen=True, kw_only=True)
 class Refuse:
     """One peer may not take part; the job goes on without it.
-     The coordinator sends the reason to the peer and closes its connection. None of the peer's messages, its
+
+    The coordinator sends the reason to the peer and closes its connection. None of the peer's messages, its
     end included, becomes an event, because the id that it claims may belong to a running worker.
 
     Attributes:

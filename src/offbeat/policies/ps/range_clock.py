@@ -14,7 +14,7 @@ KEYS: Final = 2**63  # keys are 0 to KEYS - 1
 
 
 class Piece(NamedTuple):
-    """Keys `first` to `last` - 1, which all have the same time."""
+    """Keys `first` to `last` - 1, which have the same time."""
 
     first: int
     last: int
@@ -22,23 +22,23 @@ class Piece(NamedTuple):
 
 
 class RangeVectorClock:
-    """A time for every client and key, kept by ranges of keys that have the same one.
+    """A time for every client and key, stored by ranges of keys with equal times.
 
-    A client's times of a key only grow. Before its first `set` every key has time 0. A `set` splits at most
-    two pieces and adds two at most; neighbours with equal times become one again, so that a client which
-    pushes whole ranges costs one piece however many keys they hold.
+    The times of a client and key never fall. Before the first `set` every key has time 0. A `set` splits at
+    most two pieces and adds at most two; neighbours with equal times are merged, so that a client that pushes
+    whole ranges costs one piece, however many keys they hold.
 
     Source: the parameter server of OSDI'14, section 4.1 ("vector clocks": O(m k) for m nodes and k ranges).
     Deviation: coalescing.
     """
 
     def __init__(self) -> None:
-        # client: where pieces begin, ascending, the first at 0; and the time of each.
+        # By client: the first keys of its pieces, ascending from 0, and the time of each piece.
         self._clients: dict[int, tuple[list[int], list[int]]] = {}
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """Who has a time other than 0 anywhere."""
+        """The clients with a time other than 0 for any key, ascending."""
         return tuple(sorted(self._clients))
 
     def at(self, client: int, key: int) -> int:
@@ -47,22 +47,25 @@ class RangeVectorClock:
         return times[bisect_right(starts, key) - 1]
 
     def pieces(self, client: int, first: int, last: int) -> list[Piece]:
-        """Return the client's times of keys `first` to `last` - 1, as few pieces as there can be, ascending.
+        """Return the client's times of keys `first` to `last` - 1 in the fewest pieces, ascending.
 
         Raises:
-            ValueError: no such range of keys.
+            ValueError: the range of keys is not valid.
         """
-        _check(first, last)
+        _check_range(first, last)
         starts, times = self._clients.get(client, ([0], [0]))
-        begin = bisect_right(starts, first) - 1
-        end = bisect_left(starts, last)
-        if end == begin + 1:
-            return [Piece(first, last, times[begin])]
-        bounds = [first, *starts[begin + 1 : end], last]
-        return [Piece(a, b, time) for (a, b), time in zip(pairwise(bounds), times[begin:end], strict=True)]
+        first_index = bisect_right(starts, first) - 1
+        end_index = bisect_left(starts, last)
+        if end_index == first_index + 1:
+            return [Piece(first, last, times[first_index])]
+        bounds = [first, *starts[first_index + 1 : end_index], last]
+        return [
+            Piece(start, stop, time)
+            for (start, stop), time in zip(pairwise(bounds), times[first_index:end_index], strict=True)
+        ]
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the ranges of keys of which somebody has a time other than 0; they may overlap."""
+        """Return the ranges of keys for which any client has a time other than 0; they may overlap."""
         return [
             (piece.first, piece.last)
             for client in self._clients
@@ -71,34 +74,33 @@ class RangeVectorClock:
         ]
 
     def advance(self, client: int, first: int, last: int, time: int) -> list[Piece]:
-        """Give keys `first` to `last` - 1 this time; return the times that they had, as `pieces` does.
+        """Set the time of keys `first` to `last` - 1; return their previous times, as `pieces` does.
 
         Raises:
-            ValueError: no such range of keys, or the time of one of them is later already.
+            ValueError: the range of keys is not valid, or a key has a later time already.
         """
-        found = self._clients.get(client)
-        if found is not None:
-            starts, times = found
-            place = bisect_right(starts, first) - 1
-            if place < len(starts) - 1 and starts[place] == first and starts[place + 1] == last:
-                before = times[place]
-                is_apart = times[place + 1] != time and (not place or times[place - 1] != time)
+        entry = self._clients.get(client)
+        if entry is not None:
+            starts, times = entry
+            index = bisect_right(starts, first) - 1
+            if index < len(starts) - 1 and starts[index] == first and starts[index + 1] == last:
+                before = times[index]
+                is_apart = times[index + 1] != time and (not index or times[index - 1] != time)
                 if before <= time and is_apart:
-                    times[place] = (
-                        time  # the usual case: a client that pushes the same ranges again and again
-                    )
+                    # The usual case: a client that pushes the same ranges again and again.
+                    times[index] = time
                     return [Piece(first, last, before)]
         pieces = self.pieces(client, first, last)
         self.set(client, first, last, time)
         return pieces
 
     def set(self, client: int, first: int, last: int, time: int) -> None:
-        """Give keys `first` to `last` - 1 this time.
+        """Set the time of keys `first` to `last` - 1.
 
         Raises:
-            ValueError: no such range of keys, or the time of one of them is later already.
+            ValueError: the range of keys is not valid, or a key has a later time already.
         """
-        _check(first, last)
+        _check_range(first, last)
         before = self.pieces(client, first, last)
         latest = max(piece.time for piece in before)
         if latest > time:
@@ -108,36 +110,36 @@ class RangeVectorClock:
         self._replace(client, first, last, [Piece(first, last, time)])
 
     def fresh(self, client: int, first: int, last: int, time: int) -> list[tuple[int, int]]:
-        """Return the ranges, within `first` to `last` - 1, on which the time is earlier: a push is new there.
+        """Return the ranges within `first` to `last` - 1 that have an earlier time, where such a push is new.
 
         Raises:
-            ValueError: no such range of keys.
+            ValueError: the range of keys is not valid.
         """
         pieces = self.pieces(client, first, last)
         if len(pieces) == 1:
             return [(first, last)] if pieces[0].time < time else []
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for piece in pieces:
             if piece.time < time:
-                if found and found[-1][1] == piece.first:
-                    found[-1] = (found[-1][0], piece.last)
+                if ranges and ranges[-1][1] == piece.first:
+                    ranges[-1] = (ranges[-1][0], piece.last)
                 else:
-                    found.append((piece.first, piece.last))
-        return found
+                    ranges.append((piece.first, piece.last))
+        return ranges
 
     def is_complete(self, clients: Iterable[int], first: int, last: int, time: int) -> bool:
-        """Return whether these clients have reached this time on the whole range.
+        """Return whether all these clients have reached this time on the whole range.
 
         Raises:
-            ValueError: no such range of keys.
+            ValueError: the range of keys is not valid.
         """
         return not any(self.fresh(client, first, last, time) for client in clients)
 
     def cut_out(self, first: int, last: int) -> dict[int, list[Piece]]:
-        """Return all times other than 0 of a range, to be adopted elsewhere.
+        """Return all times other than 0 in a range, for `adopt` elsewhere.
 
         Raises:
-            ValueError: no such range of keys.
+            ValueError: the range of keys is not valid.
         """
         cut = {}
         for client in self._clients:
@@ -147,56 +149,62 @@ class RangeVectorClock:
         return cut
 
     def adopt(self, cut: dict[int, list[Piece]]) -> None:
-        """Take over what `cut_out` gave; where a time here is later already, it stays.
+        """Apply the result of `cut_out`; where a time here is later already, it stays.
 
         Raises:
-            ValueError: no such range of keys.
+            ValueError: a range of keys is not valid.
         """
         for client, pieces in cut.items():
             for first, last, time in pieces:
-                for a, b in self.fresh(client, first, last, time):
-                    self._replace(client, a, b, [Piece(a, b, time)])
+                for start, stop in self.fresh(client, first, last, time):
+                    self._replace(client, start, stop, [Piece(start, stop, time)])
 
     def drop(self, first: int, last: int) -> None:
-        """Forget all times of a range.
+        """Set all times in a range back to 0.
 
         Raises:
-            ValueError: no such range of keys.
+            ValueError: the range of keys is not valid.
         """
-        _check(first, last)
+        _check_range(first, last)
         for client in list(self._clients):
             self._replace(client, first, last, [Piece(first, last, 0)])
             if self._clients[client] == ([0], [0]):
                 del self._clients[client]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as plain data."""
+        """Return the whole state, as plain data."""
         return {"clients": [[client, *map(list, known)] for client, known in self._clients.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._clients = {client: (list(starts), list(times)) for client, starts, times in state["clients"]}
 
     def _replace(self, client: int, first: int, last: int, pieces: list[Piece]) -> None:
         starts, times = self._clients.setdefault(client, ([0], [0]))
-        begin = bisect_right(starts, first) - 1
-        end = bisect_left(starts, last)
-        new = [Piece(starts[begin], first, times[begin])] if starts[begin] < first else []
-        new += pieces
-        following = starts[end] if end < len(starts) else KEYS
+        first_index = bisect_right(starts, first) - 1
+        end_index = bisect_left(starts, last)
+        replacement = (
+            [Piece(starts[first_index], first, times[first_index])] if starts[first_index] < first else []
+        )
+        replacement += pieces
+        following = starts[end_index] if end_index < len(starts) else KEYS
         if last < following:
-            new.append(Piece(last, following, times[end - 1]))
-        if begin and times[begin - 1] == new[0].time:  # it is one piece with those beside it
-            begin -= 1
-            new.insert(0, Piece(starts[begin], new[0].first, times[begin]))
-        if end < len(starts) and times[end] == new[-1].time:
-            new.append(Piece(following, KEYS, times[end]))
-            end += 1
-        kept = [piece for place, piece in enumerate(new) if not place or piece.time != new[place - 1].time]
-        starts[begin:end] = [piece.first for piece in kept]
-        times[begin:end] = [piece.time for piece in kept]
+            replacement.append(Piece(last, following, times[end_index - 1]))
+        if first_index and times[first_index - 1] == replacement[0].time:  # merge with equal neighbours
+            first_index -= 1
+            replacement.insert(0, Piece(starts[first_index], replacement[0].first, times[first_index]))
+        if end_index < len(starts) and times[end_index] == replacement[-1].time:
+            replacement.append(Piece(following, KEYS, times[end_index]))
+            end_index += 1
+        kept = [
+            piece
+            for index, piece in enumerate(replacement)
+            if not index or piece.time != replacement[index - 1].time
+        ]
+        starts[first_index:end_index] = [piece.first for piece in kept]
+        times[first_index:end_index] = [piece.time for piece in kept]
 
 
-def _check(first: int, last: int) -> None:
+def _check_range(first: int, last: int) -> None:
     if not 0 <= first < last <= KEYS:
         raise ValueError(f"expected a range of keys within 0 to {KEYS}, got {first} to {last}")

@@ -1,4 +1,4 @@
-"""How far workers may be apart, by how fast the loss falls; a part that a policy owns.
+"""The staleness bound as a function of how fast the loss falls. A part that a policy owns.
 
 Nothing here knows of workers or clocks, or measures a loss.
 """
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 Signal: TypeAlias = Literal["loss", "accuracy"]
 
-_EPS = 1e-12  # a loss of 0 has no percentage
+_LOSS_MIN = 1e-12  # divides in the place of a smaller loss
 
 
 class LprController:
@@ -19,28 +19,28 @@ class LprController:
 
     The loss L of a version is the mean, by samples, of the training losses of all steps at its clock. Once
     the version is complete, its learning progress rate is LPR = 100 (M' - M) / |M'| percent, with M = L and
-    M' that of the version before. Above `limit` the bound s rises by `step`, below -`limit` it falls. With
-    accuracies in the place of losses the rate has the other sign.
+    M' that of the previous version. Above `limit` the bound s rises by `step`, below -`limit` it falls by
+    `step`. With accuracies in the place of losses the rate has the opposite sign.
 
     Source: Y. Kim and S. Rhee, "Distributed and parallel deep learning architecture exploiting dynamic stale
     synchronous parallel method", Journal of Digital Contents Society 20(2), 2019 (DTSSP): steps of 1, a limit
-    of 5 %, bounds from 3 to 10. Deviations: what the rate is computed from is not printed there; this is the
-    signal that a server has at every version without evaluating. A version whose losses nobody has said is
-    passed over, and so is the first. A loss that is no finite number counts as one that has risen beyond all
-    bounds, and is not compared with later. `signal`, `beta` and `window` are additions.
+    of 5 %, bounds from 3 to 10. Deviations: the paper does not print what the rate is computed from; this is
+    the signal that a server has at every version without evaluating. A version without a reported loss is
+    skipped, and so is the first. A loss that is not finite counts as an unbounded rise, and later losses are
+    not compared with it. `signal`, `beta` and `window` are additions.
 
     Args:
-        s: the bound at first, from `s_min` to `s_max`.
+        s: the initial bound, from `s_min` to `s_max`.
         s_min: at least 0.
         s_max: at least `s_min`.
-        step: by how much the bound changes at one version, at least 1.
-        limit: in percent, at least 0; with None the bound stays what it is.
-        signal: "loss", or "accuracy" where that is what is said of steps.
+        step: the change of the bound at one version, at least 1.
+        limit: in percent, at least 0; with None the bound is constant.
+        signal: "loss", or "accuracy" where steps report accuracies.
         beta: compares M = beta M' + (1 - beta) L instead, above 0 and below 1; None does not smooth.
-        window: compares with M the mean L of so many versions instead, at least 1; not along with beta.
+        window: M is the mean L of the last `window` versions, at least 1; not together with beta.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class LprController:
         self._step, self._limit, self._beta = step, math.inf if limit is None else limit, beta
         self._sign = 1 if signal == "loss" else -1
         self._recent: deque[float] = deque(maxlen=window)  # L of the last versions
-        self._heard: dict[int, tuple[int, float]] = {}  # version: samples, and the sum of their losses
-        self._before: float | None = None  # M'
+        self._losses: dict[int, tuple[int, float]] = {}  # by version: samples, sum of their losses
+        self._previous: float | None = None  # M'
         self._lpr: float | None = None
 
     @property
     def s(self) -> int:
-        """The bound now."""
+        """The current bound."""
         return self._s
 
     @property
     def s_max(self) -> int:
-        """The largest that it may be."""
+        """The largest bound."""
         return self._s_max
 
     @property
@@ -91,60 +91,64 @@ class LprController:
         return self._lpr
 
     def stepped(self, version: int, samples: int, loss: float) -> None:
-        """Take note of a step.
+        """Add the loss of a step.
 
         Args:
             version: the clock of the step, of a version that is not complete.
-            samples: behind the loss, at least 0; a loss of none does not count.
+            samples: behind the loss, at least 0; a loss of 0 samples does not count.
             loss: their mean.
         """
         if samples:
-            count, total = self._heard.get(version, (0, 0.0))
-            self._heard[version] = (count + samples, total + samples * loss)
+            count, total = self._losses.get(version, (0, 0.0))
+            self._losses[version] = (count + samples, total + samples * loss)
 
     def completed(self, until: int) -> list[str]:
-        """Take all versions before `until` as complete, in order; returns why the bound has changed."""
-        why = []
-        for version in sorted(version for version in self._heard if version < until):
-            count, total = self._heard.pop(version)
-            self._lpr = self._rate(total / count)
+        """Process all versions before `until` as complete, in order; return why the bound has changed."""
+        reasons = []
+        for version in sorted(version for version in self._losses if version < until):
+            count, total = self._losses.pop(version)
+            self._lpr = self._progress_rate(total / count)
             if self._lpr is not None and self._change(self._lpr):
-                moved = "fell" if self._lpr * self._sign > 0 else "rose"
-                what = "loss" if self._sign > 0 else "accuracy"
-                why.append(f"the {what} {moved} by {abs(self._lpr):.3g} % at version {version}")
-        return why
+                direction = "fell" if self._lpr * self._sign > 0 else "rose"
+                quantity = "loss" if self._sign > 0 else "accuracy"
+                reasons.append(f"the {quantity} {direction} by {abs(self._lpr):.3g} % at version {version}")
+        return reasons
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that changes, as plain data."""
+        """Return everything that changes, as plain data."""
         return {
             "s": self._s,
-            "heard": [[version, *one] for version, one in self._heard.items()],
+            "losses": [[version, *one] for version, one in self._losses.items()],
             "recent": list(self._recent),
-            "before": self._before,
+            "previous": self._previous,
             "lpr": self._lpr,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a controller with the same arguments."""
-        self._s, self._before, self._lpr = state["s"], state["before"], state["lpr"]
-        self._heard = {version: (count, total) for version, count, total in state["heard"]}
+        """Restore a `state_dict` of a controller with the same arguments."""
+        self._s, self._previous, self._lpr = state["s"], state["previous"], state["lpr"]
+        self._losses = {version: (count, total) for version, count, total in state["losses"]}
         self._recent.clear()
         self._recent.extend(state["recent"])
 
-    def _rate(self, loss: float) -> float | None:
+    def _progress_rate(self, loss: float) -> float | None:
         if not math.isfinite(loss):
             return -math.inf
         self._recent.append(loss)
-        before, now = self._before, sum(self._recent) / len(self._recent)
-        if before is not None and self._beta is not None:
-            now = self._beta * before + (1 - self._beta) * loss
-        self._before = now
-        return None if before is None else self._sign * 100 * (before - now) / max(abs(before), _EPS)
+        previous, current = self._previous, sum(self._recent) / len(self._recent)
+        if previous is not None and self._beta is not None:
+            current = self._beta * previous + (1 - self._beta) * loss
+        self._previous = current
+        return (
+            None
+            if previous is None
+            else self._sign * 100 * (previous - current) / max(abs(previous), _LOSS_MIN)
+        )
 
     def _change(self, lpr: float) -> bool:
-        before = self._s
+        previous = self._s
         if lpr > self._limit:
             self._s = min(self._s_max, self._s + self._step)
         elif lpr < -self._limit:
             self._s = max(self._s_min, self._s - self._step)
-        return self._s != before
+        return self._s != previous

@@ -10,7 +10,8 @@ that may start. The policy owns four parts and decides only what passes between 
 - `LprController` (optional): the bound s, which follows the training loss;
 - `SoloDealing` (with shards="dynamic"): the samples of the epoch, assigned to workers in blocks;
 - `StragglerClassifier` (optional): workers that hold others back only beyond s_max.
- A worker is *joined*, then *begun* (its first `Clocked`, without a clock: it has the parameters), then it
+
+A worker is *joined*, then *begun* (its first `Clocked`, without a clock: it has the parameters), then it
 either *runs* or *rests* in the gate, and at last it has *finished* or is *gone*. It runs while it may
 compute: it has samples, or none are assigned by this policy, and no other worker takes the warm start's
 steps. Other workers wait for a running worker only.
@@ -115,24 +116,29 @@ class _WorkerState:
 
 class BoundedStaleness:
     """Answers every finished step with the clock of the next one, and permits its start as the bound allows.
-     No worker starts before all workers of the start can begin or are gone. With s = 0 training is
+
+    No worker starts before all workers of the start can begin or are gone. With s = 0 training is
     bulk-synchronous (BSP), without a bound asynchronous (ASP), in between stale-synchronous (SSP); with
     `dynamic` the bound follows the loss (DTSSP). When a version of the parameters is complete, its losses
     first change the bound; then the workers that the new bound admits may start.
-     A worker that asked for samples and has none rests (see `ConsistencyGate`): a worker without samples
+
+    A worker that asked for samples and has none rests (see `ConsistencyGate`): a worker without samples
     holds no other back, nor does the end of an epoch, whose last blocks are with a slow worker. A `Grant`
     states that it rests, and another one comes with the next samples.
-     The job goes on with the workers that are left, unless worker 0 goes before it has begun: all start with
+
+    The job goes on with the workers that are left, unless worker 0 goes before it has begun: all start with
     its parameters. A worker that leaves without having finished, is lost or fails returns the samples that it
     had. A worker that keeps others waiting for more than `deadline_s` is refused, unless the coordinator
     receives nothing from it: silence is not lateness. A worker that has not reached a server for
     `_UNREACHABLE_S` is refused too, unless more than half of the processes miss that server: of several, the
     one that misses most servers, else the last. With a bound, other workers wait for what it cannot push;
     without one, it is refused only if others wait for it.
-     When a worker is about to be terminated, all go on up to the latest clock that is under way, and are
+
+    When a worker is about to be terminated, all go on up to the latest clock that is under way, and are
     notified with the `Grant` of their next one (`Grant.is_preempted`); without a bound, with their next
     `Grant`.
-     With a *warm start* the worker with the lowest id takes the first steps alone while the others rest. It
+
+    With a *warm start* the worker with the lowest id takes the first steps alone while the others rest. It
     ends early if all samples that are left have been assigned to other workers.
 
     Source: those of `ConsistencyGate` and `LprController`. Deviations: theirs; workers that join and leave;

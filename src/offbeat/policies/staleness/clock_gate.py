@@ -1,6 +1,6 @@
-"""Who may start the next step: bounded staleness as a table of clocks; a part that a policy owns.
+"""Bounded staleness as a table of clocks: which worker may start its next step. A part that a policy owns.
 
-Nothing here knows what is computed, where parameters are, why a worker comes or goes, or how the bound is
+Nothing here knows what is computed, where parameters are, why a worker joins or leaves, or how the bound is
 chosen (see `offbeat.policies.learning`).
 """
 
@@ -15,12 +15,12 @@ Counts: TypeAlias = Literal["own", "common"]
 
 
 class Opened(NamedTuple):
-    """A worker may start its step.
+    """Permission for a worker to start its step.
 
     Attributes:
         clock: of the step.
-        version: the least version of the parameters that it must be computed with.
-        bound: how many clocks that may lie before `clock`; None for any number.
+        version: the least version of the parameters with which it must be computed.
+        bound: how many clocks `version` may lie before `clock`; None for any number.
     """
 
     worker: int
@@ -31,42 +31,42 @@ class Opened(NamedTuple):
 
 @dataclass(slots=True)
 class _Running:
-    clock: int  # of the step that it takes, or waits to take
+    clock: int  # of its step, which it computes or waits to start
     version: int | None = None  # the least that its step must be computed with; None while it waits
 
 
 class ConsistencyGate:
-    """Lets a worker at clock c start its step once c is at most s ahead of the least clock of who runs.
+    """Lets a worker at clock c start its step once c is at most s ahead of the least running clock.
 
-    A clock belongs to a step, and is known as soon as the worker's step before it is done. Version v of the
-    parameters holds all that was done at clocks up to v - 1: it is complete once nobody runs at a clock
-    before v. So a step may be computed with any version from R = max(0, c - s) on, which is complete when
-    the gate opens; that the worker waits until it has such a version is not the gate's affair.
+    A clock belongs to a step, and is known as soon as the worker's previous step is done. Version v of the
+    parameters holds all that was done at clocks up to v - 1: it is complete once no worker runs at a clock
+    before v. So a step may be computed with any version from R = max(0, c - s) on, which is complete when the
+    gate opens; the wait until the worker has such a version is not the gate's concern.
 
     Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
     NIPS 2013, section 3; s = 0 is bulk-synchronous, no bound is asynchronous. Deviations:
 
-    - Who waits may show s + 1: the bound holds for those who have started.
-    - Workers come and go. One that has nothing to compute *rests*: nobody waits for it, it has done all that
-      it will do at clocks before its own, and its clock moves along with the version, so that it never comes
-      back at a clock that is complete. Where nobody runs, all that was done is complete: the version, and
-      who rests, go on to the latest clock.
-    - Clocks may be counted otherwise (see `counts`).
-    - *Stragglers*, whoever owns the gate says who: their clocks do not hold back others up to s, only up to
-      `s_max`. R is then the version at the start, which is at least c - `s_max`.
+    - A waiting worker may be s + 1 ahead: the bound holds for workers that have started.
+    - Workers join and leave. A worker without anything to compute *rests*: no worker waits for it, it has
+      done all that it will do at clocks before its own, and its clock moves with the version, so that it
+      never returns at a clock that is complete. Where no worker runs, all that was done is complete: the
+      version and the clocks of resting workers go on to the latest clock.
+    - Clocks may be counted in another way (see `counts`).
+    - *Stragglers* (named by the owner of the gate): their clocks hold other workers back only beyond `s_max`
+      instead of s. R is then the version at the start, which is at least c - `s_max`.
 
     Args:
         s: the bound, at least 0; None for none.
         counts: "own": a worker's clock counts its own steps, as published. With lasting differences in speed
             any bound only delays the wait for the slowest. "common": a clock is as many steps as workers run,
-            whoever takes them; a worker's next clock is the first that has room for one more step, so that a
-            fast one takes several steps at a clock and a slow one skips clocks, and others wait only where a
-            single step takes longer than s clocks of the others. For work that is dealt as it is needed.
-            With s = 0 both are bulk-synchronous.
-        s_max: how far others may run ahead of a straggler, at least s; None where there are none.
+            whichever worker takes them; a worker's next clock is the first that has room for one more step,
+            so that a fast worker takes several steps at a clock and a slow one skips clocks, and workers wait
+            only where a single step takes longer than s clocks of the other workers. For samples that are
+            assigned as they are needed. With s = 0 both are bulk-synchronous.
+        s_max: how far other workers may run ahead of a straggler, at least s; None where there are none.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, s: int | None, counts: Counts = "own", s_max: int | None = None) -> None:
@@ -78,18 +78,18 @@ class ConsistencyGate:
             raise ValueError(f"expected s_max of at least s, {s}, got {s_max}")
         self._s, self._counts, self._s_max = s, counts, s_max
         self._running: dict[int, _Running] = {}
-        self._at: dict[int, int] = {}  # clock: how many run at it
+        self._running_at: dict[int, int] = {}  # by clock: workers that run at it
         self._resting: dict[int, int] = {}
         self._stragglers: frozenset[int] = frozenset()
         self._version = 0
-        self._latest = 0  # who does not run has done nothing at this clock or later
-        self._first = 0  # the first clock that has room for a step
-        self._places: dict[int, int] = {}  # from there on: steps that have been given this clock
-        self._waiting: set[int] = set()  # who runs and has not started
-        self._fresh: set[int] = set()  # those of them that have not been looked at
-        self._is_stale = False  # look at all of them
+        self._idle_end = 0  # workers that do not run have done nothing from this clock on
+        self._first_free = 0  # the first clock that has room for a step
+        self._steps_at: dict[int, int] = {}  # by clock, from there on: steps assigned to it
+        self._waiting: set[int] = set()  # running workers that have not started
+        self._unchecked: set[int] = set()  # those of them that `opened` has not checked yet
+        self._recheck_all = False  # `opened` checks all waiting workers
 
-    # Asking ----------------------------------------------------------------------------------------------
+    # Queries ---------------------------------------------------------------------------------------------
 
     def __contains__(self, worker: int) -> bool:
         """Whether the worker runs or rests."""
@@ -97,203 +97,205 @@ class ConsistencyGate:
 
     @property
     def s(self) -> int | None:
-        """The bound now."""
+        """The current bound."""
         return self._s
 
     @property
     def version(self) -> int:
-        """The last version that is complete: the least clock of who runs. It never falls."""
+        """The last complete version: the least clock of a running worker. It never falls."""
         return self._version
 
     @property
     def latest(self) -> int:
-        """The latest clock of who runs; -1 where nobody does. Takes time O(clocks that somebody runs at)."""
-        return max(self._at, default=-1)
+        """The latest clock of a running worker; -1 where none runs. O(clocks at which a worker runs)."""
+        return max(self._running_at, default=-1)
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Who runs and may not start yet."""
+        """The running workers that may not start yet."""
         return frozenset(self._waiting)
 
     def runs(self, worker: int) -> bool:
-        """Whether others wait for the worker."""
+        """Whether the worker runs, so that others wait for it."""
         return worker in self._running
 
     def clock(self, worker: int) -> int:
-        """Return the clock of a worker's step, or of the next one of who rests.
+        """Return the clock of a running worker's step, or of the next one of a resting worker.
 
         Raises:
-            ProtocolError: it neither runs nor rests.
+            ProtocolError: the worker neither runs nor rests.
         """
         if worker in self._resting:
             return self._resting[worker]
-        return self._known(worker).clock
+        return self._get_running(worker).clock
 
     def required(self, worker: int) -> int | None:
-        """Return the least version that the step of a worker that runs needs; None before it may start.
+        """Return the least version that a running worker's step needs; None before it may start.
 
         Raises:
-            ProtocolError: it does not run.
+            ProtocolError: the worker does not run.
         """
-        return self._known(worker).version
+        return self._get_running(worker).version
 
     def holding(self) -> list[int]:
-        """Who keeps the first of those who wait from starting, ascending; takes time O(workers)."""
+        """Return the workers that keep the first waiting worker from starting, ascending; O(workers)."""
         first = min((self._running[worker].clock for worker in self._waiting), default=None)
         if first is None or self._s is None:
             return []
-        far = first - (self._s if self._s_max is None else self._s_max)
-        near, tolerated = first - self._s, self._tolerated()
+        straggler_limit = first - (self._s if self._s_max is None else self._s_max)
+        bound_limit, tolerated = first - self._s, self._tolerated()
         return [
             worker
-            for worker, one in sorted(self._running.items())
-            if one.clock < (far if worker in tolerated else near)
+            for worker, entry in sorted(self._running.items())
+            if entry.clock < (straggler_limit if worker in tolerated else bound_limit)
         ]
 
-    # Telling ---------------------------------------------------------------------------------------------
+    # Changes ---------------------------------------------------------------------------------------------
 
     def enter(self, worker: int, clock: int = 0) -> int:
-        """Say that a worker runs from now on, which is new or has rested.
+        """Let a new or resting worker run.
 
         Args:
-            worker: who.
+            worker: its id.
             clock: the first at which it can take a step.
 
         Returns:
-            The clock of its step: no earlier, none that is complete, and where clocks are common, one that
-            has room.
+            The clock of its step: not before `clock`, not complete, and where clocks are common, one that has
+                room.
 
         Raises:
-            ProtocolError: it runs already.
+            ProtocolError: the worker runs already.
         """
         if worker in self._running:
             raise ProtocolError(f"expected a worker that does not run, got worker {worker}")
         least = max(clock, self._version, self._resting.pop(worker, 0))
-        one = self._running[worker] = _Running(least)
-        self._place(worker, one, least)
-        self._move()
-        return one.clock
+        entry = self._running[worker] = _Running(least)
+        self._wait_at(worker, entry, least)
+        self._update_version()
+        return entry.clock
 
     def advance(self, worker: int) -> int:
-        """Say that a worker has done its step; returns the clock of its next one.
+        """Record that a worker has done its step; return the clock of its next one.
 
         Raises:
-            ProtocolError: it does not run, or might not start.
+            ProtocolError: the worker does not run, or was not permitted to start.
         """
-        one = self._known(worker)
-        before = one.clock
-        if one.version is None:
+        entry = self._get_running(worker)
+        before = entry.clock
+        if entry.version is None:
             raise ProtocolError(f"expected worker {worker} to wait at clock {before} until it may start")
-        self._place(worker, one, before + (self._counts == "own"))
+        self._wait_at(worker, entry, before + (self._counts == "own"))
         self._leave_clock(before)
-        return one.clock
+        return entry.clock
 
     def rest(self, worker: int) -> int:
-        """Say that a worker that runs has nothing to compute; returns the clock that is its next by now.
+        """Let a running worker rest, which has nothing to compute; return the clock of its next step.
 
         Raises:
-            ProtocolError: it does not run.
+            ProtocolError: the worker does not run.
         """
-        self._known(worker)
-        clock = self._resting[worker] = self._drop(worker)
+        self._get_running(worker)
+        clock = self._resting[worker] = self._stop_running(worker)
         return clock
 
     def leave(self, worker: int) -> None:
-        """Say that a worker is no more, or has finished.
+        """Remove a worker that is gone or has finished.
 
         Raises:
-            ProtocolError: it neither runs nor rests.
+            ProtocolError: the worker neither runs nor rests.
         """
         if self._resting.pop(worker, None) is None:
-            self._known(worker)
-            self._drop(worker)
+            self._get_running(worker)
+            self._stop_running(worker)
 
     def set_bound(self, s: int) -> None:
-        """Change the bound; nobody who has started is called back.
+        """Change the bound; steps that have started are not affected.
 
         Raises:
-            ValueError: it is out of range.
+            ValueError: the bound is out of range.
         """
         if s < 0 or (self._s_max is not None and s > self._s_max):
             raise ValueError(f"expected a bound from 0 to {self._s_max}, got {s}")
-        self._s, self._is_stale = s, True
+        self._s, self._recheck_all = s, True
 
     def set_stragglers(self, stragglers: frozenset[int]) -> None:
-        """Say who is a straggler.
+        """Set which workers are stragglers.
 
         Raises:
-            ProtocolError: there is no bound on how far others may run ahead of one.
+            ProtocolError: there is no bound on how far other workers may run ahead of one.
         """
         if self._s_max is None:
-            raise ProtocolError("expected a bound s_max on how far others may run ahead of a straggler")
+            raise ProtocolError(
+                "expected a bound s_max on how far other workers may run ahead of a straggler"
+            )
         self._stragglers = stragglers
 
     def opened(self) -> list[Opened]:
-        """Say who may start now and might not before, ascending by worker."""
-        seen = sorted(self._waiting if self._is_stale or self._stragglers else self._fresh)
-        self._fresh.clear()
-        self._is_stale = False
-        least = self._least() if seen else 0
+        """Return the workers that may start now and could not before, ascending by worker."""
+        checked = sorted(self._waiting if self._recheck_all or self._stragglers else self._unchecked)
+        self._unchecked.clear()
+        self._recheck_all = False
+        least = self._least_clock() if checked else 0
         opened = []
-        for worker in seen:
-            one = self._running[worker]
-            if self._may_start(one.clock, least):
-                one.version, bound = self._required(one.clock)
+        for worker in checked:
+            entry = self._running[worker]
+            if self._may_start(entry.clock, least):
+                entry.version, bound = self._required(entry.clock)
                 self._waiting.discard(worker)
-                opened.append(Opened(worker, one.clock, one.version, bound))
+                opened.append(Opened(worker, entry.clock, entry.version, bound))
         return opened
 
     def moved(self) -> list[int]:
-        """Say whose clock has moved along while it rests, ascending."""
+        """Move the clocks of resting workers with the version; return the workers concerned, ascending."""
         moved = sorted(worker for worker, clock in self._resting.items() if clock < self._version)
         for worker in moved:
             self._resting[worker] = self._version
         return moved
 
-    # Remembering -----------------------------------------------------------------------------------------
+    # State -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that changes, as plain data."""
+        """Return everything that changes, as plain data."""
         return {
             "s": self._s,
-            "running": [[worker, asdict(one)] for worker, one in self._running.items()],
-            "resting": [list(one) for one in self._resting.items()],
+            "running": [[worker, asdict(entry)] for worker, entry in self._running.items()],
+            "resting": [list(entry) for entry in self._resting.items()],
             "stragglers": sorted(self._stragglers),
             "version": self._version,
-            "latest": self._latest,
-            "first": self._first,
-            "places": [list(one) for one in self._places.items()],
+            "idle_end": self._idle_end,
+            "first_free": self._first_free,
+            "steps_at": [list(entry) for entry in self._steps_at.items()],
             "waiting": sorted(self._waiting),
-            "fresh": sorted(self._fresh),
-            "is_stale": self._is_stale,
+            "unchecked": sorted(self._unchecked),
+            "recheck_all": self._recheck_all,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a gate with the same arguments."""
-        self._s, self._version, self._latest = state["s"], state["version"], state["latest"]
-        self._first = state["first"]
-        self._running = {worker: _Running(**one) for worker, one in state["running"]}
-        self._resting, self._places = dict(state["resting"]), dict(state["places"])
+        """Restore a `state_dict` of a gate with the same arguments."""
+        self._s, self._version, self._idle_end = state["s"], state["version"], state["idle_end"]
+        self._first_free = state["first_free"]
+        self._running = {worker: _Running(**entry) for worker, entry in state["running"]}
+        self._resting, self._steps_at = dict(state["resting"]), dict(state["steps_at"])
         self._stragglers = frozenset(state["stragglers"])
-        self._waiting, self._fresh = set(state["waiting"]), set(state["fresh"])
-        self._is_stale = state["is_stale"]
-        self._at = {}
-        for one in self._running.values():
-            self._at[one.clock] = self._at.get(one.clock, 0) + 1
+        self._waiting, self._unchecked = set(state["waiting"]), set(state["unchecked"])
+        self._recheck_all = state["recheck_all"]
+        self._running_at = {}
+        for entry in self._running.values():
+            self._running_at[entry.clock] = self._running_at.get(entry.clock, 0) + 1
 
     # The rule --------------------------------------------------------------------------------------------
 
     def _tolerated(self) -> frozenset[int]:
-        """Stragglers, unless nobody else runs: then they wait for one another as others do."""
+        """Stragglers, unless all running workers are stragglers: then they wait for one another."""
         return self._stragglers if self._running.keys() - self._stragglers else frozenset()
 
-    def _least(self) -> int:
-        """The least clock of who runs and is no straggler."""
+    def _least_clock(self) -> int:
+        """The least clock of a running worker that is no straggler."""
         if not self._stragglers:
             return self._version
         tolerated = self._tolerated()
         return min(
-            (one.clock for worker, one in self._running.items() if worker not in tolerated),
+            (entry.clock for worker, entry in self._running.items() if worker not in tolerated),
             default=self._version,
         )
 
@@ -313,51 +315,53 @@ class ConsistencyGate:
 
     # The table -------------------------------------------------------------------------------------------
 
-    def _place(self, worker: int, one: _Running, least: int) -> None:
-        """Give a worker that runs its next clock, and let it wait there."""
-        clock = self._take_place(least) if self._counts == "common" else least
-        one.clock, one.version = clock, None
-        self._at[clock] = self._at.get(clock, 0) + 1
+    def _wait_at(self, worker: int, entry: _Running, least: int) -> None:
+        """Give a running worker its next clock, at which it waits."""
+        clock = self._assign_clock(least) if self._counts == "common" else least
+        entry.clock, entry.version = clock, None
+        self._running_at[clock] = self._running_at.get(clock, 0) + 1
         self._waiting.add(worker)
-        self._fresh.add(worker)
+        self._unchecked.add(worker)
 
-    def _take_place(self, least: int) -> int:
-        if self._first < self._version:
-            self._first = self._version
-            self._places = {clock: count for clock, count in self._places.items() if clock >= self._first}
+    def _assign_clock(self, least: int) -> int:
+        if self._first_free < self._version:
+            self._first_free = self._version
+            self._steps_at = {
+                clock: count for clock, count in self._steps_at.items() if clock >= self._first_free
+            }
         room = len(self._running)
-        while self._places.get(self._first, 0) >= room:
-            del self._places[self._first]
-            self._first += 1
-        clock = max(least, self._first)
-        while self._places.get(clock, 0) >= room:
+        while self._steps_at.get(self._first_free, 0) >= room:
+            del self._steps_at[self._first_free]
+            self._first_free += 1
+        clock = max(least, self._first_free)
+        while self._steps_at.get(clock, 0) >= room:
             clock += 1
-        self._places[clock] = self._places.get(clock, 0) + 1
+        self._steps_at[clock] = self._steps_at.get(clock, 0) + 1
         return clock
 
-    def _drop(self, worker: int) -> int:
-        """The worker runs no more; returns the first clock at which it has done nothing."""
+    def _stop_running(self, worker: int) -> int:
+        """Let the worker stop running; return the first clock at which it has done nothing."""
         clock = self._running.pop(worker).clock
         self._waiting.discard(worker)
-        self._fresh.discard(worker)
-        self._latest = max(self._latest, clock + 1)  # it may have done a step at its clock already
+        self._unchecked.discard(worker)
+        self._idle_end = max(self._idle_end, clock + 1)  # it may have done a step at its clock already
         self._leave_clock(clock)
         return clock + 1
 
     def _leave_clock(self, clock: int) -> None:
-        self._at[clock] -= 1
-        if not self._at[clock]:
-            del self._at[clock]
-            self._move()
+        self._running_at[clock] -= 1
+        if not self._running_at[clock]:
+            del self._running_at[clock]
+            self._update_version()
 
-    def _move(self) -> None:
-        """Nobody runs at some clock any more, or somebody runs: the version may be a later one."""
-        version = min(self._at, default=self._latest)
+    def _update_version(self) -> None:
+        """Raise the version after the table has changed."""
+        version = min(self._running_at, default=self._idle_end)
         if version > self._version:
-            self._version, self._is_stale = version, True
+            self._version, self._recheck_all = version, True
 
-    def _known(self, worker: int) -> _Running:
-        one = self._running.get(worker)
-        if one is None:
+    def _get_running(self, worker: int) -> _Running:
+        entry = self._running.get(worker)
+        if entry is None:
             raise ProtocolError(f"expected a worker that runs, got worker {worker}")
-        return one
+        return entry
