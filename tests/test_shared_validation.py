@@ -235,7 +235,7 @@ def test_where_nobody_has_a_snapshot_of_its_own_left_there_are_no_metrics():
     (over,) = policy.handle(Lost(now_s=1.0, worker=0, cause="it was killed"))
     assert isinstance(over, Validated)
     assert over.owner is None
-    assert "nobody is left that has the snapshot" in over.reason
+    assert "no worker is left that has the snapshot" in over.reason
 
 
 def test_what_a_lost_worker_had_goes_to_others_at_once():
@@ -416,11 +416,11 @@ def test_what_cannot_be_is_refused():
         policy.handle(taken(1, samples=99))
     with pytest.raises(ProtocolError, match="got lag, no monitor on worker 5 and sync on worker 6"):
         started(2, taken(5, terms="lag, no monitor"), taken(6, terms="sync"))
-    with pytest.raises(ProtocolError, match="worker 0 has taken a second snapshot of epoch 0"):
+    with pytest.raises(ProtocolError, match="one snapshot of epoch 0 from worker 0, got a second one"):
         policy.handle(taken(0))
     with pytest.raises(ProtocolError, match="expected at least one of each"):
         policy.handle(taken(1, evaluators=0))
-    with pytest.raises(ProtocolError, match="no part of epoch 5 was given to worker 0"):
+    with pytest.raises(ProtocolError, match="assigned to worker 0, got one of epoch 5"):
         policy.handle(evaluated(part, epoch=5))
     policy.handle(evaluated(part))
     (part,) = [one for one in of(EvaluatePart, policy.handle(taken(1))) if one.worker == 1]

@@ -84,7 +84,7 @@ def test_an_epoch_that_is_taken_back_may_end_again():
         scheduler.epoch_ended(epoch, [range(4)])
     assert scheduler.forget(after=0) == (1, 2)
     assert isinstance(scheduler.epoch_ended(1, [range(4)]), Take)
-    with pytest.raises(ProtocolError, match="was not being evaluated"):
+    with pytest.raises(ProtocolError, match="expected a part that is being evaluated"):
         scheduler.part_done(2, 0, None)
     with pytest.raises(ProtocolError, match="epoch 1 ends after epoch 1"):
         scheduler.epoch_ended(1, [range(4)])
@@ -206,7 +206,7 @@ def test_where_threads_hold_each_other_up_processes_are_started_once_that_is_lit
     choosing = chooser(start_s=0.4)
     answers = [choosing.in_line(spent(validate_cpu_s=4.0, held_up_share=1.0)) for _ in range(3)]
     assert [answer.backend for answer in answers] == ["inline", "inline", "process"]
-    assert "two threads that evaluate hold each other up by 100%" in answers[0].reason
+    assert "two threads that evaluate delay each other by 100%" in answers[0].reason
     assert "not thread: it would save 0.00 s an epoch at most" in answers[0].reason
     assert "but starting it takes 0.4 s" in answers[0].reason
 
@@ -247,7 +247,7 @@ def test_threads_that_do_not_keep_the_pace_are_not_tried_again():
     assert choosing.too_slow("thread").backend == "inline"
     choice = choosing.in_line(spent())
     assert choice.backend == "inline"
-    assert "not thread: beside the training evaluating is more than 2 times as slow" in choice.reason
+    assert "not thread: during training, evaluating is more than 2 times as slow" in choice.reason
 
 
 @pytest.mark.parametrize("arguments", [{"cores": 0, "start_s": 1.0}, {"cores": 1, "start_s": -1.0}])

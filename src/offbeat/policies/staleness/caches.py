@@ -1,7 +1,38 @@
-"""What a process and its worker threads have of the parameters, in numbers.
+"""The cache directory of a process: which versions its caches hold, in numbers.
 
-The runtime's worker and the simulator's both ask this object. Nothing here holds a parameter or a gradient,
-knows who may start a step, or waits.
+Theory of operation
+-------------------
+
+A process trains with one or more worker threads, and holds parameters in up to three places: on the servers,
+in the process cache, and in a copy per thread. A `CacheDirectory` keeps for each cache only a number, its
+*version*: version v holds all that was done at clocks up to v - 1, and -1 means older than any version. The
+owner moves the parameters and reports here what it did.
+
+Pushing. A thread adds each gradient with `give`, which returns the *time* of the push that carries it. With
+versions (`is_versioned`), all gradients of one clock travel in one push per process, and the time of a clock
+is `time_of(clock)`. A clock is pushed when no thread can add to it any more: `passed` and `leave` return the
+range of clocks for which this has just become true, empty clocks included, because a version is complete only
+once every process has pushed. Each clock is returned once, in order. Without versions every gradient is a
+push of its own, and times count these.
+
+Reading, for a version v that the permit of the step requires:
+
+1. `read` names the nearest place that has v or a later version: thread, process, or server;
+2. before a pull from the servers, `has_pushed(v)` tells whether this process has contributed all that v
+   needs; otherwise the pull would wait for the process's own threads;
+3. `pulled` records the version of the process cache, `installed` that of a thread's copy.
+
+A thread's own latest updates may be missing from what it reads, because they are not pushed or not yet
+applied. They are in its *log*, by the time of the push that carries them (`log`), ascending. `held(time)` is
+the number of leading entries contained in values that hold this process's pushes up to `time`; the entries
+after them are replayed on those values. `installed` forgets entries that every later read contains.
+
+Invariants: a thread never adds to a clock that it has passed (`ProtocolError`); clocks are pushed in order,
+each once; an update is in the values that a thread reads or in its log. `drop` makes a thread's copy too old
+for every read and keeps its log, because the log is replayed on the next copy.
+
+The runtime's worker and the simulator's both use this object. Nothing here holds a parameter or a gradient,
+decides whether a step may start, or waits.
 """
 
 from __future__ import annotations
@@ -15,7 +46,7 @@ from offbeat.errors import ProtocolError
 
 Source: TypeAlias = Literal["thread", "process", "server"]
 
-_BEFORE_CLOCK_0: Final = 2  # times of a namespace begin at 1, and that is the first worker's parameters
+_TIME_OF_CLOCK_0: Final = 2  # times of a namespace begin at 1, the push of the initial parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +54,18 @@ class Terms:
     """How a strategy uses the parameter server.
 
     Attributes:
-        is_versioned: the gradients of a clock are applied together; else each is a step, on arrival.
-        is_sequential: together, they are a step for each process, one after the other; else one, of the mean.
-        is_bounded: the coordinator bounds the staleness; else parameters are pulled before every step.
-        is_dealt: samples are dealt as they are needed.
-        push_every: steps whose gradients are pushed as one.
-        fetch_every: steps after which parameters are fetched, in the background; None for before a step that
-            needs them, and then waited for.
-        steps_locally: a worker makes a step of its own on what it has; needless where it reads anew, with a
-            bound of 0, what the servers have made of its step.
-        clears_thread_cache: what a thread has is taken anew at every clock, as in Petuum.
-        deadline_s: how long others may keep this worker waiting, in seconds.
+        is_versioned: the gradients of a clock are applied together; otherwise each is a step on arrival.
+        is_sequential: together, they are one step per process, one after the other; otherwise one step with
+            their mean.
+        is_bounded: the coordinator bounds the staleness; otherwise parameters are pulled before every step.
+        is_dealt: samples are assigned as they are needed.
+        push_every: number of steps whose gradients are pushed as one.
+        fetch_every: number of steps after which parameters are fetched in the background; None fetches before
+            a step that needs them, which then waits.
+        steps_locally: a worker applies its own steps to its copy; not needed where, with a bound of 0, it
+            reads the servers' result of its step again.
+        clears_thread_cache: a thread's copy is read again at every clock, as in Petuum.
+        deadline_s: how long other workers may keep this worker waiting, in seconds.
     """
 
     is_versioned: bool
@@ -49,41 +81,41 @@ class Terms:
 
 def time_of(clock: int) -> int:
     """Return the time of a process's push of a clock, where gradients are summed clock by clock."""
-    return clock + _BEFORE_CLOCK_0
+    return clock + _TIME_OF_CLOCK_0
 
 
 def clock_of(time: int) -> int:
-    """Return the clock whose push has this time: the opposite of `time_of`."""
-    return time - _BEFORE_CLOCK_0
+    """Return the clock whose push has this time: the inverse of `time_of`."""
+    return time - _TIME_OF_CLOCK_0
 
 
 @dataclass(slots=True)
-class _Thread:
+class _ThreadCache:
     clock: int = 0  # the first to which it can still add
-    version: int = -1  # of what it has; -1 where that is too old for everything
-    log: list[int] = field(default_factory=list)  # times of pushes that what it was read from may lack
+    version: int = -1  # of its copy; -1 where that is too old for every read
+    log: list[int] = field(default_factory=list)  # times of pushes that the copy may lack
 
 
 class CacheDirectory:
-    """One process's directory: the process cache, each worker thread's cache and log, and clocks.
+    """The directory of one process: versions of the process cache and of each thread's copy, logs and clocks.
 
-    A read takes what is nearest: the thread's own copy, if it is of the version that is required or a later
-    one, then the process's, then the servers'. What is copied to a thread lacks the thread's own latest
-    updates; those are in its log, by the time of the push that they are in, and are replayed on it.
+    A read uses the nearest copy: the thread's own, if it has the required version or a later one, then the
+    process cache, then the servers. A copy given to a thread lacks the thread's own latest updates; those are
+    in its log, by the time of their push, and are replayed on it.
 
-    Where gradients are summed clock by clock, the process pushes each clock once, when none of its threads
-    can add to it any more, empty ones too; else every gradient is a push, and times count these.
+    Where gradients are summed clock by clock, the process pushes each clock once, empty ones included, when
+    none of its threads can add to it any more; otherwise every gradient is a push, and times count these.
 
     Source: W. Dai et al., "High-performance distributed ML at scale through parameter server consistency
     models", AAAI 2015 (Petuum's process and thread caches); the second paper's figure 5; specification 2.4.
     Deviations: a version is that of the whole model, not of single rows; a thread's copy is kept while it is
-    fresh enough, and not for one clock (`clears_threads`); a row says up to which of the process's own pushes
-    it holds which keys, so that replaying is right whatever happens between a push and a pull.
+    fresh enough, and not for one clock (`clears_threads`); a row states up to which of the process's own
+    pushes it holds which keys, so that replaying is right whatever happens between a push and a pull.
 
     Args:
         threads: the workers of the process.
         is_versioned: gradients are summed clock by clock.
-        clears_threads: a thread takes anew what it has at every read, as in Petuum.
+        clears_threads: a thread's copy is read again at every read, as in Petuum.
 
     Attributes:
         is_versioned: as above.
@@ -91,10 +123,10 @@ class CacheDirectory:
 
     def __init__(self, threads: Iterable[int], *, is_versioned: bool, clears_threads: bool = False) -> None:
         self.is_versioned, self._clears_threads = is_versioned, clears_threads
-        self._threads = {thread: _Thread() for thread in threads}
-        self._active = set(self._threads)  # who has not left
-        self._next = 0  # the first clock that was not pushed
-        self._end = 0  # after the last clock to which anything was given
+        self._threads = {thread: _ThreadCache() for thread in threads}
+        self._active = set(self._threads)  # threads that have not left
+        self._next = 0  # the first clock that has not been pushed
+        self._end = 0  # one past the last clock with a gradient
         self._time = 0  # of the last push, where each gradient is one
         self._version = -1  # of the process cache
 
@@ -102,25 +134,25 @@ class CacheDirectory:
 
     @property
     def next_clock(self) -> int:
-        """The first clock that was not pushed."""
+        """The first clock that has not been pushed."""
         return self._next
 
     def begin(self, clock: int, time: int = 0) -> None:
-        """Say what the process begins with.
+        """Set where the process begins.
 
         Args:
             clock: the first to which its threads can add.
             time: of its last push so far, where each gradient is one.
         """
         self._next, self._time = clock, time
-        for one in self._threads.values():
-            one.clock = clock
+        for cache in self._threads.values():
+            cache.clock = clock
 
     def give(self, thread: int, clock: int) -> int:
-        """Take note that a thread has a gradient; return the time of the push that it is or will be in.
+        """Record that a thread has a gradient; return the time of the push that carries it.
 
         Raises:
-            ProtocolError: the clock was pushed already.
+            ProtocolError: the thread has passed the clock.
         """
         if not self.is_versioned:
             self._time += 1
@@ -131,14 +163,14 @@ class CacheDirectory:
         return time_of(clock)
 
     def passed(self, thread: int, clock: int) -> range:
-        """Take note that a thread adds nothing more to clocks before this; return which to push now."""
+        """Record that a thread adds nothing more to clocks before this one; return the clocks to push now."""
         if thread in self._active:
-            one = self._threads[thread]
-            one.clock = max(one.clock, clock)
+            cache = self._threads[thread]
+            cache.clock = max(cache.clock, clock)
         return self._complete()
 
     def leave(self, thread: int) -> range:
-        """Take note that a thread adds nothing more at all; return the clocks that are to be pushed now."""
+        """Record that a thread adds nothing more at all; return the clocks to push now."""
         self._active.discard(thread)
         return self._complete()
 
@@ -148,7 +180,7 @@ class CacheDirectory:
         return not self._active
 
     def has_pushed(self, version: int) -> bool:
-        """Whether all that this version needs of this process was pushed."""
+        """Whether this process has pushed all that this version needs of it."""
         return not self.is_versioned or self._next >= version
 
     def _complete(self) -> range:
@@ -162,55 +194,55 @@ class CacheDirectory:
     # Reading ---------------------------------------------------------------------------------------------
 
     def read(self, thread: int, version: int) -> Source:
-        """Say from where a thread takes parameters of this version or a later one."""
+        """Return the nearest place from which a thread can read this version or a later one."""
         if self._threads[thread].version >= version and not self._clears_threads:
             return "thread"
         return "process" if self.holds(version) else "server"
 
     def holds(self, version: int) -> bool:
-        """Whether what is in the process cache is of this version or a later one."""
+        """Whether the process cache has this version or a later one."""
         return self._version >= version
 
     def pulled(self, version: int) -> None:
-        """Take note of the version of what is now in the process cache."""
+        """Record the version that the process cache has now."""
         self._version = version
 
     def version(self, thread: int) -> int:
-        """Return the version of what a thread has; -1 where that is too old for everything."""
+        """Return the version of a thread's copy; -1 where it is too old for every read."""
         return self._threads[thread].version
 
     def log(self, thread: int, time: int) -> None:
         """Append a thread's own update to its log.
 
         Args:
-            thread: whose.
-            time: of the push that it is in, not before that of the one before.
+            thread: the thread.
+            time: of the push that carries the update, not before that of the previous entry.
         """
         self._threads[thread].log.append(time)
 
     def held(self, thread: int, time: int) -> int:
         """Return how many of the log's first updates are in values that hold this process's pushes to `time`.
 
-        The others are to be replayed on them.
+        The other updates must be replayed on them.
         """
         return bisect_right(self._threads[thread].log, time)
 
     def installed(self, thread: int, version: int, time: int) -> int:
-        """Take note of what a thread has taken; return how many of the log's first updates to forget.
+        """Record a thread's new copy; return how many of the log's first updates to forget.
 
-        What is forgotten is in all that the thread can read from now on.
+        The forgotten updates are contained in everything that the thread can read from now on.
 
         Args:
-            thread: which one.
-            version: of what it has taken.
-            time: all of that holds this process's pushes up to this time.
+            thread: the thread.
+            version: of the copy.
+            time: the whole copy holds this process's pushes up to this time.
         """
-        one = self._threads[thread]
-        one.version = version
+        cache = self._threads[thread]
+        cache.version = version
         count = self.held(thread, time)
-        del one.log[:count]
+        del cache.log[:count]
         return count
 
     def drop(self, thread: int) -> None:
-        """Take note that what a thread has is of no version any more; its log stays, for it is replayed."""
+        """Mark a thread's copy as too old for every read; its log stays, because it is replayed."""
         self._threads[thread].version = -1

@@ -1,4 +1,4 @@
-"""When an epoch is validated: which snapshots are taken, who evaluates what of them, what is reported when.
+"""When epochs are validated: which snapshots are taken, what is evaluated, and when results are reported.
 
 Nothing here evaluates, copies or waits.
 """
@@ -13,12 +13,12 @@ from offbeat.errors import ProtocolError
 
 WhenFull: TypeAlias = Literal["block", "skip"]
 PENDING_MAX: Final = 2
-"""Snapshots that may wait beside the one that is evaluated; the paper leaves it open."""
+"""Snapshots that may wait in addition to the one that is evaluated; the paper leaves it open."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Take:
-    """Take a snapshot of the model and have its parts evaluated; `parts` are positions in the set."""
+    """Take a snapshot of the model and evaluate its parts; `parts` are positions in the set."""
 
     epoch: int
     parts: tuple[range, ...]
@@ -33,13 +33,13 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Skip:
-    """Do not validate this epoch: as many snapshots as there may be are being evaluated or wait for it."""
+    """Do not validate this epoch: the largest allowed number of snapshots is in use."""
 
     epoch: int
 
 
 def split_even(samples: int, parts: int) -> tuple[range, ...]:
-    """Share positions 0 to `samples` - 1 out in contiguous parts whose sizes differ by at most 1.
+    """Split positions 0 to `samples` - 1 into contiguous parts whose sizes differ by at most 1.
 
     Returns:
         `parts` ranges, longer ones first; fewer where there are fewer samples, so that none is empty.
@@ -50,14 +50,14 @@ def split_even(samples: int, parts: int) -> tuple[range, ...]:
     if samples < 1 or parts < 1:
         raise ValueError(f"expected at least 1 sample and 1 part, got {samples} and {parts}")
     parts = min(parts, samples)
-    size, longer = divmod(samples, parts)
-    starts = [part * size + min(part, longer) for part in range(parts + 1)]
+    size, remainder = divmod(samples, parts)
+    starts = [part * size + min(part, remainder) for part in range(parts + 1)]
     return tuple(range(starts[part], starts[part + 1]) for part in range(parts))
 
 
 @dataclass(kw_only=True)
 class _Pending:
-    """An epoch whose validation has not been reported; `results` by part, None where there will be none."""
+    """An epoch whose validation has not been reported; `results` by part, None where there are none."""
 
     parts: int
     results: dict[int, Any] | None = field(default_factory=dict)
@@ -71,16 +71,16 @@ class ValidationScheduler:
     """Decides at the end of each epoch whether it is validated now, later or not, and reports in order.
 
     Source: the overlapped validation paper, algorithm of the validation threads: one training thread, T
-    validation threads, the set shared out in T equal contiguous parts. Deviations: what happens when the
-    validation of an epoch outlasts the next one is not said there; here up to `pending_max` snapshots wait
-    beside the one that is evaluated, then training waits, or the epoch is skipped.
+    validation threads, the set split into T equal contiguous parts. Deviation: the paper leaves open what
+    happens when the validation of an epoch outlasts the next one; here up to `pending_max` snapshots wait in
+    addition to the one that is evaluated, then training waits, or the epoch is skipped.
 
     Args:
         pending_max: at least 0; at most one snapshot more is alive.
-        when_full: what then happens at an epoch's end: "block" or "skip".
+        when_full: what happens at the end of an epoch then: "block" or "skip".
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, *, pending_max: int = PENDING_MAX, when_full: WhenFull = "block") -> None:
@@ -93,22 +93,22 @@ class ValidationScheduler:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The epochs whose snapshots are needed still, oldest first."""
+        """The epochs whose snapshots are still needed, oldest first."""
         return tuple(epoch for epoch, pending in self._pending.items() if pending.results is not None)
 
     def missing(self, epoch: int) -> tuple[int, ...]:
-        """The parts of an epoch that have not been evaluated, by number; none where it is over."""
+        """The parts of an epoch that have not been evaluated, by number; empty where the epoch is over."""
         pending = self._pending.get(epoch)
         if pending is None or pending.results is None:
             return ()
         return tuple(part for part in range(pending.parts) if part not in pending.results)
 
     def epoch_ended(self, epoch: int, parts: Sequence[range]) -> Take | Block | Skip:
-        """Say what becomes of the epoch that has ended; after `Block` it is asked again.
+        """Decide what happens to the epoch that has ended; after `Block` it must be called again.
 
         Args:
-            epoch: later than those before, but for what is forgotten.
-            parts: at least one; positions of the validation set, as `split_even` gives them.
+            epoch: later than those before, apart from dropped ones (see `forget`).
+            parts: at least one; positions of the validation set, as from `split_even`.
 
         Raises:
             ProtocolError: epochs must come in order.
@@ -125,22 +125,22 @@ class ValidationScheduler:
         return Skip(epoch=epoch)
 
     def part_done(self, epoch: int, part: int, result: Any) -> tuple[Any, ...] | None:
-        """Take note of what a part came to.
+        """Record the result of a part.
 
         Returns:
-            The results of all parts, in the order of the set, where this was the last one.
+            The results of all parts, in the order of the set, if this was the last one; otherwise None.
 
         Raises:
             ProtocolError: there is no such part, or it has been evaluated.
         """
         pending = self._pending.get(epoch)
         if pending is None or pending.results is None or part not in self.missing(epoch):
-            raise ProtocolError(f"part {part} of epoch {epoch} was not being evaluated")
+            raise ProtocolError(f"expected a part that is being evaluated, got part {part} of epoch {epoch}")
         pending.results[part] = result
-        return tuple(pending.results[one] for one in range(pending.parts)) if pending.is_over else None
+        return tuple(pending.results[index] for index in range(pending.parts)) if pending.is_over else None
 
     def give_up(self, epoch: int) -> None:
-        """End an epoch under way without results, for a part has failed."""
+        """End an epoch under way without results, because a part has failed."""
         self._pending[epoch].results = None
 
     def report(self) -> int | None:
@@ -153,7 +153,7 @@ class ValidationScheduler:
         return None
 
     def forget(self, after: int) -> tuple[int, ...]:
-        """Drop the epochs after `after`, which never will have been; return them."""
+        """Drop the epochs after `after`, to which training has returned; return the dropped ones."""
         dropped = tuple(epoch for epoch in self._pending if epoch > after)
         for epoch in dropped:
             del self._pending[epoch]

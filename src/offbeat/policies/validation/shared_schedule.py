@@ -1,6 +1,6 @@
-"""Who evaluates which parts of a validation set, where several workers validate an epoch together.
+"""Which worker evaluates which parts of a validation set, where several workers validate an epoch together.
 
-Nothing here evaluates, copies or waits; training does not hear of it.
+Nothing here evaluates, copies or waits; training does not depend on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BACKUP_FACTOR: Final = 2.0
 
 @dataclass(kw_only=True)
 class _Offer:
-    """What a worker has said that has a snapshot."""
+    """A worker's offer to evaluate with its snapshot."""
 
     digest: str
     is_current: bool
@@ -48,7 +48,7 @@ class _Offer:
 
 @dataclass(kw_only=True)
 class _Result:
-    """What a part came to; see `PartEvaluated`."""
+    """The result of a part; see `PartEvaluated`."""
 
     means: dict[str, float]
     counts: dict[str, float]
@@ -63,20 +63,20 @@ class _Result:
 
 
 @dataclass(kw_only=True)
-class _Epoch:
+class _EpochState:
     """An epoch whose validation is not over.
 
     Attributes:
-        offers: by worker, in the order in which they came.
-        owner, digest: whose snapshot is evaluated, None as long as that is open, and its digest.
-        holders: who has that snapshot, bit for bit.
-        lent: who has been, or is being, sent it in the place of its own; by whom at last.
-        waiting: parts that nobody evaluates, the next one last.
-        out: by part, when it was given to whom.
+        offers: by worker, in the order of arrival.
+        owner, digest: the worker whose snapshot is evaluated, None until it is chosen, and the digest.
+        holders: workers that have that snapshot, bit for bit.
+        lent: workers to which it was or is being sent, replacing their own; by receiver, the latest sender.
+        waiting: parts that are not assigned, the next one last.
+        out: by part and worker, when it was assigned.
         results: by part.
-        merger: who evaluated the first part, and can merge what metrics have seen.
-        merging_since_s: when it was asked to; None as long as it was not.
-        spent_s, spent_count: how long parts took that have been evaluated, in all, and how many.
+        merger: the worker that evaluated the first part, and can merge metric states.
+        merging_since_s: when it was asked to merge; None before.
+        spent_s, spent_count: total duration and number of the parts evaluated so far.
     """
 
     samples: int
@@ -101,266 +101,275 @@ class _Epoch:
         return self.parts > 0 and len(self.results) == self.parts
 
     def take_back(self, worker: int) -> None:
-        """Let others evaluate what a worker was given."""
-        for part, given in list(self.out.items()):
-            given.pop(worker, None)
-            if not given:
+        """Make the parts assigned to a worker available to other workers."""
+        for part, assignees in list(self.out.items()):
+            assignees.pop(worker, None)
+            if not assignees:
                 del self.out[part]
                 self.waiting.append(part)
 
 
 class SharedValidation:
-    """Deals the parts of an epoch's validation to whoever has time for them, all with one snapshot.
+    """Assigns the parts of an epoch's validation to workers that have time for them, all with one snapshot.
 
-    The first worker that has the current model at an epoch's end has its snapshot evaluated. Who has the
-    same, bit for bit, helps with its own copy; who has another one (statistics of BatchNorm, a worker's own
-    copy of parameters on servers, parameters of one that was left out) is lent it. Parts are contiguous,
-    `PARTS_PER_EVALUATOR` for each that can be evaluated at once; a worker gets another one when it has
-    evaluated one, so that a slow one evaluates less. What a lost worker had goes to others, and a part that
-    is out for more than `BACKUP_FACTOR` times what parts took goes to a second worker that has nothing else
-    to do; the first result counts. Where nobody is left that has the snapshot, another one takes its place,
-    of a worker whose own has not been overwritten; where there is none, the epoch has no metrics.
+    At the end of an epoch, the snapshot of the first worker that has the current model is evaluated. Workers
+    with an equal snapshot, bit for bit, evaluate with their own; workers with a different one (statistics of
+    BatchNorm, a worker's own copy of parameters on servers, parameters of a worker that was left out) are
+    sent it. Parts are contiguous, `PARTS_PER_EVALUATOR` for each that can be evaluated at once; a worker gets
+    the next one when it has evaluated one, so that a slow worker evaluates fewer. The parts of a lost worker
+    are assigned again, and a part that takes more than `BACKUP_FACTOR` times the mean duration goes to a
+    second, idle worker as well; the first result counts. Where no worker is left that has the snapshot,
+    another one replaces it, of a worker whose own has not been overwritten; where there is none, the epoch
+    has no metrics.
 
-    Metrics that are merged are objects of the program, of which workers tell the states. Who has evaluated
-    the first part has such an object: once all parts are evaluated, it is sent their states, merges them in
-    the order of the set, and says what they come to. If it is lost before, another worker evaluates the first
-    part again.
+    Metrics that are merged are objects of the program, whose states the workers send. The worker that has
+    evaluated the first part has such an object: once all parts are evaluated, it is sent their states, merges
+    them in the order of the set, and reports the results. If it is lost before that, another worker evaluates
+    the first part again.
 
-    Source: the overlapped validation paper has one worker; that each of several validates its share is the
+    Source: the overlapped validation paper has one worker; the division among several workers is the
     project's. Backup parts: J. Dean and S. Ghemawat, "MapReduce: simplified data processing on large
     clusters", OSDI 2004, section 3.6.
     """
 
     def __init__(self) -> None:
-        self._reached: dict[int, float] = {}  # by worker that is here: its last snapshot's epoch
-        self._epochs: dict[int, _Epoch] = {}  # by epoch, those not over
-        self._over: dict[int, Validated] = {}  # by epoch
-        self._loans = 0
+        self._last_epochs: dict[int, float] = {}  # by present worker: the epoch of its last snapshot
+        self._epochs: dict[int, _EpochState] = {}  # by epoch, the unfinished ones
+        self._finished: dict[int, Validated] = {}  # by epoch
+        self._transfers = 0
         self._has_stopped = False
 
     def handle(self, event: Event) -> list[Action]:
-        """Answer with parts, loans of snapshots, and the metrics of epochs that are over.
+        """Return parts to evaluate, transfers of snapshots, and the metrics of finished epochs.
 
         Raises:
-            ProtocolError: workers disagree about the set or the metrics, or say what cannot be.
+            ProtocolError: workers disagree about the set or the metrics, or the event is impossible.
         """
         match event:
             case Joined():
-                self._reached[event.worker] = -1.0
-                return self._history(event.worker)
+                self._last_epochs[event.worker] = -1.0
+                return self._catch_up(event.worker)
             case SnapshotTaken():
-                begun = self._offered(event)
-                return [*begun, *self._answers(event.now_s)]
+                started = self._on_snapshot(event)
+                return [*started, *self._decide(event.now_s)]
             case PartEvaluated():
-                self._evaluated(event)
+                self._on_part_evaluated(event)
             case StatesMerged():
-                merged = self._merged(event)
-                return [*merged, *self._answers(event.now_s)]
+                merged = self._on_states_merged(event)
+                return [*merged, *self._decide(event.now_s)]
             case WentBack():
-                dropped = self._dropped_after(event.epoch)
-                return [*dropped, *self._answers(event.now_s)]
+                dropped = self._drop_after(event.epoch)
+                return [*dropped, *self._decide(event.now_s)]
             case Finished():
-                self._reached[event.worker] = math.inf
+                self._last_epochs[event.worker] = math.inf
             case Left() | Lost() | Failed():
-                self._gone(event.worker)
+                self._on_gone(event.worker)
             case Tick():
                 if not self._epochs:
                     return []
             case _:
                 return []
-        return self._answers(event.now_s)
+        return self._decide(event.now_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is not an argument of the constructor, as plain data."""
+        """Return everything that is not a constructor argument, as plain data."""
         return {
-            "reached": [[worker, None if math.isinf(at) else at] for worker, at in self._reached.items()],
-            "epochs": [[epoch, _plain(one)] for epoch, one in self._epochs.items()],
-            "over": [asdict(over) for over in self._over.values()],
-            "loans": self._loans,
+            "last_epochs": [
+                [worker, None if math.isinf(at) else at] for worker, at in self._last_epochs.items()
+            ],
+            "epochs": [[epoch, _epoch_to_plain(state)] for epoch, state in self._epochs.items()],
+            "finished": [asdict(finished) for finished in self._finished.values()],
+            "transfers": self._transfers,
             "has_stopped": self._has_stopped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a policy with the same arguments."""
-        self._reached = {worker: math.inf if at is None else at for worker, at in state["reached"]}
-        self._epochs = {epoch: _of_plain(plain) for epoch, plain in state["epochs"]}
-        self._over = {plain["epoch"]: Validated(**plain) for plain in state["over"]}
-        self._loans, self._has_stopped = state["loans"], state["has_stopped"]
+        """Restore a `state_dict` of a policy with the same arguments."""
+        self._last_epochs = {worker: math.inf if at is None else at for worker, at in state["last_epochs"]}
+        self._epochs = {epoch: _epoch_from_plain(plain) for epoch, plain in state["epochs"]}
+        self._finished = {plain["epoch"]: Validated(**plain) for plain in state["finished"]}
+        self._transfers, self._has_stopped = state["transfers"], state["has_stopped"]
 
-    # What is heard ---------------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------
 
-    def _offered(self, event: SnapshotTaken) -> list[Action]:
+    def _on_snapshot(self, event: SnapshotTaken) -> list[Action]:
         if event.samples < 1 or event.evaluators < 1:
             raise ProtocolError(
-                f"worker {event.worker} offers to evaluate {event.evaluators} parts at once of a set of "
-                f"{event.samples} samples: expected at least one of each"
+                f"expected at least one of each, got an offer of worker {event.worker} to evaluate "
+                f"{event.evaluators} parts at once of a set of {event.samples} samples"
             )
-        self._reached[event.worker] = max(self._reached.get(event.worker, -1.0), event.epoch)
-        if event.epoch in self._over:
+        self._last_epochs[event.worker] = max(self._last_epochs.get(event.worker, -1.0), event.epoch)
+        if event.epoch in self._finished:
             return []
-        begun: list[Action] = []
-        one = self._epochs.get(event.epoch)
-        if one is None:
-            one = _Epoch(samples=event.samples, terms=event.terms, deadline_s=event.deadline_s)
-            self._epochs[event.epoch] = one
-            reason = f"worker {event.worker} is through with the epoch"
-            begun.append(Validating(worker=None, epoch=event.epoch, reason=reason))
-        for what, theirs, given in (
-            ("validation set", f"{one.samples} samples", f"{event.samples} samples"),
-            ("decisions on metrics", one.terms, event.terms),
+        started: list[Action] = []
+        state = self._epochs.get(event.epoch)
+        if state is None:
+            state = _EpochState(samples=event.samples, terms=event.terms, deadline_s=event.deadline_s)
+            self._epochs[event.epoch] = state
+            reason = f"worker {event.worker} has finished the epoch"
+            started.append(Validating(worker=None, epoch=event.epoch, reason=reason))
+        for what, expected, got in (
+            ("validation set", f"{state.samples} samples", f"{event.samples} samples"),
+            ("decisions on metrics", state.terms, event.terms),
         ):
-            if given != theirs:
-                others = ", ".join(map(str, one.offers)) or "another one"
+            if got != expected:
+                others = ", ".join(map(str, state.offers)) or "another one"
                 raise ProtocolError(
-                    f"expected the same {what} on every worker, got {theirs} on worker {others} and {given} "
+                    f"expected the same {what} on every worker, got {expected} on worker {others} and {got} "
                     f"on worker {event.worker}, both in epoch {event.epoch}"
                 )
-        if event.worker in one.offers:
-            raise ProtocolError(f"worker {event.worker} has taken a second snapshot of epoch {event.epoch}")
-        one.offers[event.worker] = _Offer(
+        if event.worker in state.offers:
+            raise ProtocolError(
+                f"expected one snapshot of epoch {event.epoch} from worker {event.worker}, got a second one"
+            )
+        state.offers[event.worker] = _Offer(
             digest=event.digest, is_current=event.is_current, evaluators=event.evaluators
         )
-        if one.owner is not None and one.digest == event.digest:
-            one.holders.add(event.worker)
-        return begun
+        if state.owner is not None and state.digest == event.digest:
+            state.holders.add(event.worker)
+        return started
 
-    def _evaluated(self, event: PartEvaluated) -> None:
-        one = self._epochs.get(event.epoch)
-        if one is None and event.epoch not in self._over:
-            raise ProtocolError(f"no part of epoch {event.epoch} was given to worker {event.worker}")
-        if one is None or event.worker not in one.out.get(event.part, {}) or event.digest != one.digest:
-            return  # another one was faster, or it was taken back
+    def _on_part_evaluated(self, event: PartEvaluated) -> None:
+        state = self._epochs.get(event.epoch)
+        if state is None and event.epoch not in self._finished:
+            raise ProtocolError(
+                f"expected a part that was assigned to worker {event.worker}, got one of epoch {event.epoch}"
+            )
+        if state is None or event.worker not in state.out.get(event.part, {}) or event.digest != state.digest:
+            return  # another worker was faster, or the part was assigned again
         result = _Result(means=event.means, counts=event.counts, states=event.states)
-        for other in list(one.results.values())[:1]:
+        for other in list(state.results.values())[:1]:
             if other.names() != result.names():
                 raise ProtocolError(
                     f"expected the same metrics of every part of epoch {event.epoch}, got "
                     f"{other.names() or 'none'}, and of part {event.part}, on worker {event.worker}, "
                     f"{result.names() or 'none'}"
                 )
-        one.spent_s += event.now_s - one.out[event.part][event.worker]
-        one.spent_count += 1
-        one.holders.add(event.worker)
-        one.results[event.part] = result
-        del one.out[event.part]
+        state.spent_s += event.now_s - state.out[event.part][event.worker]
+        state.spent_count += 1
+        state.holders.add(event.worker)
+        state.results[event.part] = result
+        del state.out[event.part]
         if event.part == 0:
-            one.merger = event.worker
+            state.merger = event.worker
 
-    def _merged(self, event: StatesMerged) -> list[Action]:
-        one = self._epochs.get(event.epoch)
-        if one is None and event.epoch not in self._over:
+    def _on_states_merged(self, event: StatesMerged) -> list[Action]:
+        state = self._epochs.get(event.epoch)
+        if state is None and event.epoch not in self._finished:
             raise ProtocolError(
                 f"worker {event.worker} was not asked to merge metrics of epoch {event.epoch}"
             )
-        if one is None or event.digest != one.digest or one.merging_since_s is None:
-            return []  # what it had was evaluated anew
-        if event.worker != one.merger:
+        if state is None or event.digest != state.digest or state.merging_since_s is None:
+            return []  # the parts are being evaluated again
+        if event.worker != state.merger:
             raise ProtocolError(
                 f"worker {event.worker} was not asked to merge metrics of epoch {event.epoch}"
             )
-        return [self._end(event.epoch, one, event.means, event.counts)]
+        return [self._end(event.epoch, state, event.means, event.counts)]
 
-    def _dropped_after(self, epoch: int) -> list[Action]:
-        """End the epochs that nobody wants validated any more."""
+    def _drop_after(self, epoch: int) -> list[Action]:
+        """End the validations of epochs that training has returned to before."""
         reason = f"training went back to the end of epoch {epoch}"
-        return [self._without_metrics(later, reason) for later in sorted(self._epochs) if later > epoch]
+        return [self._end_without_metrics(later, reason) for later in sorted(self._epochs) if later > epoch]
 
-    def _gone(self, worker: int) -> None:
-        self._reached.pop(worker, None)
-        for one in self._epochs.values():
-            one.offers.pop(worker, None)
-            one.take_back(worker)
-            if one.owner == worker:
-                one.owner = next((other for other in one.offers if other in one.holders), None)
-                for borrower in one.lent.keys() - one.holders:  # what it was sent may not have come whole
-                    one.take_back(borrower)
-                if one.owner is None:  # nobody has any more what was evaluated
-                    one.results, one.merger, one.merging_since_s = {}, None, None
-            if one.merger == worker:
-                one.merger = one.merging_since_s = None
-                if one.results[0].states:
-                    del one.results[0]
-                    one.waiting.append(0)
+    def _on_gone(self, worker: int) -> None:
+        self._last_epochs.pop(worker, None)
+        for state in self._epochs.values():
+            state.offers.pop(worker, None)
+            state.take_back(worker)
+            if state.owner == worker:
+                state.owner = next((other for other in state.offers if other in state.holders), None)
+                for borrower in state.lent.keys() - state.holders:  # its transfer may be incomplete
+                    state.take_back(borrower)
+                if state.owner is None:  # the evaluated snapshot is gone
+                    state.results, state.merger, state.merging_since_s = {}, None, None
+            if state.merger == worker:
+                state.merger = state.merging_since_s = None
+                if state.results[0].states:
+                    del state.results[0]
+                    state.waiting.append(0)
 
-    # What follows ----------------------------------------------------------------------------------------
+    # Decisions -------------------------------------------------------------------------------------------
 
-    def _answers(self, now_s: float) -> list[Action]:
+    def _decide(self, now_s: float) -> list[Action]:
         if self._has_stopped:
             return []
         actions: list[Action] = []
         for epoch in sorted(self._epochs):
-            one = self._epochs[epoch]
-            actions += self._choose(epoch, one)
-            if one.is_evaluated and not one.results[0].states:
-                actions.append(self._end(epoch, one, {}, {}))
-            elif one.is_evaluated and one.merging_since_s is None:
-                one.merging_since_s = now_s
-                actions += self._merge(epoch, one)
+            state = self._epochs[epoch]
+            actions += self._choose_snapshot(epoch, state)
+            if state.is_evaluated and not state.results[0].states:
+                actions.append(self._end(epoch, state, {}, {}))
+            elif state.is_evaluated and state.merging_since_s is None:
+                state.merging_since_s = now_s
+                actions += self._send_states(epoch, state)
         for epoch in sorted(self._epochs):
-            actions += self._late(epoch, self._epochs[epoch], now_s)
+            actions += self._check_deadlines(epoch, self._epochs[epoch], now_s)
             if self._has_stopped:
                 return actions
-            actions += self._deal(epoch, self._epochs[epoch], now_s)
+            actions += self._assign_parts(epoch, self._epochs[epoch], now_s)
         return actions
 
-    def _choose(self, epoch: int, one: _Epoch) -> list[Action]:
-        """Say whose snapshot is evaluated, if that is open and can be said."""
-        if one.owner is not None:
+    def _choose_snapshot(self, epoch: int, state: _EpochState) -> list[Action]:
+        """Choose the snapshot to evaluate, if it is not chosen yet and can be."""
+        if state.owner is not None:
             return []
-        whole = [worker for worker in one.offers if worker not in one.lent]
-        current = [worker for worker in whole if one.offers[worker].is_current]
-        if not current and any(reached < epoch for reached in self._reached.values()):
-            return []  # others have yet to come
-        owner = next(iter(current or whole), None)
+        intact = [worker for worker in state.offers if worker not in state.lent]
+        current = [worker for worker in intact if state.offers[worker].is_current]
+        if not current and any(reached < epoch for reached in self._last_epochs.values()):
+            return []  # wait for the other workers
+        owner = next(iter(current or intact), None)
         if owner is None:
-            return [self._without_metrics(epoch, "nobody is left that has the snapshot that was evaluated")]
-        one.owner, one.digest = owner, one.offers[owner].digest
-        if not one.parts:  # once made they stay: a part's result may come late, and must mean its samples
-            evaluators = one.offers[owner].evaluators * len(self._reached)
+            return [
+                self._end_without_metrics(epoch, "no worker is left that has the snapshot that was evaluated")
+            ]
+        state.owner, state.digest = owner, state.offers[owner].digest
+        if not state.parts:  # fixed from then on: a late result must mean the same samples
+            evaluators = state.offers[owner].evaluators * len(self._last_epochs)
             parts = evaluators * PARTS_PER_EVALUATOR if evaluators > 1 else 1
-            one.parts = len(split_even(one.samples, parts))
-        one.waiting = list(range(one.parts))[::-1]
-        one.holders = {worker for worker in whole if one.offers[worker].digest == one.digest}
+            state.parts = len(split_even(state.samples, parts))
+        state.waiting = list(range(state.parts))[::-1]
+        state.holders = {worker for worker in intact if state.offers[worker].digest == state.digest}
         return []
 
-    def _merge(self, epoch: int, one: _Epoch) -> Iterator[Action]:
+    def _send_states(self, epoch: int, state: _EpochState) -> Iterator[Action]:
         """Send the states of all parts to the worker that merges them."""
-        assert one.merger is not None
-        for part in range(one.parts):
+        assert state.merger is not None
+        for part in range(state.parts):
             yield MergeStates(
-                worker=one.merger,
+                worker=state.merger,
                 epoch=epoch,
-                digest=one.digest,
+                digest=state.digest,
                 part=part,
-                parts=one.parts,
-                states=one.results[part].states,
-                reason=f"all {one.parts} parts are evaluated, the first one by worker {one.merger}",
+                parts=state.parts,
+                states=state.results[part].states,
+                reason=f"all {state.parts} parts are evaluated, the first one by worker {state.merger}",
             )
 
     def _end(
-        self, epoch: int, one: _Epoch, merged_means: dict[str, float], merged_counts: dict[str, float]
+        self, epoch: int, state: _EpochState, merged_means: dict[str, float], merged_counts: dict[str, float]
     ) -> Validated:
-        """The epoch is over, with the means and counts of all parts and what others were merged to."""
-        assert one.owner is not None
-        results = [one.results[part] for part in range(one.parts)]
-        sizes = list(map(len, split_even(one.samples, one.parts)))
+        """Finish the epoch with the means and counts over all parts and the merged metrics."""
+        assert state.owner is not None
+        results = [state.results[part] for part in range(state.parts)]
+        sizes = list(map(len, split_even(state.samples, state.parts)))
         means = {name: _mean([found.means[name] for found in results], sizes) for name in results[0].means}
         counts = {name: math.fsum(found.counts[name] for found in results) for name in results[0].counts}
-        over = Validated(
+        finished = Validated(
             worker=None,
             epoch=epoch,
-            owner=one.owner,
-            digest=one.digest,
+            owner=state.owner,
+            digest=state.digest,
             means=means | merged_means,
             counts=counts | merged_counts,
-            reason=f"all {one.parts} parts are evaluated",
+            reason=f"all {state.parts} parts are evaluated",
         )
-        self._over[epoch] = over
+        self._finished[epoch] = finished
         del self._epochs[epoch]
-        return over
+        return finished
 
-    def _without_metrics(self, epoch: int, reason: str) -> Validated:
-        over = Validated(
+    def _end_without_metrics(self, epoch: int, reason: str) -> Validated:
+        finished = Validated(
             worker=None,
             epoch=epoch,
             owner=None,
@@ -369,92 +378,97 @@ class SharedValidation:
             counts={},
             reason=reason,
         )
-        self._over[epoch] = over
+        self._finished[epoch] = finished
         del self._epochs[epoch]
-        return over
+        return finished
 
-    def _history(self, worker: int) -> list[Action]:
-        """Tell a worker that comes what the others have heard."""
-        why = "it was before the worker came"
-        over = [Validated(**{**asdict(one), "worker": worker, "reason": why}) for one in self._over.values()]
-        return [*over, *(Validating(worker=worker, epoch=epoch, reason=why) for epoch in self._epochs)]
-
-    def _late(self, epoch: int, one: _Epoch, now_s: float) -> list[Action]:
-        """Stop the job where a part takes for ever, wherever it is evaluated."""
-        waits = [
-            (*min(given.items(), key=lambda item: item[1]), f"evaluate part {part}", "evaluate is")
-            for part, given in one.out.items()
+    def _catch_up(self, worker: int) -> list[Action]:
+        """Send a new worker the validations that ended or began before it joined."""
+        reason = "it began before the worker joined"
+        finished = [
+            Validated(**{**asdict(state), "worker": worker, "reason": reason})
+            for state in self._finished.values()
         ]
-        if one.merger is not None and one.merging_since_s is not None:
-            waits.append((one.merger, one.merging_since_s, "merge the metrics", "they are"))
-        for worker, since_s, what, who in waits:
-            if now_s - since_s > one.deadline_s:
+        return [*finished, *(Validating(worker=worker, epoch=epoch, reason=reason) for epoch in self._epochs)]
+
+    def _check_deadlines(self, epoch: int, state: _EpochState, now_s: float) -> list[Action]:
+        """Stop the job where a part exceeds its deadline on every worker that evaluates it."""
+        waits = [
+            (*min(assignees.items(), key=lambda item: item[1]), f"evaluate part {part}", "evaluate is")
+            for part, assignees in state.out.items()
+        ]
+        if state.merger is not None and state.merging_since_s is not None:
+            waits.append((state.merger, state.merging_since_s, "merge the metrics", "they are"))
+        for worker, since_s, task, activity in waits:
+            if now_s - since_s > state.deadline_s:
                 self._has_stopped = True
                 return [
                     Stop(
                         worker=worker,
                         step=None,
-                        reason=f"worker {worker} did not {what} of epoch {epoch} within "
-                        f"{one.deadline_s:g} s: look what {who} doing, or give it a longer deadline_s",
+                        reason=f"worker {worker} did not {task} of epoch {epoch} within "
+                        f"{state.deadline_s:g} s: check what {activity} doing, or set a longer deadline_s",
                     )
                 ]
         return []
 
-    def _deal(self, epoch: int, one: _Epoch, now_s: float) -> Iterator[Action]:
-        if one.owner is None:
+    def _assign_parts(self, epoch: int, state: _EpochState, now_s: float) -> Iterator[Action]:
+        if state.owner is None:
             return
-        while free := [worker for worker in one.offers if self._is_free(worker, one)]:
-            dealt = False
+        while free := [worker for worker in state.offers if self._is_free(worker, state)]:
+            assigned = False
             for worker in free:
-                part = self._part_for(worker, one, now_s)
+                part = self._next_part(worker, state, now_s)
                 if part is None:
                     continue
-                dealt = True
-                is_backup = part in one.out
-                one.out.setdefault(part, {})[worker] = now_s
-                if worker not in one.holders and one.lent.get(worker) != one.owner:
-                    yield self._lend(worker, epoch, one)
-                positions = split_even(one.samples, one.parts)[part]
+                assigned = True
+                is_backup = part in state.out
+                state.out.setdefault(part, {})[worker] = now_s
+                if worker not in state.holders and state.lent.get(worker) != state.owner:
+                    yield self._send_snapshot(worker, epoch, state)
+                positions = split_even(state.samples, state.parts)[part]
                 yield EvaluatePart(
                     worker=worker,
                     epoch=epoch,
-                    digest=one.digest,
+                    digest=state.digest,
                     part=part,
                     start=positions.start,
                     stop=positions.stop,
-                    reason="another worker takes long for it" if is_backup else "the worker has time for it",
+                    reason="another worker is slow with it" if is_backup else "the worker has time for it",
                 )
-            if not dealt:
+            if not assigned:
                 return
 
-    def _lend(self, worker: int, epoch: int, one: _Epoch) -> LendSnapshot:
-        assert one.owner is not None
-        one.lent[worker] = one.owner
-        self._loans += 1
+    def _send_snapshot(self, worker: int, epoch: int, state: _EpochState) -> LendSnapshot:
+        assert state.owner is not None
+        state.lent[worker] = state.owner
+        self._transfers += 1
         return LendSnapshot(
-            worker=one.owner,
+            worker=state.owner,
             borrower=worker,
             epoch=epoch,
-            digest=one.digest,
-            number=self._loans - 1,
-            reason=f"worker {one.owner}'s snapshot is evaluated, and worker {worker} has another one",
+            digest=state.digest,
+            number=self._transfers - 1,
+            reason=f"worker {state.owner}'s snapshot is evaluated, and worker {worker} has a different one",
         )
 
-    def _is_free(self, worker: int, one: _Epoch) -> bool:
-        under_way = sum(worker in given for other in self._epochs.values() for given in other.out.values())
-        return under_way < one.offers[worker].evaluators
+    def _is_free(self, worker: int, state: _EpochState) -> bool:
+        under_way = sum(
+            worker in assignees for other in self._epochs.values() for assignees in other.out.values()
+        )
+        return under_way < state.offers[worker].evaluators
 
-    def _part_for(self, worker: int, one: _Epoch, now_s: float) -> int | None:
-        """Return a part for a worker that is free: one that nobody has, else one that is late elsewhere."""
-        if one.waiting:
-            return one.waiting.pop()
-        if not one.spent_count:
+    def _next_part(self, worker: int, state: _EpochState, now_s: float) -> int | None:
+        """Return a part for an idle worker: one that is not assigned, else one that is late elsewhere."""
+        if state.waiting:
+            return state.waiting.pop()
+        if not state.spent_count:
             return None
-        usual_s = one.spent_s / one.spent_count
+        usual_s = state.spent_s / state.spent_count
         late = [
-            (max(given.values()), part)
-            for part, given in one.out.items()
-            if worker not in given and now_s - max(given.values()) > BACKUP_FACTOR * usual_s
+            (max(assignees.values()), part)
+            for part, assignees in state.out.items()
+            if worker not in assignees and now_s - max(assignees.values()) > BACKUP_FACTOR * usual_s
         ]
         return min(late)[1] if late else None
 
@@ -467,35 +481,35 @@ def _mean(values: list[float], sizes: list[int]) -> float:
     return total / sum(sizes)
 
 
-def _plain(one: _Epoch) -> dict[str, Any]:
+def _epoch_to_plain(state: _EpochState) -> dict[str, Any]:
     return {
-        **vars(one),
-        "offers": [[worker, asdict(offer)] for worker, offer in one.offers.items()],
-        "holders": sorted(one.holders),
-        "lent": [list(loan) for loan in one.lent.items()],
-        "waiting": list(one.waiting),
+        **vars(state),
+        "offers": [[worker, asdict(offer)] for worker, offer in state.offers.items()],
+        "holders": sorted(state.holders),
+        "lent": [list(loan) for loan in state.lent.items()],
+        "waiting": list(state.waiting),
         "out": [
-            [part, [[worker, since_s] for worker, since_s in given.items()]]
-            for part, given in one.out.items()
+            [part, [[worker, since_s] for worker, since_s in assignees.items()]]
+            for part, assignees in state.out.items()
         ],
-        "results": [[part, asdict(result)] for part, result in one.results.items()],
+        "results": [[part, asdict(result)] for part, result in state.results.items()],
     }
 
 
-def _of_plain(plain: dict[str, Any]) -> _Epoch:
-    return _Epoch(
+def _epoch_from_plain(plain: dict[str, Any]) -> _EpochState:
+    return _EpochState(
         **{
             **plain,
             "offers": {worker: _Offer(**offer) for worker, offer in plain["offers"]},
             "holders": set(plain["holders"]),
             "lent": dict(plain["lent"]),
             "waiting": list(plain["waiting"]),
-            "out": {part: dict(given) for part, given in plain["out"]},
-            "results": {part: _result(result) for part, result in plain["results"]},
+            "out": {part: dict(assignees) for part, assignees in plain["out"]},
+            "results": {part: _result_from_plain(result) for part, result in plain["results"]},
         }
     )
 
 
-def _result(plain: dict[str, Any]) -> _Result:
+def _result_from_plain(plain: dict[str, Any]) -> _Result:
     states = tuple((name, state) for name, state in plain["states"])
     return _Result(means=plain["means"], counts=plain["counts"], states=states)

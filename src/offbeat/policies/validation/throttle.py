@@ -1,6 +1,6 @@
-"""Which threads that evaluate beside the training go on, and which rest: by how much they do in a second.
+"""Which of the threads that evaluate during training go on, and which rest, by their rate of torch calls.
 
-Nothing here measures, waits or runs in several threads; what is said at once has to be said in turn.
+Nothing here measures, waits or is thread-safe; calls must be serialised.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import Final
 
 _CALLS_MIN: Final = 20
-"""Calls of functions of torch from which on their number in a second says something."""
+"""Calls of torch functions below which their rate is not significant."""
 _WINDOW_S: Final = 0.5
-_LOOK_S: Final = 0.05
+_CHECK_INTERVAL_S: Final = 0.05
 _GAIN_SHARE: Final = 0.5
-"""How much of what more threads could bring they have to bring, to be let go on."""
+"""The share of the possible gain that additional threads must bring to go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What is asked of threads that evaluate beside the training; fewer calls of torch are too slow.
+    """The minimum rate of torch calls of threads that evaluate during training.
 
     Attributes:
-        look_after_s: when that is seen, from the first part on.
-        calls_per_s_min: by all threads together.
-        rest_s: how long they rest at most, if they are too slow.
+        look_after_s: when the rate is checked, from the first part on.
+        calls_per_s_min: of all threads together.
+        rest_s: how long the threads rest at most if they are slower.
     """
 
     look_after_s: float
@@ -33,11 +33,11 @@ class Pace:
 
 
 class Climb:
-    """How many threads evaluate at once: one, two, four and so on, as long as that brings enough.
+    """Searches how many threads evaluate at once: 1, 2, 4 and so on, while the gain is large enough.
 
-    `n` threads are to call at least as many functions of torch in a second as the `m` < `n` before them,
-    and half of what `n` - `m` more could add. Where they do not, because they stand in line for the
-    interpreter's lock, for cores or for a disk, it goes back to `m` for good.
+    `n` threads must call at least as many functions of torch per second as the `m` < `n` before them, plus
+    half of what `n` - `m` more could add. If they do not, because they contend for the interpreter's lock,
+    for cores or for a disk, the search returns to `m` threads and stays there.
 
     Source: none; the overlapped validation paper has a fixed number of threads.
 
@@ -45,28 +45,28 @@ class Climb:
         threads_max: at least 1.
 
     Attributes:
-        threads: how many for now.
-        is_settled: it stays at that.
+        threads: the current number.
+        is_settled: the number is final.
     """
 
     def __init__(self, threads_max: int) -> None:
         self._threads_max = threads_max
-        self._before: tuple[int, float] | None = None  # threads, and their calls a second
+        self._before: tuple[int, float] | None = None  # threads, and their calls per second
         self._calls, self._spent_s = 0, 0.0
         self.threads = 1
         self.is_settled = threads_max == 1
 
     def add(self, calls: int, spent_s: float) -> None:
-        """Hear of calls that as many threads as there are to be for now made in so many seconds."""
+        """Add a measurement: calls that the current number of threads made in so many seconds."""
         if self.is_settled:
             return
         self._calls += calls
         self._spent_s += spent_s
         if self._calls >= _CALLS_MIN and self._spent_s >= _WINDOW_S:
-            self._see(self._calls / self._spent_s)
+            self._compare(self._calls / self._spent_s)
             self._calls, self._spent_s = 0, 0.0
 
-    def _see(self, calls_per_s: float) -> None:
+    def _compare(self, calls_per_s: float) -> None:
         if self._before is not None:
             threads, before_per_s = self._before
             if calls_per_s < before_per_s * (1 + _GAIN_SHARE * (self.threads / threads - 1)):
@@ -81,127 +81,128 @@ class Turn:
     """A thread that evaluates a part.
 
     Attributes:
-        calls: of functions of torch so far; its thread counts.
+        calls: functions of torch called so far; the thread itself counts.
         is_let: it may go on.
     """
 
     __slots__ = ("calls", "is_freed", "is_let", "let_at")
 
     def __init__(self) -> None:
-        self.calls = self.let_at = 0  # how many it had made when it was last let go on
+        self.calls = self.let_at = 0  # its calls when it was last allowed to go on
         self.is_let = self.is_freed = False
 
 
 class Pacing:
-    """Says which threads that evaluate go on: those that began first, as many as make it faster.
+    """Decides which evaluating threads go on: the oldest ones, as many as make the evaluation faster.
 
-    How many that are, it finds out by their calls of functions of torch (`Climb`): beside the training, and
-    apart from that while the training waits. Where those beside the training turn out to be slower than
-    `pace`, none of them goes on until the training waits: evaluating contends with the training then, which
-    is as slow.
+    The number is searched by the rate of calls of torch functions (`Climb`), separately for the time during
+    training and for the time when training waits. If the threads during training are slower than `pace`, all
+    of them rest until training waits: evaluating then contends with training, which is slowed just as much.
 
     Args:
-        threads: that evaluate, at least 1.
-        pace: what is asked of them; None if nothing is.
+        threads: number of threads that evaluate, at least 1.
+        pace: their minimum rate; None for none.
 
     Attributes:
         is_slow: they were too slow.
-        look_s: when to `look` next.
+        look_s: when to call `look` next.
     """
 
     def __init__(self, threads: int, pace: Pace | None) -> None:
         self._pace = pace
         self._beside, self._waited_for = Climb(threads), Climb(threads)
-        self._turns: list[Turn] = []  # in the order in which they began
-        self._waiting = 0  # that many wait for those who evaluate
-        self._is_open = self._are_at_it = False
+        self._turns: list[Turn] = []  # oldest first
+        self._waiting_for = 0  # number of threads that wait for the evaluation
+        self._is_unlimited = self._is_measuring = False
         self._ended_calls = 0
         self._began_s: float | None = None
-        self._noted_s, self._noted_calls = 0.0, 0
+        self._recorded_s, self._recorded_calls = 0.0, 0
         self.is_slow = False
         self.look_s = 0.0
 
     @property
     def calls(self) -> int:
-        """All that were made so far."""
+        """All calls made so far."""
         return self._ended_calls + sum(turn.calls for turn in self._turns)
 
     def begin(self, now_s: float) -> Turn:
-        """Give a thread its turn, in which it may have to rest at first."""
-        self._note(now_s)
+        """Register a thread that begins a part; it may have to rest at first."""
+        self._record(now_s)
         self._began_s = now_s if self._began_s is None else self._began_s
         turn = Turn()
         self._turns.append(turn)
-        self._let(now_s)
+        self._allow(now_s)
         return turn
 
     def end(self, turn: Turn, now_s: float) -> None:
-        """A thread has evaluated its part."""
-        self._note(now_s)
+        """Remove a thread that has evaluated its part."""
+        self._record(now_s)
         self._ended_calls += turn.calls
         self._turns.remove(turn)
-        self._let(now_s)
+        self._allow(now_s)
 
     def waiting(self, more: int, now_s: float) -> None:
-        """As many more or fewer wait for those who evaluate, the training among them."""
-        self._note(now_s)
-        self._waiting += more
-        self._let(now_s)
+        """Change the number of threads (training among them) that wait for the evaluation by `more`."""
+        self._record(now_s)
+        self._waiting_for += more
+        self._allow(now_s)
 
     def free(self, turn: Turn) -> None:
-        """Let a thread go on until its turn ends, whatever the others do."""
+        """Let a thread go on until its turn ends, whatever the other threads do."""
         turn.is_freed = turn.is_let = True
 
     def open(self, now_s: float) -> None:
-        """Let all go on from now on."""
-        self._is_open = True
-        self._let(now_s)
+        """Let all threads go on from now on."""
+        self._is_unlimited = True
+        self._allow(now_s)
 
     def look(self, now_s: float) -> None:
-        """See how much they do, and what follows from it."""
+        """Measure the rate of calls, and adjust the number of threads."""
         before = self._climb.threads
-        self._note(now_s)
-        if self._pace is not None and not self._waiting:
-            self._see_whether_slow(self._pace, now_s)
+        self._record(now_s)
+        if self._pace is not None and not self._waiting_for:
+            self._check_rate(self._pace, now_s)
         if self.is_slow or self._climb.threads != before:
-            self._let(now_s)
+            self._allow(now_s)
 
     @property
     def _climb(self) -> Climb:
-        return self._waited_for if self._waiting else self._beside
+        return self._waited_for if self._waiting_for else self._beside
 
-    def _let(self, now_s: float) -> None:
-        """Let those go on that may."""
-        may = self._climb.threads
-        if self._is_open:
-            may = len(self._turns)
-        elif self.is_slow and not self._waiting:
-            may = 0
+    def _allow(self, now_s: float) -> None:
+        """Let the allowed threads go on."""
+        allowed = self._climb.threads
+        if self._is_unlimited:
+            allowed = len(self._turns)
+        elif self.is_slow and not self._waiting_for:
+            allowed = 0
         for rank, turn in enumerate(self._turns):
-            was_let, turn.is_let = turn.is_let, turn.is_freed or rank < may
+            was_let, turn.is_let = turn.is_let, turn.is_freed or rank < allowed
             if turn.is_let and not was_let:
                 turn.let_at = turn.calls
-        self._plan(now_s)
+        self._schedule(now_s)
 
-    def _see_whether_slow(self, pace: Pace, now_s: float) -> None:
+    def _check_rate(self, pace: Pace, now_s: float) -> None:
         assert self._began_s is not None
         spent_s = now_s - self._began_s
         if spent_s >= pace.look_after_s:
             self.is_slow = self.calls < pace.calls_per_s_min * spent_s
             self._pace = None
 
-    def _note(self, now_s: float) -> None:
-        """Tell what was done since the last time."""
+    def _record(self, now_s: float) -> None:
+        """Add what was done since the last time."""
         calls = self.calls
-        if self._are_at_it:
-            self._climb.add(calls - self._noted_calls, now_s - self._noted_s)
-        self._noted_s, self._noted_calls = now_s, calls
-        self._plan(now_s)
+        if self._is_measuring:
+            self._climb.add(calls - self._recorded_calls, now_s - self._recorded_s)
+        self._recorded_s, self._recorded_calls = now_s, calls
+        self._schedule(now_s)
 
-    def _plan(self, now_s: float) -> None:
-        """See whether as many as are to evaluate, each of them since at least one call, and when to look."""
+    def _schedule(self, now_s: float) -> None:
+        """Decide whether to measure now (all allowed threads have made a call), and when to look."""
         climb = self._climb
-        let = [turn for turn in self._turns if turn.is_let]
-        self._are_at_it = len(let) == climb.threads and all(turn.calls > turn.let_at for turn in let)
-        is_over = climb.is_settled and (self._pace is None or self._waiting > 0)
-        self.look_s = math.inf if is_over else now_s + _LOOK_S
+        running = [turn for turn in self._turns if turn.is_let]
+        self._is_measuring = len(running) == climb.threads and all(
+            turn.calls > turn.let_at for turn in running
+        )
+        is_over = climb.is_settled and (self._pace is None or self._waiting_for > 0)
+        self.look_s = math.inf if is_over else now_s + _CHECK_INTERVAL_S
