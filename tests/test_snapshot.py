@@ -154,7 +154,7 @@ def test_going_back_restores_every_value():
     snapshot.put_back(model)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     model.more = nn.Linear(1, 1)
-    with pytest.raises(OffbeatError, match="has other parameters or buffers than when"):
+    with pytest.raises(OffbeatError, match="has different parameters or buffers than when"):
         snapshot.put_back(model)
 
 

@@ -921,7 +921,7 @@ def test_auto_lets_threads_rest_that_do_not_keep_pace_until_the_training_waits(w
                 assert validation.result() == {"loss": 2000.0 + int(model.epochs)}
         if not waits:
             assert validator.backend == "inline"
-            assert "beside the training evaluating is more than 2 times as slow" in validator.reason
+            assert "during training, evaluating is more than 2 times as slow" in validator.reason
     assert validator.history == {epoch: {"loss": 2000.0 + epoch} for epoch in range(5)}
 
 

@@ -1,4 +1,4 @@
-"""Those who evaluate parts of a validation set, one part each at a time, in threads."""
+"""Evaluators of parts of a validation set, one part at a time each, and a pool of threads for them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from offbeat.runtime.validation.throttle import Pacer
 
 Evaluate: TypeAlias = Callable[[nn.Module, Any], Mapping[str, Any]]
 AtOneMoment = TypeVar("AtOneMoment")
-"""A model's values at one moment: a `Snapshot` of a module of torch, or what another framework has for it."""
+"""A model's values at one moment: a `Snapshot` of a torch module, or another framework's equivalent."""
 
 
 class CancelledError(OffbeatError):
-    """Nobody wants to know any more what is being evaluated."""
+    """The result of this evaluation is not needed any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Generic[AtOneMoment]):
-    """What is to be evaluated: the model of a snapshot, on some positions of the set.
+    """A part of a validation: the model of a snapshot, and positions of the set.
 
     Attributes:
         epoch: of the snapshot.
         number: of the part, from 0.
         positions: in the validation set.
-        snapshot: nobody writes to it while it is being evaluated.
-        cancelled: nobody wants to know any more; one for all parts of an epoch.
+        snapshot: not written to while it is being evaluated.
+        cancelled: set when the result is not needed any more; shared by all parts of an epoch.
     """
 
     epoch: int
@@ -53,12 +53,12 @@ class Part(Generic[AtOneMoment]):
 
     @property
     def seed(self) -> int:
-        """Of the random numbers that are drawn for it; the same wherever it is evaluated."""
+        """The seed of the random numbers drawn for this part; the same wherever it is evaluated."""
         return self.epoch * 1_000_003 + self.number
 
 
 def parts_of(take: Take, snapshot: AtOneMoment, cancelled: Flag) -> list[Part[AtOneMoment]]:
-    """Return the parts of an epoch, in the order of the set; they have `cancelled` in common."""
+    """Return the parts of an epoch, in the order of the set; they share `cancelled`."""
     return [
         Part(epoch=take.epoch, number=number, positions=positions, snapshot=snapshot, cancelled=cancelled)
         for number, positions in enumerate(take.parts)
@@ -72,11 +72,11 @@ class Evaluator(Protocol[AtOneMoment]):
         """Return the part's metrics; raises what evaluating raises."""
 
     def close(self) -> None:
-        """Give back what evaluating has taken; ends what is under way where it can."""
+        """Release the evaluator's resources; ends an evaluation under way where it can."""
 
 
 def outcome(evaluator: Evaluator[AtOneMoment], part: Part[AtOneMoment]) -> dict[str, Value] | BaseException:
-    """Return a part's metrics, or what evaluating has raised, for whoever asks for the result."""
+    """Return a part's metrics, or the error that evaluating raised, to be raised where the result is read."""
     try:
         return evaluator.evaluate(part)
     except BaseException as error:
@@ -92,27 +92,27 @@ def evaluated(
     seed: int,
     watch: Watch | None = None,
 ) -> dict[str, Value]:
-    """Return what `evaluate` says of `model` on a part of `data`; torch's global generator stays as it is.
+    """Return the metrics of `model` on a part of `data`; torch's global generator is not changed.
 
     Args:
-        watch: is shown the arguments of every function of torch that is called, and may raise.
+        watch: called with the arguments of every function of torch before the call; may raise.
     """
     with torch.no_grad(), OwnRandomness(seed, watch):
         return plain(evaluate(model, part_of(data, positions, seed)))
 
 
 class InThisThread:
-    """Evaluates with the snapshot in the thread that asks.
+    """Evaluates with the snapshot in the calling thread.
 
     Args:
         evaluate: the user's function.
         data: the whole set.
         device: of the model.
-        has_stream: on a GPU, a stream of its own, so that it computes beside the training.
-        pacer: lets it rest where it holds the training up, or others that evaluate; None for none.
+        has_stream: on a GPU, use a separate stream, so that evaluation overlaps with training.
+        pacer: pauses this thread where it delays training or other evaluating threads; None for none.
 
     Attributes:
-        calls: of functions of torch so far.
+        calls: functions of torch called so far.
     """
 
     def __init__(
@@ -129,19 +129,19 @@ class InThisThread:
         self._stream = torch.cuda.Stream(device) if has_stream else None
 
     def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
-        """Return the part's metrics; ends soon after the part is cancelled, at the next call of torch."""
+        """Return the part's metrics; after the part is cancelled, ends at the next call of torch."""
 
         def watch(*_: Any) -> None:
             self.calls += 1
-            called()
+            on_call()
             if part.cancelled.is_set():
                 raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
 
         turn = nullcontext(_do_nothing) if self._pacer is None else self._pacer.evaluating()
-        with turn as called, self._on_device():
+        with turn as on_call, self._on_device():
             for event in part.snapshot.ready:
                 event.wait()
-            found = evaluated(
+            metrics = evaluated(
                 part.snapshot.model(),
                 self._evaluate,
                 self._data,
@@ -150,8 +150,8 @@ class InThisThread:
                 watch=watch,
             )
             if self._stream is not None:
-                self._stream.synchronize()  # nobody reads the snapshot any more, and metrics are there
-            return found
+                self._stream.synchronize()  # the snapshot has been read, and the metrics are there
+            return metrics
 
     def _on_device(self) -> AbstractContextManager[Any]:
         if self._stream is not None:
@@ -159,7 +159,7 @@ class InThisThread:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Let paused threads go on; there is nothing to release."""
         if self._pacer is not None:
             self._pacer.open()
 
@@ -169,14 +169,14 @@ def _do_nothing() -> None:
 
 
 class Crew(Generic[AtOneMoment]):
-    """Threads that evaluate parts in the order in which they are given.
+    """Threads that evaluate parts in the order of submission.
 
-    They are daemons: a set that never ends does not keep the interpreter from ending.
+    They are daemons: an evaluation that never ends does not keep the interpreter from exiting.
 
     Args:
-        evaluators: one a thread.
+        evaluators: one per thread.
         done: called in these threads with a part and its metrics, or the error.
-        on_failure: called in a thread with what has killed it; no more parts come from there.
+        on_failure: called in a thread with the error that has ended it; that thread returns no more parts.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Crew(Generic[AtOneMoment]):
         ]
 
     def give(self, parts: Sequence[Part[AtOneMoment]]) -> None:
-        """Have parts evaluated when it is their turn."""
+        """Add parts to the queue."""
         for part in parts:
             self._queue.put(part)
 
@@ -209,10 +209,10 @@ class Crew(Generic[AtOneMoment]):
             result = outcome(evaluator, part)
             del self._under_way[number]
             self._done(part, result)
-            del part, result  # a thread that waits keeps no model
+            del part, result  # a waiting thread must not keep a model alive
 
     def close(self, wait_s: float) -> list[str]:
-        """End the threads; what waits is not evaluated, and what is under way ends as soon as it can.
+        """End the threads; queued parts are dropped, and evaluations under way end as soon as they can.
 
         In a forked process, which has none of the threads, this does nothing.
 
@@ -228,7 +228,7 @@ class Crew(Generic[AtOneMoment]):
             evaluator.close()
         for _ in self._threads:
             self._queue.put(None)
-        limit_s = time.monotonic() + wait_s
+        deadline_s = time.monotonic() + wait_s
         for thread in self._threads:
-            thread.join(max(0.0, limit_s - time.monotonic()))
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]

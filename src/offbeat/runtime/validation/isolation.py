@@ -1,4 +1,4 @@
-"""Somebody's code, run so that the training around it does not notice: random numbers, threads, modes."""
+"""Running user code without effects on the training around it: random numbers, threads, modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Watch: TypeAlias = Callable[..., None]
-_DRAWING: Final[frozenset[Callable[..., Any]]] = frozenset(
+_RANDOM_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset(
     {
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli),
         *(torch.multinomial, torch.poisson, Tensor.random_, Tensor.uniform_, Tensor.normal_),
@@ -21,18 +21,18 @@ _DRAWING: Final[frozenset[Callable[..., Any]]] = frozenset(
         *(Tensor.geometric_, Tensor.log_normal_),
     }
 )
-"""What draws from torch's global generator unless it is given another one."""
+"""Functions that draw from torch's global generator unless they are given another one."""
 
 
 class OwnRandomness(TorchFunctionMode):
-    """Inside, in this thread, torch's functions draw from generators of their own.
+    """Inside, in this thread, torch's functions draw from separate generators.
 
-    The global generators belong to all threads: what a validation draws would be missing where training draws
-    next. A DataLoader draws a number each time that it is iterated, even one that does not shuffle.
+    All threads share the global generators: numbers that a validation draws would be missing where training
+    draws next. A DataLoader draws a number each time that it is iterated, even one that does not shuffle.
 
     Args:
         seed: of these generators, at least 0.
-        watch: is shown the arguments of every function of torch before it is called, and may raise.
+        watch: called with the arguments of every function of torch before the call; may raise.
     """
 
     def __init__(self, seed: int, watch: Watch | None = None) -> None:
@@ -43,13 +43,13 @@ class OwnRandomness(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Add a generator where a function draws and was given none."""
+        """Add a generator to a call that draws random numbers and has none."""
         kwargs = kwargs or {}
         if self._watch is not None:
             self._watch(*args, *kwargs.values())
-        if func in _DRAWING and kwargs.get("generator") is None:
-            of = next((value.device for value in args if isinstance(value, Tensor)), None)
-            device = torch.device(kwargs.get("device") or of or torch.get_default_device())
+        if func in _RANDOM_FUNCTIONS and kwargs.get("generator") is None:
+            argument_device = next((value.device for value in args if isinstance(value, Tensor)), None)
+            device = torch.device(kwargs.get("device") or argument_device or torch.get_default_device())
             kwargs = {**kwargs, "generator": self._generator(device)}
         return func(*args, **kwargs)
 
@@ -69,7 +69,7 @@ class GlobalRandomness:
         self._numpy = np.random.get_state(legacy=False)
 
     def restore(self) -> None:
-        """Make the generators what they were."""
+        """Restore the generators to this state."""
         torch.set_rng_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -77,24 +77,25 @@ class GlobalRandomness:
         np.random.set_state(self._numpy)
 
     def moved(self) -> list[str]:
-        """Return the names of the generators from which something has been drawn since."""
-        now = GlobalRandomness()
+        """Return the names of the generators from which numbers have been drawn since."""
+        current = GlobalRandomness()
         same_cuda = all(
-            torch.equal(then, of_now) for then, of_now in zip(self._cuda, now._cuda, strict=False)
+            torch.equal(before, after) for before, after in zip(self._cuda, current._cuda, strict=False)
         )
         return [
             name
             for name, is_same in {
-                "torch's global generator": torch.equal(self._torch, now._torch),
+                "torch's global generator": torch.equal(self._torch, current._torch),
                 "torch's global generator on the GPU": same_cuda,
-                "Python's random module": self._python == now._python,
-                "numpy.random": _of_numpy(self._numpy) == _of_numpy(now._numpy),
+                "Python's random module": self._python == current._python,
+                "numpy.random": _comparable_numpy_state(self._numpy)
+                == _comparable_numpy_state(current._numpy),
             }.items()
             if not is_same
         ]
 
 
-def _of_numpy(state: Any) -> tuple[Any, ...]:
+def _comparable_numpy_state(state: Any) -> tuple[Any, ...]:
     inner = state["state"]
     key = inner["key"].tobytes() if "key" in inner else repr(inner)
     return key, inner.get("pos"), state.get("has_gauss"), state.get("gauss")
@@ -102,18 +103,18 @@ def _of_numpy(state: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def apart() -> Iterator[list[str]]:
-    """Runs code in the thread that trains, and takes back what it did to random numbers and settings.
+    """Run code in the training thread, and undo its changes to random numbers and settings.
 
     Yields:
-        A list that in the end names what the code has changed of what all threads share.
+        A list that at the end names the shared state that the code has changed.
     """
-    before, threads = GlobalRandomness(), torch.get_num_threads()
+    saved, threads = GlobalRandomness(), torch.get_num_threads()
     moved: list[str] = []
     try:
         yield moved
     finally:
-        moved += before.moved()
-        before.restore()
+        moved += saved.moved()
+        saved.restore()
         if torch.get_num_threads() != threads:
             moved.append("torch's number of threads")
             torch.set_num_threads(threads)

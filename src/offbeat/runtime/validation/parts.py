@@ -1,4 +1,4 @@
-"""Parts of a validation set, for evaluating on their own."""
+"""Splitting a validation set into parts that can be evaluated separately."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ class Positions(Protocol):
     """Samples by position, from 0 on."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of samples."""
 
     def __getitem__(self, position: int, /) -> Any:
-        """One of them."""
+        """The sample at a position."""
 
 
 Data: TypeAlias = "Positions | Dataset[Any] | DataLoader[Any]"
 
 
 def samples_of(data: Data) -> int:
-    """Return how many samples there are.
+    """Return the number of samples in a set.
 
     Raises:
-        OffbeatError: that is none, or cannot be said; or it is a loader whose parts would be other batches.
+        OffbeatError: there are none, or the number is unknown; or it is a loader whose parts would have other
+            batches.
     """
     if isinstance(data, DataLoader):
-        _check(data)
+        _check_loader(data)
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise OffbeatError(
@@ -43,14 +44,14 @@ def samples_of(data: Data) -> int:
     return len(dataset)
 
 
-def _check(loader: DataLoader[Any]) -> None:
+def _check_loader(loader: DataLoader[Any]) -> None:
     batches = loader.batch_sampler
-    in_order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
-    is_whole = type(in_order) is SequentialSampler and len(in_order) == len(loader.dataset)  # type: ignore[arg-type]
+    sampler = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+    is_whole = type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
     if not is_whole:
         raise OffbeatError(
-            "expected a loader that takes the validation set whole and in order, got one with "
-            f"{type(in_order).__name__}: pass shuffle=False and no sampler, or the data set itself"
+            "expected a loader that reads the whole validation set in order, got one with "
+            f"{type(sampler).__name__}: pass shuffle=False and no sampler, or the data set itself"
         )
     if type(batches) is BatchSampler and batches.drop_last:
         raise OffbeatError("expected a loader that keeps the last batch: pass drop_last=False")
@@ -60,21 +61,21 @@ def part_of(data: Data, positions: range, seed: int = 0) -> Data:
     """Return the samples of a contiguous range of positions: a loader of them where `data` is one.
 
     Args:
-        data: as `samples_of` takes it.
-        positions: from 0 to the number of samples.
-        seed: of what a loader draws.
+        data: as in `samples_of`.
+        positions: within 0 to the number of samples.
+        seed: of the random numbers that a loader draws.
     """
     if isinstance(data, DataLoader):
-        return _loader(data, part_of(data.dataset, positions), seed)
+        return _make_loader(data, part_of(data.dataset, positions), seed)
     if len(positions) == samples_of(data):
         return data
     if type(data) is TensorDataset:
         return TensorDataset(*(tensor[positions.start : positions.stop] for tensor in data.tensors))
-    return Subset(data, positions)  # type: ignore[arg-type]  # which needs no more than positions
+    return Subset(data, positions)  # type: ignore[arg-type]  # needs only positions
 
 
-def _loader(whole: DataLoader[Any], part: Any, seed: int) -> DataLoader[Any]:
-    """Return a loader of a part that does as the loader of the whole set does."""
+def _make_loader(whole: DataLoader[Any], part: Any, seed: int) -> DataLoader[Any]:
+    """Return a loader of a part with the options of the loader of the whole set."""
     batches = whole.batch_sampler
     return DataLoader(
         part,

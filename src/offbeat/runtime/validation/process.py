@@ -1,7 +1,7 @@
-"""Evaluating in a process of its own, which reads the snapshot from shared memory.
+"""Evaluating in a separate process, which reads the snapshot from shared memory.
 
-For evaluations that compute in Python: in threads they would hold the interpreter's lock against the
-training. The process is spawned, not forked, and reads nothing but what its parent, the same program, writes.
+For evaluations that compute in Python: in threads they would compete with training for the interpreter's
+lock. The process is spawned, not forked, and reads only what its parent, the same program, writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, cast
 
 import torch
-import torch.multiprocessing  # teaches multiprocessing to share tensors
+import torch.multiprocessing  # registers the sharing of tensors with multiprocessing
 
 from offbeat.errors import OffbeatError, explain
 from offbeat.numerics.metrics import Value
@@ -36,15 +36,15 @@ from offbeat.runtime.validation.snapshot import Blocks, Lent, Place, Snapshot, r
 
 _START_S: Final = 120.0
 _END_S: Final = 5.0
-_SHARED_MEMORY: Final = "shared memory"  # which torch says that it cannot open or allocate
+_SHARED_MEMORY: Final = "shared memory"  # part of torch's error when it cannot open or allocate some
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
-    """A part as it is sent; `blocks` only where the process does not know this room."""
+class _PartRequest:
+    """A part as it is sent; `blocks` is None where the process has these blocks already."""
 
     slot: int
-    blocks: Mapping[torch.device, Lent | torch.Tensor] | None  # arrive as `Blocks`
+    blocks: Mapping[torch.device, Lent | torch.Tensor] | None  # received as `Blocks`
     places: list[Place]
     structure: bytes
     positions: range
@@ -52,8 +52,8 @@ class _Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """What came of it: metrics, or an error and the text of where it came from."""
+class _PartResult:
+    """The result of a part: metrics, or an error with its traceback as text."""
 
     metrics: dict[str, Value] | None
     error: BaseException | None = None
@@ -61,9 +61,9 @@ class _Answer:
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """Starts a process as multiprocessing does, by the command of `child`."""
+    """Starts a process as multiprocessing does, with the command of `child`."""
 
-    _fds: list[int]  # that what is written refers to
+    _fds: list[int]  # descriptors that the pickled content refers to
 
     def _launch(self, process_obj: Any) -> None:
         content = io.BytesIO()
@@ -74,33 +74,33 @@ class _Popen(popen_spawn_posix.Popen):
         finally:
             set_spawning_popen(None)
         tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)  # where one runs
-        self.sentinel, ended = os.pipe()
-        given, ours = os.pipe()
-        # Closed when this object is gone: the process ends when nobody has the end to write any more.
-        self.finalizer = util.Finalize(self, _close, (self.sentinel, ours))
+        self.sentinel, ended_end = os.pipe()
+        read_end, write_end = os.pipe()
+        # Closed when this object is gone: the process ends when the write end is closed everywhere.
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, write_end))
         try:
             code = (
                 "from multiprocessing.spawn import spawn_main\n"
-                f"spawn_main(pipe_handle={given}, tracker_fd={tracker})"
+                f"spawn_main(pipe_handle={read_end}, tracker_fd={tracker})"
             )
-            descriptors = [ended, given, *self._fds, *([] if tracker is None else [tracker])]
+            descriptors = [ended_end, read_end, *self._fds, *([] if tracker is None else [tracker])]
             command = child.evaluation(code, "--multiprocessing-fork")
             self._process = child.start_evaluation(command, process_obj.name, descriptors)
         except BaseException:
             self.finalizer()
             raise
         finally:
-            os.close(ended)
-            os.close(given)
+            os.close(ended_end)
+            os.close(read_end)
         self.pid = self._process.pid
         with (
             suppress(BrokenPipeError),
-            open(ours, "wb", closefd=False) as file,
-        ):  # else it is found to be dead
+            open(write_end, "wb", closefd=False) as file,
+        ):  # a dead process is detected later
             file.write(content.getbuffer())
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code, of a process that has ended or, without that flag, will."""
+        """Return the exit code if the process has ended; without WNOHANG, wait until it has."""
         if self.returncode is None:
             self.returncode = self._process.poll() if flag == os.WNOHANG else self._process.wait()
         return self.returncode
@@ -113,20 +113,20 @@ def _close(*descriptors: int) -> None:
 
 class _Process(SpawnProcess):
     @staticmethod
-    def _Popen(  # noqa: N802 (multiprocessing calls it so)
+    def _Popen(  # noqa: N802 (multiprocessing's name)
         process_obj: Any,
     ) -> Any:
         return _Popen(process_obj)
 
 
 class InAProcess:
-    """Evaluates in a process that it starts; one that dies is replaced for the next part.
+    """Evaluates in a process that it starts; a process that dies is replaced for the next part.
 
     Args:
         number: of this evaluator, for messages.
-        evaluate, data: what the process works with; it gets copies, but of tensors, which it shares.
-        threads: for torch to compute with.
-        deadline_s: how long a part may take.
+        evaluate, data: passed to the process as copies, except for tensors, which are shared.
+        threads: torch threads of the process.
+        deadline_s: the longest time that a part may take.
 
     Raises:
         OffbeatError: `evaluate` or `data` cannot be sent to another process.
@@ -144,16 +144,16 @@ class InAProcess:
     def _start(self) -> None:
         name = f"offbeat validation {self._number}"
         try:
-            self._connection, theirs = mp.Pipe()
+            self._connection, child_end = mp.Pipe()
         except OSError as error:
             raise OffbeatError(f"{name} did not start: {explain(error)}") from error
         self._process = _Process(
             target=_serve,
-            args=(theirs, self._evaluate, self._data, self._threads),
+            args=(child_end, self._evaluate, self._data, self._threads),
             name=name,
             daemon=True,
         )
-        self._rooms: dict[int, int] = {}  # what the process knows: slot: room
+        self._known_rooms: dict[int, int] = {}  # by slot: the room that the process knows
         self._is_ready = False
         try:
             self._process.start()
@@ -174,39 +174,39 @@ class InAProcess:
                 f"{error}): define them at the top level of a module, or use backend='thread'"
             ) from error
         finally:
-            theirs.close()
+            child_end.close()
 
     def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
         """Return the part's metrics.
 
         Raises:
-            OffbeatError: the process died or did not answer in time; names it.
+            OffbeatError: the process died or did not answer in time; the message names it.
         """
         with self._lock:
             if not self._is_closed and not self._process.is_alive():
                 self._connection.close()
                 self._start()
         if not self._is_ready:
-            self._hear(_START_S, "to start (is what the script does guarded by if __name__ == '__main__'?)")
+            self._receive(_START_S, "to start (is the script's code guarded by if __name__ == '__main__'?)")
             self._is_ready = True
-        what = f"to evaluate part {part.number} of epoch {part.epoch}"
+        task = f"to evaluate part {part.number} of epoch {part.epoch}"
         try:
-            self._connection.send(self._task(part))
+            self._connection.send(self._make_request(part))
         except OSError:
-            raise self._died(what) from None
-        answer = self._hear(self._deadline_s, what)
+            raise self._death_error(task) from None
+        answer = self._receive(self._deadline_s, task)
         if answer.metrics is not None:
             return answer.metrics
         assert answer.error is not None
         answer.error.add_note(f"in validation process {self._number}:\n{answer.where}")
         raise answer.error
 
-    def _task(self, part: Part[Snapshot]) -> _Task:
+    def _make_request(self, part: Part[Snapshot]) -> _PartRequest:
         snapshot = part.snapshot
         slot, room = id(snapshot), snapshot.room
-        is_known = self._rooms.get(slot) == room
-        self._rooms[slot] = room
-        return _Task(
+        is_known = self._known_rooms.get(slot) == room
+        self._known_rooms[slot] = room
+        return _PartRequest(
             slot=slot,
             blocks=None if is_known else snapshot.lent,
             places=snapshot.places,
@@ -215,25 +215,25 @@ class InAProcess:
             seed=part.seed,
         )
 
-    def _hear(self, timeout_s: float, what: str) -> _Answer:
+    def _receive(self, timeout_s: float, task: str) -> _PartResult:
         if not wait([self._connection, self._process.sentinel], timeout_s):
             self._kill()
-            raise OffbeatError(f"{self._who} was given {timeout_s:g} s {what}, and was ended")
+            raise OffbeatError(f"{self._label} timed out after {timeout_s:g} s {task}, and was killed")
         try:
-            answer: _Answer = self._connection.recv()
+            answer: _PartResult = self._connection.recv()
         except (EOFError, OSError):
-            raise self._died(what) from None
+            raise self._death_error(task) from None
         return answer
 
     @property
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"validation process {self._number} ({self._process.pid})"
 
-    def _died(self, what: str) -> OffbeatError:
+    def _death_error(self, task: str) -> OffbeatError:
         self._process.join(_END_S)
         code = self._process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"code {code}"
-        return OffbeatError(f"{self._who} ended with {how} when it was {what}")
+        status = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"code {code}"
+        return OffbeatError(f"{self._label} ended with {status} when it was {task}")
 
     def _kill(self) -> None:
         self._process.kill()
@@ -247,35 +247,35 @@ class InAProcess:
 
 
 def _serve(connection: Connection, evaluate: Evaluate, data: Data, threads: int) -> None:
-    """Evaluates what it is told to, until its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to answer
-    start_thread("offbeat parent", _end_with_the_parent, lambda _: os._exit(1))
+    """Evaluates parts on request until the parent process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
+    start_thread("offbeat parent", _exit_with_parent, lambda _: os._exit(1))
     torch.set_num_threads(threads)
-    connection.send(_Answer(metrics={}))
+    connection.send(_PartResult(metrics={}))
     known: dict[int, Blocks] = {}
     while True:
         try:
-            task: _Task = connection.recv()
+            request: _PartRequest = connection.recv()
         except (EOFError, OSError):
             return
-        if task.blocks is not None:
-            known[task.slot] = cast(Blocks, task.blocks)
-        connection.send(_answer(evaluate, data, task, known[task.slot]))
+        if request.blocks is not None:
+            known[request.slot] = cast(Blocks, request.blocks)
+        connection.send(_evaluate_request(evaluate, data, request, known[request.slot]))
 
 
-def _answer(evaluate: Evaluate, data: Data, task: _Task, blocks: Blocks) -> _Answer:
+def _evaluate_request(evaluate: Evaluate, data: Data, request: _PartRequest, blocks: Blocks) -> _PartResult:
     try:
-        model = read_model(task.structure, task.places, blocks)
-        torch.manual_seed(task.seed)
-        metrics = evaluated(model, evaluate, data, task.positions, seed=task.seed)
+        model = read_model(request.structure, request.places, blocks)
+        torch.manual_seed(request.seed)
+        metrics = evaluated(model, evaluate, data, request.positions, seed=request.seed)
         ForkingPickler.dumps(metrics)
     except Exception as error:
-        return _Answer(metrics=None, error=_that_travels(error), where=traceback.format_exc())
-    return _Answer(metrics=metrics)
+        return _PartResult(metrics=None, error=_picklable(error), where=traceback.format_exc())
+    return _PartResult(metrics=metrics)
 
 
-def _that_travels(error: Exception) -> Exception:
-    """Return the error itself if it can be written and read again, else one that says as much."""
+def _picklable(error: Exception) -> Exception:
+    """Return the error itself if it can be pickled and unpickled, else one with its type and text."""
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:
@@ -283,7 +283,7 @@ def _that_travels(error: Exception) -> Exception:
     return error
 
 
-def _end_with_the_parent() -> None:
+def _exit_with_parent() -> None:
     parent: Any = mp.parent_process()
     parent.join()
     os._exit(1)

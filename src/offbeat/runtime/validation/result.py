@@ -1,4 +1,4 @@
-"""`Validation`: what the validation of an epoch will have come to; the ledger of those under way."""
+"""`Validation`: the future metrics of an epoch; `Ledger`: the validations under way."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from offbeat.runtime.validation.evaluators import Part
 
 
 class NoMetricsError(OffbeatError):
-    """There will be no metrics of an epoch: it was skipped or taken back, or nobody has its snapshot."""
+    """An epoch has no metrics: it was skipped or rolled back, or its snapshot is lost."""
 
 
 class Validation:
-    """What the validation of an epoch will have come to.
+    """The future result of the validation of an epoch.
 
     Attributes:
         epoch: that is validated, from 0.
-        deadline_s: how long `result` waits unless it is told otherwise, in seconds.
+        deadline_s: the default timeout of `result`, in seconds.
     """
 
     def __init__(self, epoch: int, deadline_s: float, ledger: Ledger) -> None:
@@ -42,8 +42,8 @@ class Validation:
         """Wait for the metrics of the whole set.
 
         Raises:
-            OffbeatError: that took longer than `timeout_s` seconds, names what is missing; or there will be
-                none: the epoch was skipped or taken back, or the validator closed.
+            OffbeatError: it took longer than `timeout_s` seconds (the message names what is missing); or
+                there are no metrics: the epoch was skipped or rolled back, or the validator closed.
             Exception: what `evaluate` raised, with its traceback.
         """
         self.wait(timeout_s)
@@ -52,10 +52,10 @@ class Validation:
         return self._metrics
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it is done, whatever it came to.
+        """Wait until the validation is done, with metrics or an error.
 
         Raises:
-            OffbeatError: that took longer; names what is missing.
+            OffbeatError: it took longer; the message names what is missing.
         """
         timeout_s = self.deadline_s if timeout_s is None else timeout_s
         if self._is_over.is_set():
@@ -69,18 +69,18 @@ class Validation:
             )
 
     def finish(self, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
-        """There are metrics, or an error in their place; what comes second is dropped."""
+        """Set the metrics, or an error in their place; a second call is ignored."""
         if not self.is_done:
             self._metrics, self._error = metrics, error
             self._is_over.set()
 
 
 class Ledger:
-    """The validations that are under way: threads that evaluate write results down, the training reads.
+    """The validations under way: evaluating threads write results, the training thread reads them.
 
     Attributes:
-        what_is_missing: says of an epoch that is not over what it waits for.
-        waiting: is entered as long as somebody waits for a validation.
+        what_is_missing: returns what an unfinished epoch waits for, as text.
+        waiting: a context entered while a thread waits for a validation.
     """
 
     def __init__(self, scheduler: ValidationScheduler, deadline_s: float) -> None:
@@ -88,42 +88,42 @@ class Ledger:
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._scheduler, self._deadline_s = scheduler, deadline_s
         self._lock = threading.Lock()
-        self._open: dict[int, Validation] = {}
+        self._validations: dict[int, Validation] = {}
         self._failure: BaseException | None = None
 
     def begin(self, epoch: int, parts: tuple[range, ...]) -> tuple[Take | Block | Skip, Validation]:
-        """Say what becomes of an epoch that has ended, and what will come of it."""
+        """Decide what happens to an epoch that has ended; return the decision and the future result."""
         validation = Validation(epoch, self._deadline_s, self)
         with self._lock:
             answer = self._scheduler.epoch_ended(epoch, parts)
             if isinstance(answer, Take):
-                self._open[epoch] = validation
+                self._validations[epoch] = validation
                 if self._failure is not None:
                     self._fail(validation, self._failure)
         return answer, validation
 
     def done(self, part: Part[Any], result: Mapping[str, Value] | BaseException) -> None:
-        """Take note of what a part came to; the last one of an epoch ends its validation."""
+        """Record the result of a part; the last one of an epoch ends its validation."""
         with self._lock:
-            validation = self._open.get(part.epoch)
+            validation = self._validations.get(part.epoch)
             if part.cancelled.is_set() or validation is None:
                 return
             if isinstance(result, BaseException):
-                part.cancelled.set()  # which all parts of the epoch have in common
+                part.cancelled.set()  # shared by all parts of the epoch
                 self._fail(validation, result)
                 return
             results = self._scheduler.part_done(part.epoch, part.number, (len(part.positions), result))
         if results is not None:
             try:
                 validation.finish(joined(results))
-            except BaseException as error:  # of a metric that computes; whoever asks for the result gets it
+            except BaseException as error:  # of a metric that computes; raised where the result is read
                 validation.finish({}, error)
 
     def abandon(self, error: BaseException) -> None:
-        """End all validations, those to come too, with an error."""
+        """End all validations, and all later ones, with an error."""
         with self._lock:
             self._failure = error
-            for validation in self._open.values():
+            for validation in self._validations.values():
                 self._fail(validation, error)
 
     def _fail(self, validation: Validation, error: BaseException) -> None:
@@ -132,36 +132,36 @@ class Ledger:
             validation.finish({}, error)
 
     def report(self) -> tuple[int, Validation | None] | None:
-        """Return the next epoch that is over, in order, with what came of it; None for a skipped one."""
+        """Return the next epoch that is over, in order, with its validation, None if it was skipped."""
         with self._lock:
             epoch = self._scheduler.report()
-            return None if epoch is None else (epoch, self._open.pop(epoch, None))
+            return None if epoch is None else (epoch, self._validations.pop(epoch, None))
 
-    def without_metrics(self, epoch: int, why: str) -> Validation:
-        """Return what comes of an epoch that is not validated."""
+    def without_metrics(self, epoch: int, reason: str) -> Validation:
+        """Return the result of an epoch that is not validated."""
         validation = Validation(epoch, self._deadline_s, self)
-        _end(validation, why)
+        _end_without_metrics(validation, reason)
         return validation
 
     def wait_for_oldest(self) -> bool:
-        """Wait until the oldest validation that is not reported is done; return whether there was one.
+        """Wait until the oldest unreported validation is done; return whether there was one.
 
         Raises:
-            OffbeatError: that took longer than the deadline; names what is missing.
+            OffbeatError: it took longer than the deadline; the message names what is missing.
         """
         with self._lock:
-            oldest = self._open[min(self._open)] if self._open else None
+            oldest = self._validations[min(self._validations)] if self._validations else None
         if oldest is not None:
             oldest.wait()
         return oldest is not None
 
-    def drop(self, after: int, why: str) -> None:
+    def drop(self, after: int, reason: str) -> None:
         """End the validations of epochs after `after`, without metrics."""
         with self._lock:
             self._scheduler.forget(after)
-            dropped = [self._open.pop(epoch) for epoch in list(self._open) if epoch > after]
+            dropped = [self._validations.pop(epoch) for epoch in list(self._validations) if epoch > after]
         for validation in dropped:
-            _end(validation, why)
+            _end_without_metrics(validation, reason)
 
     def _missing_parts(self, epoch: int) -> str:
         with self._lock:
@@ -169,6 +169,6 @@ class Ledger:
         return f"evaluating part {', '.join(map(str, missing))} has not ended"
 
 
-def _end(validation: Validation, why: str) -> None:
-    """End a validation of which there will be no metrics."""
-    validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {why}"))
+def _end_without_metrics(validation: Validation, reason: str) -> None:
+    """End a validation that will have no metrics."""
+    validation.finish({}, NoMetricsError(f"there are no metrics of epoch {validation.epoch}: {reason}"))

@@ -1,8 +1,8 @@
-"""A model as it was at one moment, in memory that is used again and again.
+"""A model as it was at one moment, in memory that is reused.
 
-The values of parameters and buffers lie in one block of memory; all else of the model (its modules, their
-attributes) is copied anew each time, so that what changes from epoch to epoch, a dropout rate or a module
-that was added, is as it was. Nothing here waits, or knows of validation.
+The values of parameters and buffers lie in one block of memory per device; the rest of the model (its modules
+and their attributes) is copied each time, so that anything that changes between epochs, a dropout rate or an
+added module, is as it was. Nothing here waits, or knows of validation.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Blocks: TypeAlias = Mapping[torch.device, Tensor]
 _ALIGNMENT_BYTES: Final = 64
 _DICTS: Final = (dict, OrderedDict)
 _WRAPPERS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-_rooms = itertools.count()
-_read = threading.local()  # the tensors of the snapshot that a process of its own is about to read
+_room_ids = itertools.count()
+_reading = threading.local()  # the tensors of the snapshot that this process is about to read
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model itself, without torch.compile, DistributedDataParallel and DataParallel around it.
+    """Return the model without torch.compile, DistributedDataParallel and DataParallel around it.
 
-    A compiled model is evaluated as it was written: compiling belongs to the thread that trains; and a copy
-    of DistributedDataParallel would talk to the other workers.
+    A compiled model is evaluated uncompiled: compiling belongs to the training thread. A copy of
+    DistributedDataParallel would communicate with the other workers.
 
     Raises:
-        OffbeatError: the parameters are no whole tensors: lazy and not yet made, or parts of sharded ones.
+        OffbeatError: the parameters are not whole tensors: lazy and not initialised, or sharded.
     """
     while True:
         if isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
@@ -57,15 +57,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             raise OffbeatError(f"{name} has no shape yet: run one batch through the model first")
         if hasattr(tensor, "to_local"):
             raise OffbeatError(
-                f"expected whole parameters, got {name}, of which this worker has a part only: sharded "
-                "models cannot be validated beside their training"
+                f"expected whole parameters, got {name}, of which this worker has only a part: sharded "
+                "models cannot be validated while they train"
             )
     return model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a tensor lies in the block of its device, and as what."""
+    """The layout of a tensor in the block of its device."""
 
     start_bytes: int
     shape: torch.Size
@@ -82,14 +82,14 @@ class Place:
         return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
 
 
-def _lay_out(values: Sequence[Tensor]) -> tuple[list[Place], dict[torch.device, int]]:
-    """Say where tensors like these lie, one after the other, and how many bytes a device that takes."""
+def _layout_of(values: Sequence[Tensor]) -> tuple[list[Place], dict[torch.device, int]]:
+    """Return places for tensors like these, one after the other, and the bytes needed on each device."""
     ends: dict[torch.device, int] = {}
     places: list[Place] = []
     for tensor in values:
         start = -(-ends.get(tensor.device, 0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         ends[tensor.device] = start + tensor.numel() * tensor.element_size()
-        # As dense as can be: the same order of the dimensions, without gaps and shared places.
+        # Densely packed: the same order of dimensions, without gaps and overlaps.
         stride = torch.empty_like(tensor, device="meta").stride()
         places.append(
             Place(
@@ -104,8 +104,8 @@ def _lay_out(values: Sequence[Tensor]) -> tuple[list[Place], dict[torch.device, 
     return places, ends
 
 
-def _values(model: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers, each once, whose values are kept in blocks: all that are dense."""
+def _dense_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers whose values are kept in blocks, each once: all dense ones."""
     return [tensor for tensor in [*model.parameters(), *model.buffers()] if _is_dense(tensor)]
 
 
@@ -115,20 +115,20 @@ def _is_dense(tensor: Tensor) -> bool:
     return all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _kinds(values: Sequence[Tensor]) -> list[tuple[object, ...]]:
+def _kinds_of(values: Sequence[Tensor]) -> list[tuple[object, ...]]:
     return [(value.shape, value.stride(), value.dtype, value.device) for value in values]
 
 
 class Snapshot:
-    """Room for a model's values at one moment, and the rest of the model as it was then.
+    """Memory for a model's values at one moment, and a copy of the rest of the model.
 
     Attributes:
-        blocks: of memory, by device, in which the values lie.
-        lent: what arrives in other processes of this program as these blocks; empty unless shared.
-        places: of the values in them.
-        room: a number that these blocks alone have, for processes that have seen them before.
+        blocks: of memory, by device, that hold the values.
+        lent: objects that other processes of this program receive as these blocks; empty unless shared.
+        places: of the values in the blocks.
+        room: a number unique to these blocks, for processes that have mapped them before.
         structure: the model without these values, for `read_model` in another process; empty unless shared.
-        ready: by GPU, when the values are there; whoever reads them on another stream waits for it.
+        ready: by GPU, an event after which the values are there; a reader on another stream waits for it.
         shared: other processes of this program can read it.
     """
 
@@ -140,21 +140,21 @@ class Snapshot:
         self.structure = b""
         self.ready: list[torch.cuda.Event] = []
         self.shared = shared
-        self._kinds: list[tuple[object, ...]] | None = None
+        self._kinds_of: list[tuple[object, ...]] | None = None
         self._tensors: list[Tensor] = []
         self._model: nn.Module | None = None
 
     @torch.no_grad()
     def take(self, model: nn.Module) -> None:
-        """Copy `model`, which is `unwrapped`, as it is now; what was here before is overwritten.
+        """Copy `model`, which is `unwrapped`, as it is now; earlier content is overwritten.
 
         Raises:
-            OffbeatError: something that hangs on the model cannot be copied.
+            OffbeatError: something attached to the model cannot be copied.
         """
-        values = _values(model)
-        if (kinds := _kinds(values)) != self._kinds:
-            self._make_room(values)
-            self._kinds = kinds
+        values = _dense_tensors(model)
+        if (kinds := _kinds_of(values)) != self._kinds_of:
+            self._allocate(values)
+            self._kinds_of = kinds
         if values:
             torch._foreach_copy_(self._tensors, values)
         self.ready = []
@@ -162,58 +162,60 @@ class Snapshot:
             if device.type == "cuda":
                 self.ready.append(torch.cuda.current_stream(device).record_event())
         try:
-            self._model = _copied(model, values, self._tensors)
+            self._model = _copy_model(model, values, self._tensors)
             if self.shared:
-                self.structure = _written(self._model, self._tensors)
+                self.structure = _serialize(self._model, self._tensors)
         except Exception as error:
             raise OffbeatError(
-                f"the model cannot be copied ({type(error).__name__}: {error}): something that hangs on it, "
-                "an attribute or a hook, does not allow it"
+                f"the model cannot be copied ({type(error).__name__}: {error}): an attribute or a hook of it "
+                "does not allow it"
             ) from error
 
-    def _make_room(self, values: Sequence[Tensor]) -> None:
-        self.places, sizes = _lay_out(values)
-        self.room, self.lent = next(_rooms), {}
+    def _allocate(self, values: Sequence[Tensor]) -> None:
+        self.places, sizes = _layout_of(values)
+        self.room, self.lent = next(_room_ids), {}
         self.blocks = {
-            device: self._block(device, -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+            device: self._allocate_block(device, -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
             for device, size_bytes in sizes.items()
         }
         self._tensors = [place.view(self.blocks) for place in self.places]
 
-    def _block(self, device: torch.device, size_bytes: int) -> Tensor:
+    def _allocate_block(self, device: torch.device, size_bytes: int) -> Tensor:
         if self.shared and HAS_SHARED and device.type == "cpu" and size_bytes:
-            lent = self.lent[device] = Lent(size_bytes)
-            return lent.block
+            exported = self.lent[device] = Lent(size_bytes)
+            return exported.block
         block = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         if self.shared:
             self.lent[device] = block.share_memory_()
         return block
 
     def model(self) -> nn.Module:
-        """Return a module of its own that reads these values, set to evaluate, without gradients.
+        """Return a separate module that reads these values, in evaluation mode, without gradients.
 
-        Threads take one each: what modules note of a forward pass, in attributes or buffers, is then not
-        mixed up, and not in the snapshot. They have only the parameters in common.
+        Each thread uses its own: what modules store during a forward pass, in attributes or buffers, is then
+        neither mixed up nor written to the snapshot. Only the parameters are shared.
         """
         assert self._model is not None
-        return _copied(self._model, self._tensors, list(map(_to_read, self._tensors)))
+        return _copy_model(self._model, self._tensors, list(map(_for_reading, self._tensors)))
 
     @torch.no_grad()
     def put_back(self, model: nn.Module) -> None:
-        """Make the values of `model`, which is `unwrapped`, what they were.
+        """Copy the values back into `model`, which is `unwrapped`.
 
         Raises:
-            OffbeatError: the model has other tensors now.
+            OffbeatError: the model has different tensors now.
         """
-        values = _values(model)
-        if _kinds(values) != self._kinds:
-            raise OffbeatError("the model has other parameters or buffers than when the snapshot was taken")
+        values = _dense_tensors(model)
+        if _kinds_of(values) != self._kinds_of:
+            raise OffbeatError(
+                "the model has different parameters or buffers than when the snapshot was taken"
+            )
         if values:
             torch._foreach_copy_(values, self._tensors)
 
     @property
     def size_bytes(self) -> int:
-        """How long `to_bytes` is."""
+        """The length of `to_bytes`."""
         return sum(map(len, self.blocks.values()))
 
     def to_bytes(self) -> Tensor:
@@ -226,22 +228,22 @@ class Snapshot:
         )
 
     def overwrite(self, values: Tensor) -> None:
-        """Take on the values of another worker's snapshot of a model with the same tensors.
+        """Replace the values with those of another worker's snapshot of a model with the same tensors.
 
         Args:
-            values: as its `to_bytes` gave them.
+            values: the result of its `to_bytes`.
         """
         sizes = list(map(len, self.blocks.values()))
         for block, part in zip(self.blocks.values(), values.split(sizes), strict=True):
             block.copy_(part)
 
     def digest(self) -> str:
-        """Return 16 digits: the same for the same values, bit for bit, and else all but surely others."""
-        mixed = hashlib.sha256()
+        """Return 16 hexadecimal digits: equal for bitwise equal values, else different almost surely."""
+        hasher = hashlib.sha256()
         for block in self.blocks.values():
             raw: Any = block.cpu().numpy()
-            mixed.update(raw)
-        return mixed.hexdigest()[:16]
+            hasher.update(raw)
+        return hasher.hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the model's state."""
@@ -249,21 +251,23 @@ class Snapshot:
         return copy.deepcopy(self._model.state_dict())
 
 
-def _to_read(tensor: Tensor) -> Tensor:
-    """Return a parameter itself, which nobody writes to when it evaluates, and of a buffer a copy."""
+def _for_reading(tensor: Tensor) -> Tensor:
+    """Return a parameter itself, which evaluation does not write to, and a copy of a buffer."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
 
-def _copied(model: nn.Module, values: Sequence[Tensor], instead: Sequence[Tensor]) -> nn.Module:
-    """Return a copy of a model with `instead` in the place of `values`, set to evaluate."""
-    memo: dict[int, Any] = {id(value): tensor for value, tensor in zip(values, instead, strict=True)}
+def _copy_model(model: nn.Module, values: Sequence[Tensor], replacements: Sequence[Tensor]) -> nn.Module:
+    """Return a copy of a model in evaluation mode, with `replacements` in the place of `values`."""
+    memo: dict[int, Any] = {id(value): tensor for value, tensor in zip(values, replacements, strict=True)}
     for module in model.modules():
-        for noted in vars(module).values():
-            if type(noted) in _DICTS and not noted:  # hooks mostly, a dozen a module: half of the time
-                memo[id(noted)] = type(noted)()
-            elif isinstance(noted, Tensor) and not noted.is_leaf:
+        for attribute in vars(module).values():
+            if (
+                type(attribute) in _DICTS and not attribute
+            ):  # mostly hooks, a dozen per module: saves half of the time
+                memo[id(attribute)] = type(attribute)()
+            elif isinstance(attribute, Tensor) and not attribute.is_leaf:
                 # A result of the last forward pass, which torch does not copy.
-                memo[id(noted)] = noted.detach().clone()
+                memo[id(attribute)] = attribute.detach().clone()
     copied: nn.Module = copy.deepcopy(model, memo)
     return copied.eval()
 
@@ -272,12 +276,12 @@ def _copied(model: nn.Module, values: Sequence[Tensor], instead: Sequence[Tensor
 
 
 class Lent:
-    """A block of memory on the CPU that other processes of this program map.
+    """A block of memory on the CPU that other processes of this program can map.
 
-    It has no file in /dev/shm, which may be small (64 MiB in a container) or not there to be written.
+    It has no file in /dev/shm, which may be small (64 MiB in a container) or not writable.
 
     Raises:
-        OffbeatError: there is not so much memory.
+        OffbeatError: there is not enough memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -293,41 +297,41 @@ class Lent:
         weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def __reduce__(self) -> Any:
-        return _borrowed, (DupFd(self._descriptor), self._size_bytes)
+        return _map_block, (DupFd(self._descriptor), self._size_bytes)
 
 
-def _borrowed(descriptor: Any, size_bytes: int) -> Tensor:
-    number = descriptor.detach()
+def _map_block(descriptor: Any, size_bytes: int) -> Tensor:
+    index = descriptor.detach()
     try:
-        memory = mapped(number, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED)
+        memory = mapped(index, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED)
     finally:
-        os.close(number)
+        os.close(index)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class _Writer(ForkingPickler):
-    """Writes a model with numbers in the place of the tensors whose values lie in shared memory."""
+class _ModelPickler(ForkingPickler):
+    """Pickles a model with indices in the place of the tensors whose values lie in shared memory."""
 
     def __init__(self, file: io.BytesIO, values: Sequence[Tensor]) -> None:
         super().__init__(file)
-        self._numbers = {id(value): number for number, value in enumerate(values)}
+        self._numbers = {id(value): index for index, value in enumerate(values)}
 
-    def reducer_override(self, thing: Any) -> Any:
-        """Write the number of a tensor that has one; all else as usual."""
-        if not isinstance(thing, Tensor):
+    def reducer_override(self, value: Any) -> Any:
+        """Write the index of a tensor that has one; everything else as usual."""
+        if not isinstance(value, Tensor):
             return NotImplemented
-        if (number := self._numbers.get(id(thing))) is not None:
-            return _tensor_of_number, (number,)
-        if _is_dense(thing) and type(thing) is Tensor and thing.device.type == "cpu":
+        if (index := self._numbers.get(id(value))) is not None:
+            return _tensor_of_number, (index,)
+        if _is_dense(value) and type(value) is Tensor and value.device.type == "cpu":
             # By value, for any number of processes to read; handles of shared memory can be read once.
-            flat = thing.detach().contiguous().reshape(-1).view(torch.uint8)
-            return _tensor_of_bytes, (flat.numpy().tobytes(), thing.dtype, thing.shape)
+            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            return _tensor_of_bytes, (flat.numpy().tobytes(), value.dtype, value.shape)
         return NotImplemented
 
 
-def _tensor_of_number(number: int) -> Tensor:
-    tensors: list[Tensor] = _read.tensors
-    return tensors[number]
+def _tensor_of_number(index: int) -> Tensor:
+    tensors: list[Tensor] = _reading.tensors
+    return tensors[index]
 
 
 def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -336,17 +340,17 @@ def _tensor_of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tens
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-def _written(model: nn.Module, values: Sequence[Tensor]) -> bytes:
+def _serialize(model: nn.Module, values: Sequence[Tensor]) -> bytes:
     file = io.BytesIO()
-    _Writer(file, values).dump(model)
+    _ModelPickler(file, values).dump(model)
     return file.getvalue()
 
 
 def read_model(structure: bytes, places: Sequence[Place], blocks: Blocks) -> nn.Module:
-    """Return the model that another process of this program has written, set to evaluate."""
-    _read.tensors = [_to_read(place.view(blocks)) for place in places]
+    """Return a model that another process of this program has serialised, in evaluation mode."""
+    _reading.tensors = [_for_reading(place.view(blocks)) for place in places]
     try:
         model: nn.Module = ForkingPickler.loads(structure)
     finally:
-        _read.tensors = []
+        _reading.tensors = []
     return model.eval()

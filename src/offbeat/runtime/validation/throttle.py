@@ -1,4 +1,4 @@
-"""Threads that evaluate beside the training rest where they hold it up, or each other."""
+"""Pauses evaluating threads that delay the training, or one another."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ _STUCK_S: Final = 10.0
 
 
 class Pacer:
-    """Lets threads that evaluate go on as `Pacing` says; the others rest, before a call of torch.
+    """Lets evaluating threads go on as `Pacing` decides; the other threads pause before a call of torch.
 
-    What has been evaluated is not lost: who rests goes on from where it is. Where those that may go on call
-    nothing for long, they may be waiting for what one that rests holds, and then that one goes on.
+    Nothing evaluated is lost: a paused thread continues where it stopped. If the running threads make no call
+    of torch for long, they may be waiting for something that a paused thread holds; then that thread goes on.
 
     Args:
-        threads: that evaluate, at least 1.
-        pace: what is asked of them; None if nothing is.
+        threads: number of threads that evaluate, at least 1.
+        pace: their minimum rate; None for none.
     """
 
     def __init__(self, threads: int, pace: Pace | None) -> None:
-        self._slow_s = _STUCK_S if pace is None else pace.rest_s
+        self._rest_max_s = _STUCK_S if pace is None else pace.rest_s
         self._pacing = Pacing(threads, pace)
         self._changed = Condition()
 
     @property
     def is_slow(self) -> bool:
-        """Whether they were too slow beside the training."""
+        """Whether the threads were too slow during training."""
         return self._pacing.is_slow
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], None]]:
-        """A thread evaluates a part, once it may.
+        """Context in which a thread evaluates a part; entered once the thread may go on.
 
         Yields:
-            What it calls before every call of torch, and where it may rest.
+            A function to call before every call of torch, in which the thread may pause.
         """
         with self._changed:
             turn = self._pacing.begin(time.perf_counter())
         try:
-            self._rest(turn)
-            yield lambda: self._called(turn)
+            self._wait_for_turn(turn)
+            yield lambda: self._on_call(turn)
         finally:
             with self._changed:
                 self._pacing.end(turn, time.perf_counter())
@@ -53,25 +53,25 @@ class Pacer:
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
-        """The training, or somebody else, waits for those who evaluate."""
-        self._wait(1)
+        """Context in which the training, or another thread, waits for the evaluation."""
+        self._add_waiting(1)
         try:
             yield
         finally:
-            self._wait(-1)
+            self._add_waiting(-1)
 
     def open(self) -> None:
-        """Nobody rests any more."""
+        """Let all threads go on from now on."""
         with self._changed:
             self._pacing.open(time.perf_counter())
             self._changed.notify_all()
 
-    def _wait(self, more: int) -> None:
+    def _add_waiting(self, more: int) -> None:
         with self._changed:
             self._pacing.waiting(more, time.perf_counter())
             self._changed.notify_all()
 
-    def _called(self, turn: Turn) -> None:
+    def _on_call(self, turn: Turn) -> None:
         turn.calls += 1
         now_s = time.perf_counter()
         if now_s >= self._pacing.look_s:
@@ -79,13 +79,13 @@ class Pacer:
                 self._pacing.look(now_s)
                 self._changed.notify_all()
         if not turn.is_let:
-            self._rest(turn)
+            self._wait_for_turn(turn)
 
-    def _rest(self, turn: Turn) -> None:
+    def _wait_for_turn(self, turn: Turn) -> None:
         with self._changed:
             while not turn.is_let:
                 calls = self._pacing.calls
-                limit_s = self._slow_s if self._pacing.is_slow else _STUCK_S
-                is_let = self._changed.wait_for(lambda: turn.is_let, limit_s)
-                if not is_let and calls == self._pacing.calls:
+                timeout_s = self._rest_max_s if self._pacing.is_slow else _STUCK_S
+                may_go_on = self._changed.wait_for(lambda: turn.is_let, timeout_s)
+                if not may_go_on and calls == self._pacing.calls:
                     self._pacing.free(turn)
