@@ -301,7 +301,7 @@ def test_when_full_epochs_are_skipped_and_reported_in_their_turn():
     with offbeat.Validator(a_model(), evaluate, gate, **options) as validator:
         results = [validator.validate() for _ in range(4)]
         with pytest.raises(
-            OffbeatError, match="no metrics of epoch 2: it was skipped, for others were under"
+            OffbeatError, match="no metrics of epoch 2: it was skipped, because others were under"
         ):
             results[2].result()
         gate.is_open.set()
@@ -785,7 +785,7 @@ def test_bad_options_are_refused(options, text):
 
 def test_a_plateau_without_a_monitor_is_refused():
     optimizer = torch.optim.SGD(a_model().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="a monitor beside plateau"):
+    with pytest.raises(ValueError, match="a monitor together with plateau"):
         offbeat.Validator(
             a_model(),
             evaluate,

@@ -1,7 +1,7 @@
-"""What a worker does of the validations that a job's workers share out, as the coordinator deals it.
+"""A worker's side of a validation divided among the workers of a job, as the coordinator assigns it.
 
-It evaluates the parts that it is given, lends and borrows snapshots, and hears what came of epochs. Nothing
-here acts on metrics.
+It evaluates the parts assigned to it, sends and receives snapshots, and records the results of epochs.
+Nothing here acts on metrics.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from offbeat.runtime.validation.snapshot import Snapshot
 from offbeat.runtime.validation.validator import Moment
 from offbeat.wire.record import MESSAGE_BYTES_MAX, encode
 
-_FIRST_TAG: Final = 3 << 62  # exchanges use what is below 2**63, loans of samples what is below this
-_LATER: Final = 1 << 20  # priority: after all exchanges
+_FIRST_TAG: Final = 3 << 62  # exchanges use tags below 2**63, late blocks those below this
+_LOW_PRIORITY: Final = 1 << 20  # after all exchanges
 _METRICS_BYTES_MAX: Final = MESSAGE_BYTES_MAX // 2
-_COUNT_MAX: Final = 2**53  # up to which all whole numbers are floats
+_COUNT_MAX: Final = 2**53  # up to which all integers are exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share(Part[Snapshot]):
-    """A part that this worker was dealt; `digest`: of the snapshot that it is to be evaluated with."""
+class _AssignedPart(Part[Snapshot]):
+    """A part assigned to this worker; `digest`: of the snapshot to evaluate it with."""
 
     digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Merge(_Share):
-    """The first part, evaluated by this worker, whose metrics are to be merged with those of the others.
+class _MergeTask(_AssignedPart):
+    """The first part, evaluated by this worker, whose metrics must be merged with those of the other parts.
 
     Attributes:
         first: metrics of the first part.
@@ -64,25 +64,25 @@ class _Merge(_Share):
     others: Sequence[dict[str, str]]
 
     def merged(self) -> dict[str, Value]:
-        """Return what they come to."""
+        """Return the merged metrics."""
         return {
-            name: merged(name, metric, [_state(states[name], metric.device) for states in self.others])
+            name: merged(name, metric, [_decode_state(states[name], metric.device) for states in self.others])
             for name, metric in self.first.items()
         }
 
 
 @dataclass(kw_only=True)
-class _Held:
-    """A snapshot of this worker's, for as long as its epoch is not over.
+class _HeldSnapshot:
+    """A snapshot of this worker, until its epoch is over.
 
     Attributes:
-        digest: of what lies in it now.
-        wanted: of what it is to hold, as far as is known.
-        incoming: what is on its way to it; kept until it is there.
-        lent: what others are being sent of it; a copy, since they may still be when it is used again.
+        digest: of the current content.
+        wanted: of the content that the coordinator last asked for.
+        incoming: the buffer of a snapshot being received; kept until it is complete.
+        lent: the buffer being sent to other workers; a copy, since sending may outlast the snapshot's reuse.
         under_way: how many parts this worker evaluates with it.
-        first: metrics of the first part that are to be merged, where this worker has evaluated it.
-        states: that those are to be merged with, as far as they have come.
+        first: metrics of the first part that must be merged, where this worker has evaluated it.
+        states: the states to merge with them, as far as they have arrived.
         is_over: its validation has ended.
     """
 
@@ -100,14 +100,14 @@ class _Held:
 
 @dataclass(kw_only=True)
 class Shares:
-    """What a worker is dealt of its job's validations, and what it says of it.
+    """The parts of the job's validations that a worker is assigned, and its reports on them.
 
     Attributes:
-        member: the control side.
+        member: the worker's line to the coordinator.
         ledger: of the validations under way here; each has one part, the set.
         samples: in the set.
-        deadline_s: how long a snapshot that is lent may take to come.
-        crew: evaluates what is dealt.
+        deadline_s: the longest time that the transfer of a snapshot may take.
+        crew: evaluates the assigned parts.
     """
 
     member: Member
@@ -115,15 +115,15 @@ class Shares:
     samples: int
     deadline_s: float
     crew: Crew[Snapshot] | None = None
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _held: dict[int, _HeldSnapshot] = field(default_factory=dict)
     _changed: Condition = field(default_factory=Condition)
 
     def begin(self) -> None:
-        """Listen to what is said of validations."""
+        """Subscribe to the coordinator's actions on validations."""
         self.member.on_validation = self.hear
 
     def offer(self, epoch: int, moment: Moment, *, is_current: bool, evaluators: int, terms: str) -> None:
-        """Say that this worker can evaluate parts of an epoch."""
+        """Offer to evaluate parts of an epoch."""
         digest = moment.snapshot.digest()
         if self.watch(epoch, moment, digest):
             return
@@ -142,29 +142,29 @@ class Shares:
         )
 
     def drop_after(self, epoch: int) -> None:
-        """Say that the training has gone back to the end of an epoch."""
+        """Report that the training has returned to the end of an epoch."""
         self.member.tell(WentBack(now_s=0.0, worker=self.member.worker, epoch=epoch))
 
     def watch(self, epoch: int, moment: Moment, digest: str = "") -> bool:
-        """Have the ledger hear what the validation of an epoch comes to; return whether it is over."""
+        """Register an epoch, so that the ledger receives its result; return whether it is over."""
         with self._changed:
-            self._held[epoch] = _Held(
+            self._held[epoch] = _HeldSnapshot(
                 snapshot=moment.snapshot, cancelled=moment.cancelled, digest=digest, wanted=digest
             )
-        over = self.member.validated.get(epoch)
-        if over is not None:
-            self._end(over)
-        return over is not None
+        outcome = self.member.validated.get(epoch)
+        if outcome is not None:
+            self._end(outcome)
+        return outcome is not None
 
     def digest_of(self, epoch: int) -> str:
-        """Return the digest of the snapshot that this worker has of an epoch."""
+        """Return the digest of this worker's snapshot of an epoch."""
         return self._held[epoch].digest
 
     def outcome_of(self, epoch: int) -> Validated:
-        """Return what the validation of an epoch came to, which is over."""
-        over = self.member.validated[epoch]
-        assert over is not None
-        return over
+        """Return the result of an epoch whose validation is over."""
+        outcome = self.member.validated[epoch]
+        assert outcome is not None
+        return outcome
 
     def is_read(self, epoch: int) -> bool:
         """Whether the snapshot of an epoch that is over may still be read, or written, here."""
@@ -173,38 +173,38 @@ class Shares:
             return held.under_way > 0 or held.incoming is not None
 
     def keep(self, epochs: Collection[int]) -> None:
-        """Forget the snapshots of all other epochs."""
+        """Drop the snapshots of all other epochs."""
         with self._changed:
             self._held = {epoch: held for epoch, held in self._held.items() if epoch in epochs}
 
     def what_is_missing(self, epoch: int) -> str:
-        """Say what an epoch waits for, as far as this worker knows."""
+        """Return what an epoch waits for, as far as this worker knows, as text."""
         with self._changed:
             under_way = self._held[epoch].under_way if epoch in self._held else 0
         if under_way:
             return f"this worker, {self.member.worker}, has {under_way} parts that it has not evaluated"
         return (
-            f"worker {self.member.worker} has evaluated all that it was dealt, and waits for others, who "
+            f"worker {self.member.worker} has evaluated all its parts, and waits for other workers, which "
             "have the other parts or are not yet at the end of that epoch"
         )
 
-    # What is said, in the links' thread ------------------------------------------------------------------
+    # Actions, in the links' thread -----------------------------------------------------------------------
 
     def hear(self, action: LendSnapshot | EvaluatePart | MergeStates | Validated) -> None:
-        """Do what the coordinator says."""
+        """Carry out an action of the coordinator."""
         match action:
             case Validated():
                 self._end(action)
             case EvaluatePart():
-                self._take(action)
+                self._on_part(action)
             case MergeStates():
-                self._merge(action)
+                self._on_merge(action)
             case LendSnapshot() if action.borrower == self.member.worker:
-                self._borrow(action)
+                self._receive_snapshot(action)
             case LendSnapshot():
-                self._lend(action)
+                self._send_snapshot(action)
 
-    def _take(self, action: EvaluatePart) -> None:
+    def _on_part(self, action: EvaluatePart) -> None:
         with self._changed:
             held = self._held.get(action.epoch)
             if held is None or self.crew is None:
@@ -212,7 +212,7 @@ class Shares:
             held.under_way += 1
             held.wanted = action.digest
             self._changed.notify_all()
-        share = _Share(
+        assigned = _AssignedPart(
             epoch=action.epoch,
             number=action.part,
             positions=range(action.start, action.stop),
@@ -220,9 +220,9 @@ class Shares:
             cancelled=held.cancelled,
             digest=action.digest,
         )
-        self.crew.give([share])
+        self.crew.give([assigned])
 
-    def _merge(self, action: MergeStates) -> None:
+    def _on_merge(self, action: MergeStates) -> None:
         with self._changed:
             held = self._held.get(action.epoch)
             if held is None or self.crew is None:
@@ -233,7 +233,7 @@ class Shares:
             if len(held.states) < action.parts:
                 return
             held.under_way += 1
-        merge = _Merge(
+        merge = _MergeTask(
             epoch=action.epoch,
             number=0,
             positions=range(self.samples),
@@ -245,17 +245,17 @@ class Shares:
         )
         self.crew.give([merge])
 
-    def _borrow(self, loan: LendSnapshot) -> None:
+    def _receive_snapshot(self, transfer: LendSnapshot) -> None:
         with self._changed:
-            held = self._held.get(loan.epoch)
+            held = self._held.get(transfer.epoch)
             if held is None:
-                self.member.endpoint.forget(_FIRST_TAG + loan.number, _FIRST_TAG + loan.number + 1)
+                self.member.endpoint.forget(_FIRST_TAG + transfer.number, _FIRST_TAG + transfer.number + 1)
                 return
             incoming = torch.empty(held.snapshot.size_bytes, dtype=torch.uint8, device="cpu")
-            held.incoming, held.wanted = incoming, loan.digest
+            held.incoming, held.wanted = incoming, transfer.digest
             missing = len(incoming)
 
-        def came(_: int, length: int) -> None:
+        def on_bytes(_: int, length: int) -> None:
             nonlocal missing
             missing -= length
             if missing:
@@ -265,45 +265,45 @@ class Shares:
                     held.incoming = None
                     if not held.cancelled.is_set():
                         held.snapshot.overwrite(incoming)
-                        held.digest = loan.digest
+                        held.digest = transfer.digest
                 self._changed.notify_all()
 
-        owner = self.member.name_of(loan.worker)
-        self.member.endpoint.expect(owner, _FIRST_TAG + loan.number, _memory(incoming), came)
+        owner = self.member.name_of(transfer.worker)
+        self.member.endpoint.expect(owner, _FIRST_TAG + transfer.number, _memory_of(incoming), on_bytes)
 
-    def _lend(self, loan: LendSnapshot) -> None:
-        held = self._held.get(loan.epoch)
-        if held is None or held.digest != loan.digest:
-            return  # it is over, and the borrower has heard that
+    def _send_snapshot(self, transfer: LendSnapshot) -> None:
+        held = self._held.get(transfer.epoch)
+        if held is None or held.digest != transfer.digest:
+            return  # it is over, and the receiver knows that
         values = held.lent = held.snapshot.to_bytes() if held.lent is None else held.lent
         self.member.endpoint.put(
-            self.member.name_of(loan.borrower),
-            _FIRST_TAG + loan.number,
-            _memory(values),
-            priority=_LATER,
-            done=partial(_keep, values),
+            self.member.name_of(transfer.borrower),
+            _FIRST_TAG + transfer.number,
+            _memory_of(values),
+            priority=_LOW_PRIORITY,
+            done=partial(_keep_alive, values),
         )
 
-    def _end(self, over: Validated) -> None:
-        """An epoch is over, for everybody."""
+    def _end(self, outcome: Validated) -> None:
+        """Record the result of an epoch that is over for all workers."""
         with self._changed:
-            held = self._held.get(over.epoch)
+            held = self._held.get(outcome.epoch)
             if held is None or held.is_over:
                 return
             held.is_over = True
-        whole = Part(
-            epoch=over.epoch,
+        whole_set = Part(
+            epoch=outcome.epoch,
             number=0,
             positions=range(self.samples),
             snapshot=held.snapshot,
             cancelled=held.cancelled,
         )
-        if over.owner is None:
+        if outcome.owner is None:
             self.ledger.done(
-                whole, NoMetricsError(f"there are no metrics of epoch {over.epoch}: {over.reason}")
+                whole_set, NoMetricsError(f"there are no metrics of epoch {outcome.epoch}: {outcome.reason}")
             )
         else:
-            self.ledger.done(whole, _metrics(over))
+            self.ledger.done(whole_set, _metrics_of(outcome))
         with self._changed:
             held.cancelled.set()
             self._changed.notify_all()
@@ -311,14 +311,14 @@ class Shares:
     # In the threads that evaluate ------------------------------------------------------------------------
 
     def wait_for(self, part: Part[Snapshot]) -> None:
-        """Wait until the snapshot is there that a part is to be evaluated with.
+        """Wait until the snapshot is there with which a part is to be evaluated.
 
         Raises:
-            CancelledError: it is not wanted any more.
-            OffbeatError: that took too long.
+            CancelledError: the part is not needed any more.
+            OffbeatError: it took too long.
         """
-        assert isinstance(part, _Share)
-        limit_s = time.monotonic() + self.deadline_s
+        assert isinstance(part, _AssignedPart)
+        deadline_s = time.monotonic() + self.deadline_s
         with self._changed:
             while True:
                 held = self._held.get(part.epoch)
@@ -326,22 +326,22 @@ class Shares:
                     raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
                 if held.digest == part.digest:
                     return
-                left_s = limit_s - time.monotonic()
-                if left_s <= 0:
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
                     raise OffbeatError(
-                        f"worker {self.member.worker} was to be lent a snapshot of epoch {part.epoch}, and "
-                        f"waited {self.deadline_s:g} s for it in vain"
+                        f"worker {self.member.worker}: timed out waiting for another worker's snapshot of "
+                        f"epoch {part.epoch} after {self.deadline_s:g} s"
                     )
-                self._changed.wait(left_s)
+                self._changed.wait(remaining_s)
 
     def wake(self) -> None:
-        """Let threads that wait see that they need not any more."""
+        """Let waiting threads check whether they still need to wait."""
         with self._changed:
             self._changed.notify_all()
 
     def done(self, part: Part[Snapshot], result: dict[str, Value] | BaseException) -> None:
-        """Tell what a part came to; an error ends the validation, and this worker's training says so."""
-        assert isinstance(part, _Share)
+        """Report the result of a part; an error ends the validation, and this worker's training raises it."""
+        assert isinstance(part, _AssignedPart)
         with self._changed:
             held = self._held.get(part.epoch)
             if held is not None:
@@ -351,22 +351,26 @@ class Shares:
         try:
             if isinstance(result, BaseException):
                 raise result
-            said = self._merged(part, result) if isinstance(part, _Merge) else self._said(part, result)
+            message = (
+                self._states_merged(part, result)
+                if isinstance(part, _MergeTask)
+                else self._part_evaluated(part, result)
+            )
         except BaseException as error:
             if part.cancelled.is_set():
                 warnings.warn(
-                    f"evaluating part {part.number} of epoch {part.epoch} failed on worker "
-                    f"{self.member.worker}, after another one had done it: {type(error).__name__}: {error}",
+                    f"evaluating part {part.number} of epoch {part.epoch} failed on worker {self.member.worker}, "
+                    f"after another worker had done it: {type(error).__name__}: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
             self.ledger.done(part, error)
             return
-        with suppress(LinkError):  # then the job has failed, and says so elsewhere
-            self.member.tell(said)
+        with suppress(LinkError):  # then the job has failed, and the error is raised elsewhere
+            self.member.tell(message)
 
-    def _merged(self, part: _Merge, metrics: dict[str, Value]) -> StatesMerged:
-        means, counts = _told(metrics)
+    def _states_merged(self, part: _MergeTask, metrics: dict[str, Value]) -> StatesMerged:
+        means, counts = _means_and_counts(metrics)
         return StatesMerged(
             now_s=0.0,
             worker=self.member.worker,
@@ -376,15 +380,17 @@ class Shares:
             counts=counts,
         )
 
-    def _said(self, part: _Share, metrics: dict[str, Value]) -> PartEvaluated:
+    def _part_evaluated(self, part: _AssignedPart, metrics: dict[str, Value]) -> PartEvaluated:
         merged = {name: metric for name, metric in metrics.items() if isinstance(metric, Tellable)}
-        means, counts = _told({name: metric for name, metric in metrics.items() if name not in merged})
+        means, counts = _means_and_counts(
+            {name: metric for name, metric in metrics.items() if name not in merged}
+        )
         if part.number == 0:
             with self._changed:
                 held = self._held.get(part.epoch)
                 if held is not None and held.wanted == part.digest:
                     held.first = merged
-        said = PartEvaluated(
+        message = PartEvaluated(
             now_s=0.0,
             worker=self.member.worker,
             epoch=part.epoch,
@@ -392,25 +398,25 @@ class Shares:
             part=part.number,
             means=means,
             counts=counts,
-            states=tuple((name, _state_told(metric)) for name, metric in merged.items()),
+            states=tuple((name, _encode_state(metric)) for name, metric in merged.items()),
         )
-        if len(encode([said])) > _METRICS_BYTES_MAX:
+        if len(encode([message])) > _METRICS_BYTES_MAX:
             raise OffbeatError(
                 f"expected metrics that take at most {_METRICS_BYTES_MAX} bytes, names included, got "
-                f"{len(metrics)} metrics that take {len(encode([said]))}: return fewer of them"
+                f"{len(metrics)} metrics that take {len(encode([message]))}: return fewer of them"
             )
-        return said
+        return message
 
 
 class WithTheRightSnapshot:
-    """Evaluates a part once the snapshot is there that it is to be evaluated with."""
+    """Evaluates a part once the snapshot for it is there."""
 
     def __init__(self, evaluator: Evaluator[Snapshot], shares: Shares) -> None:
         self._evaluator, self._shares = evaluator, shares
 
     def evaluate(self, part: Part[Snapshot]) -> dict[str, Value]:
         """See `Evaluator`."""
-        if isinstance(part, _Merge):
+        if isinstance(part, _MergeTask):
             return part.merged()
         self._shares.wait_for(part)
         return self._evaluator.evaluate(part)
@@ -421,8 +427,8 @@ class WithTheRightSnapshot:
         self._evaluator.close()
 
 
-def _told(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return means and counts, as they are told."""
+def _means_and_counts(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return means and counts as they are sent."""
     means: dict[str, float] = {}
     counts: dict[str, float] = {}
     for name, value in metrics.items():
@@ -435,31 +441,31 @@ def _told(metrics: dict[str, Value]) -> tuple[dict[str, float], dict[str, float]
         else:
             raise OffbeatError(
                 f"expected the metric {name!r} to be a mean, a count, or a metric with a metric_state where "
-                f"several workers share a validation out, got {type(value).__name__}: return its numbers, or "
+                f"several workers divide a validation, got {type(value).__name__}: return its numbers, or "
                 "validate on one worker with offbeat.Validator"
             )
     return means, counts
 
 
-def _state_told(metric: Tellable) -> str:
-    """Return the state of a metric as it is told."""
+def _encode_state(metric: Tellable) -> str:
+    """Return the state of a metric as it is sent."""
     file = io.BytesIO()
     torch.save(dict(metric.metric_state), file)
     return base64.b85encode(file.getvalue()).decode()
 
 
-def _state(told: str, device: torch.device) -> Any:
-    return torch.load(io.BytesIO(base64.b85decode(told)), map_location=device, weights_only=True)
+def _decode_state(encoded: str, device: torch.device) -> Any:
+    return torch.load(io.BytesIO(base64.b85decode(encoded)), map_location=device, weights_only=True)
 
 
-def _metrics(over: Validated) -> dict[str, float]:
-    return {**over.means, **{name: int(count) for name, count in over.counts.items()}}
+def _metrics_of(outcome: Validated) -> dict[str, float]:
+    return {**outcome.means, **{name: int(count) for name, count in outcome.counts.items()}}
 
 
-def _memory(values: torch.Tensor) -> memoryview:
+def _memory_of(values: torch.Tensor) -> memoryview:
     raw: Any = values.numpy()
     return memoryview(raw)
 
 
-def _keep(_: torch.Tensor) -> None:
-    """Holds what is sent for as long as it is being sent."""
+def _keep_alive(_: torch.Tensor) -> None:
+    """Keep the buffer alive while it is being sent."""

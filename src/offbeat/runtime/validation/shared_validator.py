@@ -1,8 +1,8 @@
-"""Validation that the workers of a job share out: each evaluates the parts that it is dealt.
+"""Validation divided among the workers of a job: each evaluates the parts that are assigned to it.
 
-Who evaluates what, and with whose snapshot, is the coordinator's to say (see
-`offbeat.policies.shared_validation`). No exchange of the training is used, and nobody waits here for a worker
-but where metrics are acted on.
+The coordinator decides which worker evaluates what, and with which snapshot (see
+`offbeat.policies.shared_validation`). No exchange of the training is used, and a worker waits for another
+worker only where metrics are acted on.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", 
 class SharedValidator(Validator):
     """A `Validator` whose epochs are evaluated by all workers of a session together; see `Session.validate`.
 
-    All take the same decisions at the same points, so that nobody stops while others train on: metrics are
-    acted on once `max_pending` + 1 further epochs have been validated and not before, and training waits for
-    them there. With "sync", and in the end, it waits for all.
+    All workers take the same decisions at the same points, so that none stops while others train on: metrics
+    are acted on once `max_pending` + 1 further epochs have been validated and not before, and training waits
+    for them there. With "sync", and at the end, it waits for all.
 
     Args:
         model, evaluate, data: see `Validator`.
-        member: the control side of this worker.
+        member: this worker's line to the coordinator.
         is_current: whether this worker's model is one to validate with.
-        goes_back: whether the strategy allows for "rollback".
-        has_rates: a worker that comes later has the others' learning rates, with their state.
+        goes_back: whether the strategy permits "rollback".
+        has_rates: a worker that joins later receives the learning rates with the state.
         is_alone: no other thread of this process trains.
         options: of `Validator`.
 
     Raises:
-        ValueError: an argument out of range, or one that several workers cannot do.
+        ValueError: an argument is out of range, or not possible with several workers.
         OffbeatError: see `Validator`.
     """
 
@@ -63,7 +63,7 @@ class SharedValidator(Validator):
         is_alone: bool,
         **options: Any,
     ) -> None:
-        _check(options, goes_back=goes_back)
+        _check_options(options, goes_back=goes_back)
         self._member, self._is_current, self._has_rates = member, is_current, has_rates
         self._max_pending: int = options.get("max_pending", PENDING_MAX)
         self._evaluators: int = options.get("workers", 1)
@@ -71,11 +71,11 @@ class SharedValidator(Validator):
         self._is_ending = False
         self._best_owner: int | None = None
         self._has_begun = False
-        self._read: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # by threads that nobody waits for
+        self._read: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # by threads that are not waited for
         if options.get("backend", "auto") == "auto":
             options["backend"] = "thread"
         super().__init__(model, evaluate, data, **options)
-        self._is_rehearsed = not is_alone  # else what another thread draws would be taken for evaluate's
+        self._is_rehearsed = not is_alone  # otherwise another thread's draws would be attributed to evaluate
         self._ledger.what_is_missing = self._shares.what_is_missing
         self._shares.begin()
 
@@ -104,15 +104,17 @@ class SharedValidator(Validator):
             self._catch_up(epoch)
             if self.stopped:
                 self._ended = epoch
-                return self._ledger.without_metrics(epoch, "training had been stopped when this worker came")
+                return self._ledger.without_metrics(
+                    epoch, "training had been stopped before this worker joined"
+                )
         return super().validate(epoch)
 
     def _catch_up(self, epoch: int) -> None:
-        """Act on what was validated before this worker came, as the others do, at the same points."""
+        """Act on validations that ended before this worker joined, at the points where the others acted."""
         groups = [] if self._plateau is None else self._plateau.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self._act_on_earlier(epoch)
-        if self._has_rates:  # what the others' plateau did to them is in them
+        if self._has_rates:  # they contain the changes of the other workers' plateau
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
@@ -122,7 +124,7 @@ class SharedValidator(Validator):
             self._take_in()
             self._ledger.begin(earlier, self._parts_now())
             self._moments[earlier] = Moment(
-                snapshot=Snapshot(shared=self.backend == "process"),  # which stays empty
+                snapshot=Snapshot(shared=self.backend == "process"),  # stays empty
                 cancelled=Flag(),
                 states=[],
                 randomness=None,
@@ -131,7 +133,7 @@ class SharedValidator(Validator):
             self._take_in()
 
     def _parts_now(self) -> tuple[range, ...]:
-        return (range(self._samples),)  # of which this worker is dealt some
+        return (range(self._samples),)  # parts of it are assigned to this worker
 
     def _give(self, take: Take, moment: Moment) -> None:
         start_s = time.perf_counter()
@@ -145,7 +147,7 @@ class SharedValidator(Validator):
         self.copy_s += time.perf_counter() - start_s
 
     def _terms(self) -> str:
-        """Return in words what follows from metrics when: where workers differ in it they go apart."""
+        """Return the rules for acting on metrics as text; workers with different rules would diverge."""
         terms = f"decision={self._decision!r}, max_pending={self._max_pending}, monitor={self._monitor!r}"
         if self._plateau is not None:
             terms += f", plateau={ ({name: getattr(self._plateau, name) for name in _PLATEAU}) }"
@@ -156,23 +158,23 @@ class SharedValidator(Validator):
         self._shares.drop_after(epoch)
 
     def _take_in(self) -> None:
-        """Act on what all workers act on here; wait for it."""
+        """Act on the metrics that all workers act on at this point; wait for them."""
         is_begun = self._ended in self._moments
-        waits = 0 if self._is_ending or self._decision == "sync" else self._max_pending + is_begun
-        while len(self._moments) > waits:
+        pending_max = 0 if self._is_ending or self._decision == "sync" else self._max_pending + is_begun
+        while len(self._moments) > pending_max:
             self._ledger.wait_for_oldest()
             self._take_in_next()
             self._shares.keep(self._moments)
-            self._raise()  # others wait for this worker: the job is to know
+            self._raise()  # other workers wait for this one: the job must fail
 
     def _act(self, epoch: int, metrics: Mapping[str, float], moment: Moment) -> None:
-        digest, over = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)
+        digest, outcome = self._shares.digest_of(epoch), self._shares.outcome_of(epoch)
         if self._shares.is_read(epoch):
             self._read.add(moment.snapshot)
         super()._act(epoch, metrics, moment)
         if self._best is moment.snapshot:
-            self._best_owner = over.owner
-            if digest != over.digest:  # it was evaluated with another one, which is the best
+            self._best_owner = outcome.owner
+            if digest != outcome.digest:  # another worker's snapshot was evaluated, and is the best
                 self._best = None
                 self._use_again(moment.snapshot)
 
@@ -189,10 +191,10 @@ class SharedValidator(Validator):
             self._is_ending = False
 
     def best_state_dict(self) -> dict[str, Any]:
-        """See `Validator.best_state_dict`; where `has_best` is false, this worker cannot return it.
+        """See `Validator.best_state_dict`; a worker whose `has_best` is false cannot return it.
 
         Raises:
-            OffbeatError: another worker has it; names that one.
+            OffbeatError: another worker has it; the message names that worker.
         """
         if self._best is None and self._best_owner is not None:
             raise OffbeatError(
@@ -206,19 +208,19 @@ class SharedValidator(Validator):
         self._ledger.abandon(error)
 
 
-def _check(options: dict[str, Any], *, goes_back: bool) -> None:
+def _check_options(options: dict[str, Any], *, goes_back: bool) -> None:
     if options.get("backend") == "inline":
         raise ValueError(
-            "expected a backend of thread, process or stream with several workers, got 'inline': parts come "
-            "when they are dealt; decision='sync' makes training wait for them"
+            "expected a backend of thread, process or stream with several workers, got 'inline': parts are "
+            "assigned at any time; decision='sync' makes training wait for them"
         )
     if options.get("when_full", "block") != "block":
         raise ValueError(
             "expected when_full='block' with several workers, got 'skip': which epochs are skipped would "
-            "depend on who is how fast"
+            "depend on the workers' speeds"
         )
     if options.get("decision") == "rollback" and not goes_back:
         raise ValueError(
-            "expected a decision of sync or lag with this strategy, got 'rollback': not all workers have the "
-            "same parameters at the same time, so that they cannot all go back to them"
+            "expected a decision of sync or lag with this strategy, got 'rollback': the workers do "
+            "not have the same parameters at the same time, so that they cannot all return to them"
         )

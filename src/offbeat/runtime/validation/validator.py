@@ -1,4 +1,4 @@
-"""`Validator`: an epoch is validated while the next one trains."""
+"""`Validator`: validates an epoch while the next one trains."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ Backend: TypeAlias = Literal["auto", "inline", "thread", "process", "stream"]
 Decision: TypeAlias = Literal["sync", "lag", "rollback"]
 
 DEADLINE_S: Final = 3600.0
-_REHEARSED_SAMPLES: Final = 32
+_REHEARSAL_SAMPLES: Final = 32
 _END_S: Final = 5.0
-_PROCESS_START_S: Final = 4.0  # of the cores' time: a new interpreter imports torch
+_PROCESS_START_S: Final = 4.0  # of core time: a new interpreter imports torch
 
 
 class Stateful(Protocol):
-    """An optimizer, a scheduler: what can say and take on its state."""
+    """An object with a state that can be saved and restored, such as an optimizer or a scheduler."""
 
     def state_dict(self) -> Any:
-        """Its state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes a state on."""
+        """Restore a state."""
 
 
 @dataclass(kw_only=True)
 class Moment:
-    """An epoch's end, as long as something may come of it: its snapshot, and what going back takes."""
+    """The end of an epoch whose metrics may still matter: its snapshot, and what rolling back to it needs."""
 
     snapshot: Snapshot
     cancelled: Flag
@@ -90,53 +90,53 @@ class Validator:
         print(validator.history)
 
     `evaluate` gets a model and a part of the set and returns the part's metrics by name: means over its
-    samples as floats, counts as whole numbers, or metrics of torchmetrics. It may run in another thread or
-    process, on several parts at once, and changes nothing of the training: neither the model, nor what is
-    drawn at random, nor torch's settings. Parameters and buffers are copied into memory that is used again,
-    at most `max_pending` + 1 times, once more for the best snapshot where there is a monitor.
+    samples as floats, counts as integers, or metrics of torchmetrics. It may run in another thread or
+    process, on several parts at once, and must not affect the training: neither the model, nor random
+    numbers, nor torch's settings. Parameters and buffers are copied into memory that is reused, at most
+    `max_pending` + 1 copies, plus one for the best snapshot where there is a monitor.
 
     Source: the overlapped validation paper: at the end of an epoch the model is copied, validation threads
     evaluate equal contiguous parts of the set with the copies, and training goes on. Deviations: one copy of
-    the values for all threads, which only read it (the paper makes one a thread); one thread unless more are
-    asked for (the paper has up to 6), since not every metric and not every set can be shared out, and of
-    those not all at once where they stand in line for the interpreter's lock (`Climb`); means are weighted
-    by samples (the paper averages the parts' means); what follows from metrics that come late is decided by
-    `decision`, and how many may wait by `max_pending` (the paper leaves both open).
+    the values for all threads, which only read it (the paper makes one per thread); one thread by default
+    (the paper has up to 6), since not every metric and not every set can be divided, and of several threads
+    not all at once where they contend for the interpreter's lock (`Climb`); means are weighted by samples
+    (the paper averages the parts' means); `decision` sets what follows from metrics that come late, and
+    `max_pending` how many snapshots may wait (the paper leaves both open).
 
     Args:
-        model: what is trained; compiled or in DistributedDataParallel is fine.
-        evaluate: called with a model, set to evaluate and without gradients, and a part of `data`.
-        data: the validation set, map-style, or a DataLoader that takes it in order.
-        workers: in how many parts the set is evaluated, at least 1, by as many threads or processes. With 1
+        model: the model in training; it may be compiled or in DistributedDataParallel.
+        evaluate: called with a model, in evaluation mode and without gradients, and a part of `data`.
+        data: the validation set, map-style, or a DataLoader that reads it in order.
+        workers: number of parts that the set is evaluated in, at least 1, and of threads or processes. With 1
             `evaluate` gets the whole set, so that every metric is right. More are for metrics as above, and
-            in threads for a set that several threads may read at once; of those, as many go on at once as
+            in threads for a set that several threads may read at once; of those, as many run at once as
             make it faster.
-        backend: where: "thread"; "process" for what computes in Python, with `evaluate` and `data` that
-            can be pickled and a model on the CPU; "stream", threads with CUDA streams of their own; "inline",
-            in the training's thread, which waits; "auto" measures the first epoch inline and says in `reason`
-            what it then does.
+        backend: where to evaluate: "thread"; "process" for evaluations that compute in Python, with
+            `evaluate` and `data` that can be pickled and a model on the CPU; "stream", threads with separate
+            CUDA streams; "inline", in the training thread, which waits; "auto" measures the first epoch
+            inline, then chooses, and gives the reason in `reason`.
         max_pending: how many snapshots may wait while one is evaluated, at least 0.
-        when_full: what happens at an epoch's end when as many do: "block" waits, "skip" does not validate it.
+        when_full: what happens at the end of an epoch when that many wait: "block" waits, "skip" does not
+            validate the epoch.
         monitor: watches a metric, for `stopped` and for the best snapshot.
-        plateau: a scheduler to be told the monitor's metric, which lowers the learning rate.
+        plateau: a scheduler that receives the monitor's metric and lowers the learning rate.
         decision: when metrics are acted on. "sync": `validate` waits for them. "lag": as soon as they are
-            there, an epoch late or more. "rollback": likewise, but training goes back to the end of the
-            epoch that they are of, so that it ends with the weights that "sync" would have; takes `epochs`.
-        restores: what "rollback" takes back beside the model and the global random numbers: the optimizer,
-            schedulers.
-        deadline_s: how long a validation may take, in seconds.
+            there, an epoch late or more. "rollback": as "lag", but training returns to the end of the epoch
+            that they belong to, so that it ends with the weights that "sync" would give; needs `epochs`.
+        restores: what "rollback" restores in addition to the model and the global random numbers: the
+            optimizer, schedulers.
+        deadline_s: the longest time that a validation may take, in seconds.
 
     Raises:
-        ValueError: an argument out of range.
-        OffbeatError: model, data or evaluate are not fit for it; says what to do.
+        ValueError: an argument is out of range.
+        OffbeatError: model, data or evaluate are not suitable; the message states the remedy.
 
     Attributes:
         backend: where epochs are evaluated now.
         reason: why there.
-        history: metrics of every epoch that was validated and has ended, in order; None for one that was
-            skipped.
-        stopped: the monitor's patience is at its end.
-        copy_s: what taking snapshots has cost the training's thread, in seconds.
+        history: metrics of every epoch whose validation has ended, in order; None for a skipped epoch.
+        stopped: the monitor's patience is exhausted.
+        copy_s: time that snapshots have cost the training thread, in seconds.
     """
 
     def __init__(
@@ -160,7 +160,9 @@ class Validator:
         if decision not in get_args(Decision):
             raise ValueError(f"expected a decision of {', '.join(get_args(Decision))}, got {decision!r}")
         if plateau is not None and monitor is None:
-            raise ValueError("expected a monitor beside plateau, to say which metric it is told")
+            raise ValueError(
+                "expected a monitor together with plateau, to name the metric that plateau receives"
+            )
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"expected a finite deadline above 0 s, got {deadline_s:g}")
         self._samples = samples_of(data)
@@ -169,29 +171,31 @@ class Validator:
         self._ledger = Ledger(scheduler, deadline_s)
         self._model, self._evaluate, self._data = model, evaluate, data
         self._monitor, self._plateau, self._decision = monitor, plateau, decision
-        # A plateau hears of epochs in order, once each, whatever is taken back.
-        self._restores = [thing for thing in restores if thing is not plateau]
+        # A plateau receives epochs in order, once each, even if training rolls back.
+        self._restores = [stateful for stateful in restores if stateful is not plateau]
         if plateau is not None and plateau.optimizer not in self._restores:
             self._restores.append(plateau.optimizer)
         self._deadline_s = deadline_s
         self._device = next((tensor.device for tensor in unwrapped(model).parameters()), torch.device("cpu"))
         self._moments: dict[int, Moment] = {}  # by epoch, oldest first
-        self._free: list[Snapshot] = []
+        self._free_snapshots: list[Snapshot] = []
         self._best: Snapshot | None = None
         self._crews: list[tuple[Crew[Snapshot], weakref.finalize[..., Any]]] = []
-        self._errors: dict[int, Exception] = {}  # that are still to be raised, by epoch, oldest first
-        self._ended = -1  # the epoch at whose end the model stands, or beyond which it trains
+        self._errors: dict[int, Exception] = {}  # still to be raised, by epoch, oldest first
+        self._ended = -1  # the last epoch that has ended
         self._is_rehearsed = self._is_closed = self._has_validated = False
-        self._in_line = InThisThread(evaluate, data, self._device, has_stream=False)
-        self._waited: tuple[float, float] | None = None  # by the training, for an epoch that others evaluate
-        self._held_up_share: float | None = None
-        self._clock = _Clock()
+        self._inline_evaluator = InThisThread(evaluate, data, self._device, has_stream=False)
+        self._waited_times: tuple[float, float] | None = (
+            None  # by the training, at the end of an overlapped epoch
+        )
+        self._contention_share: float | None = None
+        self._stopwatch = _Stopwatch()
         self._pacer: Pacer | None = None
         self._chooser: OverlapChooser | None = None
         self.history: dict[int, Mapping[str, float] | None] = {}
         self.stopped = False
         self.copy_s = 0.0
-        self.backend, self.reason = str(backend), "it was asked for"
+        self.backend, self.reason = str(backend), "it was requested"
         if backend == "auto" and decision == "sync":
             self.backend, self.reason = "inline", "training waits for the metrics anyway"
         elif backend == "auto":
@@ -199,18 +203,18 @@ class Validator:
             self._chooser = OverlapChooser(candidates, cores=cores(), start_s=_PROCESS_START_S)
             self.backend, self.reason = "inline", "the first epoch is measured"
         elif backend != "inline":
-            with ExitStack() as unless_it_works:
-                evaluators = self._make_evaluators(backend, unless_it_works)
-                unless_it_works.pop_all()
-            self._hire(evaluators)
+            with ExitStack() as cleanup:
+                evaluators = self._make_evaluators(backend, cleanup)
+                cleanup.pop_all()
+            self._start_pool(evaluators)
 
-    # Those who evaluate ---------------------------------------------------------------------------------
+    # Evaluators -----------------------------------------------------------------------------------------
 
-    def _make_evaluators(self, backend: str, unless_it_works: ExitStack) -> list[Evaluator[Snapshot]]:
-        """Make those who evaluate; `unless_it_works` closes them.
+    def _make_evaluators(self, backend: str, cleanup: ExitStack) -> list[Evaluator[Snapshot]]:
+        """Return new evaluators, which `cleanup` closes.
 
         Raises:
-            OffbeatError: they cannot be had here.
+            OffbeatError: this backend is not available here.
         """
         if backend == "stream" and self._device.type != "cuda":
             raise OffbeatError(f"expected a model on a GPU for backend='stream', got one on {self._device}")
@@ -235,11 +239,11 @@ class Validator:
                     self._evaluate, data, self._device, has_stream=backend == "stream", pacer=self._pacer
                 )
             )
-            unless_it_works.callback(evaluators[-1].close)
+            cleanup.callback(evaluators[-1].close)
         return evaluators
 
-    def _hire(self, evaluators: list[Evaluator[Snapshot]]) -> None:
-        """Have them wait for parts, in a thread each."""
+    def _start_pool(self, evaluators: list[Evaluator[Snapshot]]) -> None:
+        """Start a thread per evaluator that waits for parts."""
         crew = self._crew(evaluators)
         self._crews.append((crew, weakref.finalize(self, crew.close, _END_S)))
 
@@ -247,38 +251,40 @@ class Validator:
         return Crew(evaluators, self._ledger.done, self._ledger.abandon)
 
     def _choose(self, choice: Choice) -> None:
-        """Go on as `auto` has decided."""
+        """Continue with the backend that `auto` has chosen."""
         self.reason = choice.reason
         if choice.backend == self.backend:
             return
         self.backend = choice.backend
         if choice.backend == "inline":
             return
-        self._free.clear()  # other backends want other memory
+        self._free_snapshots.clear()  # other backends need other memory
         try:
-            with ExitStack() as unless_it_works:
-                evaluators = self._make_evaluators(choice.backend, unless_it_works)
-                snapshot = self._moment().snapshot  # which may be refused to processes
+            with ExitStack() as cleanup:
+                evaluators = self._make_evaluators(choice.backend, cleanup)
+                snapshot = self._capture().snapshot  # may fail for processes
                 if choice.backend == "process":
-                    self._rehearse_there(evaluators[0], snapshot)
+                    self._rehearse_in_process(evaluators[0], snapshot)
                 else:
                     self._rehearse(snapshot)
-                unless_it_works.pop_all()
-            self._hire(evaluators)
-            self._free.append(snapshot)
+                cleanup.pop_all()
+            self._start_pool(evaluators)
+            self._free_snapshots.append(snapshot)
         except OffbeatError as error:
             assert self._chooser is not None
             self._chooser.exclude(choice.backend, str(error))
             self.backend, self.reason = "inline", str(error)
-            self._free.clear()
+            self._free_snapshots.clear()
 
-    def _rehearse_there(self, process: Evaluator[Snapshot], snapshot: Snapshot) -> None:
-        """See on a few samples whether a process can evaluate.
+    def _rehearse_in_process(self, process: Evaluator[Snapshot], snapshot: Snapshot) -> None:
+        """Check on a few samples that a process can evaluate.
 
         Raises:
             OffbeatError: it cannot.
         """
-        part = Part(epoch=0, number=0, positions=self._few(), snapshot=snapshot, cancelled=Flag())
+        part = Part(
+            epoch=0, number=0, positions=self._rehearsal_positions(), snapshot=snapshot, cancelled=Flag()
+        )
         try:
             process.evaluate(part)
         except OffbeatError:
@@ -288,53 +294,53 @@ class Validator:
                 f"evaluate fails in a process of its own ({type(error).__name__}: {error})"
             ) from error
 
-    def _few(self) -> range:
-        return range(min(_REHEARSED_SAMPLES, len(self._parts[0])))
+    def _rehearsal_positions(self) -> range:
+        return range(min(_REHEARSAL_SAMPLES, len(self._parts[0])))
 
     def _rehearse(self, snapshot: Snapshot) -> None:
-        """See on a few samples whether evaluating in another thread would change the training.
+        """Check on a few samples that evaluating in another thread would not affect the training.
 
         Raises:
-            OffbeatError: it changes what all threads share.
+            OffbeatError: it changes state that all threads share.
         """
         with apart() as moved:
             evaluated(
                 snapshot.model(),
                 self._evaluate,
                 self._data,
-                self._few(),
+                self._rehearsal_positions(),
                 seed=0,
-                watch=self._refuse_the_model,
+                watch=self._reject_trained_model,
             )
         if moved:
             raise OffbeatError(
-                f"evaluate changes {' and '.join(moved)}, which all threads share, so that training would go "
-                "another way: use backend='process', or a generator of its own for what it draws"
+                f"evaluate changes {' and '.join(moved)}, which all threads share, so that it would change "
+                "the training: use backend='process', or pass a separate generator to what it draws"
             )
         self._is_rehearsed = True
 
-    def _refuse_the_model(self, *arguments: Any) -> None:
-        """Ends a rehearsal in which what is trained is computed with, and not the copy."""
+    def _reject_trained_model(self, *arguments: Any) -> None:
+        """Abort a rehearsal that computes with the model in training instead of the copy."""
         trained = {id(tensor) for tensor in unwrapped(self._model).parameters()}
         if any(id(argument) in trained for argument in arguments):
             raise OffbeatError(
                 "evaluating the copy of the model computes with the model itself, which trains meanwhile: "
-                "evaluate holds on to it, or something that does has been put in the place of its forward; "
-                "use what evaluate is given, or backend='inline'"
+                "evaluate holds a reference to it, or its forward was replaced by something that does; use "
+                "the model that evaluate receives, or backend='inline'"
             )
 
     # The end of an epoch --------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0."""
+        """The current epoch, from 0."""
         return self._ended + 1
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs up to `count` - 1 until it is time to stop; what is taken back comes again."""
+        """Yield epochs up to `count` - 1 until training is to stop; epochs rolled back are yielded again."""
         while not self.stopped:
             if self.epoch >= count and self._decision == "rollback":
-                self.finish()  # after which there may be more to do
+                self.finish()  # may roll back to an earlier epoch
             if self.epoch >= count or self.stopped:
                 break
             self._has_validated = False
@@ -343,86 +349,86 @@ class Validator:
                 self._ended += 1
 
     def validate(self, epoch: int | None = None) -> Validation:
-        """Say that an epoch has ended, and have it validated.
+        """Mark the end of an epoch, and start its validation.
 
-        Also acts on metrics of earlier epochs that have come, which may take this epoch back.
+        Also acts on metrics of earlier epochs that have arrived, which may roll this epoch back.
 
         Args:
             epoch: its number, larger than those before; by default the one after the last.
 
         Returns:
-            What will come of it.
+            The future result.
 
         Raises:
             ValueError: the epoch has ended before.
             OffbeatError: the validator is closed, the model cannot be copied, or a validation did not end in
                 time.
-            Exception: what `evaluate` raised, with its traceback. Where that was for an earlier epoch, this
-                one is validated all the same.
+            Exception: what `evaluate` raised, with its traceback. If that was for an earlier epoch, this one
+                is validated nevertheless.
         """
         if self._is_closed:
             raise OffbeatError("this validator is closed: make another one")
         if epoch is not None and epoch <= self._ended:
             raise ValueError(f"expected an epoch after {self._ended}, which has ended, got {epoch}")
         self._has_validated = True
-        spent_s, spent_cpu_s = self._clock.lap()
+        spent_s, spent_cpu_s = self._stopwatch.lap()
         self._ended = epoch = self.epoch if epoch is None else epoch
-        if self._chooser is not None and self._waited is not None:
-            self._choose(self._judged(spent_s, spent_cpu_s))
+        if self._chooser is not None and self._waited_times is not None:
+            self._choose(self._choose_after_overlap(spent_s, spent_cpu_s))
         is_in_line = self.backend == "inline"
-        calls = self._in_line.calls
+        calls = self._inline_evaluator.calls
         self._take_in()
         validation = self._begin(epoch)
         if is_in_line or self._decision == "sync":
             validation.wait()
-        validate_s, validate_cpu_s = self._clock.lap()
-        self._waited = None if is_in_line else (validate_s, validate_cpu_s)
+        validate_s, validate_cpu_s = self._stopwatch.lap()
+        self._waited_times = None if is_in_line else (validate_s, validate_cpu_s)
         if self._chooser is not None and is_in_line:
             spent = Spent(
                 train_s=spent_s,
                 train_cpu_s=spent_cpu_s,
                 validate_s=validate_s,
                 validate_cpu_s=validate_cpu_s,
-                held_up_share=self._held_up_share,
-                calls=self._in_line.calls - calls,
+                held_up_share=self._contention_share,
+                calls=self._inline_evaluator.calls - calls,
             )
             self._choose(self._chooser.in_line(spent))
         self._take_in()
         self._raise()
         return validation
 
-    def _judged(self, spent_s: float, spent_cpu_s: float) -> Choice:
-        """Say how to go on after an epoch beside which another one was to be evaluated."""
+    def _choose_after_overlap(self, spent_s: float, spent_cpu_s: float) -> Choice:
+        """Choose how to go on after an epoch during which another one was evaluated."""
         assert self._chooser is not None
-        assert self._waited is not None
+        assert self._waited_times is not None
         if self._pacer is not None and self._pacer.is_slow:
             choice = self._chooser.too_slow(self.backend)
             self._pacer = None
             while self._ledger.wait_for_oldest():
                 self._take_in()
-            self._clock.lap()
+            self._stopwatch.lap()
             return choice
-        waited_s, waited_cpu_s = self._waited  # at the last epoch's end
+        waited_s, waited_cpu_s = self._waited_times  # at the last epoch's end
         return self._chooser.overlapped(self.backend, waited_s + spent_s, waited_cpu_s + spent_cpu_s)
 
     def _begin(self, epoch: int) -> Validation:
-        """Have an epoch evaluated, once there is room for it."""
+        """Start the validation of an epoch once there is room for its snapshot."""
         parts = self._parts_now()
         while self._ended == epoch:
-            answer, validation = self._ledger.begin(epoch, parts)
-            if not isinstance(answer, Block):
+            decision, validation = self._ledger.begin(epoch, parts)
+            if not isinstance(decision, Block):
                 break
             self._ledger.wait_for_oldest()
             self._take_in()
         else:
-            return self._ledger.without_metrics(epoch, _went_back(self._ended))
-        if isinstance(answer, Skip):
-            return self._ledger.without_metrics(epoch, "it was skipped, for others were under way")
+            return self._ledger.without_metrics(epoch, _rollback_reason(self._ended))
+        if isinstance(decision, Skip):
+            return self._ledger.without_metrics(epoch, "it was skipped, because others were under way")
         try:
-            moment = self._moments[epoch] = self._moment()
+            moment = self._moments[epoch] = self._capture()
             if self.backend in ("thread", "stream") and not self._is_rehearsed:
                 self._rehearse(moment.snapshot)
-            self._give(answer, moment)
+            self._give(decision, moment)
         except BaseException as error:
             self._moments.pop(epoch, None)
             self._ledger.drop(epoch - 1, str(error))
@@ -430,53 +436,53 @@ class Validator:
         return validation
 
     def _give(self, take: Take, moment: Moment) -> None:
-        """Hand the parts of an epoch to those who evaluate."""
+        """Submit the parts of an epoch for evaluation."""
         parts = parts_of(take, moment.snapshot, moment.cancelled)
         if self.backend != "inline":
             self._crews[-1][0].give(parts)
             return
         alone_s = time.perf_counter()
         with apart() as moved:
-            self._evaluate_here(parts[:1])
+            self._evaluate_in_line(parts[:1])
         alone_s = time.perf_counter() - alone_s
         if moved and self._chooser is not None:
             for backend in ("thread", "stream"):
                 self._chooser.exclude(backend, f"evaluate changes {' and '.join(moved)}, which threads share")
         if len(parts) > 1 and moved:
             with apart():
-                self._evaluate_here(parts[1:])
+                self._evaluate_in_line(parts[1:])
         elif len(parts) > 1:
             at_once_s = time.perf_counter()
             self._evaluate_at_once(parts[1:])
             at_once_s = time.perf_counter() - at_once_s
-            self._held_up_share = min(1.0, max(0.0, 2 - alone_s / at_once_s))
+            self._contention_share = min(1.0, max(0.0, 2 - alone_s / at_once_s))
 
     def _parts_now(self) -> tuple[range, ...]:
-        """Return the parts that an epoch's validation has: one for each worker; in line, one for the set.
+        """Return the parts for an epoch: one per worker; in line, the whole set as one.
 
-        Where `auto` does not know yet what threads are worth: one half, and two quarters at once. With one
-        worker nothing is shared out.
+        Where `auto` has not yet measured how threads delay each other: one half alone, then two quarters at
+        once. With one worker the set is not divided.
         """
         if self.backend != "inline":
             return self._parts
         half, quarter = self._samples // 2, self._samples // 4
-        knows = self._chooser is None or self._held_up_share is not None
-        if knows or len(self._parts) == 1 or not quarter:
+        is_known = self._chooser is None or self._contention_share is not None
+        if is_known or len(self._parts) == 1 or not quarter:
             return (range(self._samples),)
         return range(half), range(half, half + quarter), range(half + quarter, self._samples)
 
-    def _evaluate_here(self, parts: Sequence[Part[Snapshot]]) -> None:
+    def _evaluate_in_line(self, parts: Sequence[Part[Snapshot]]) -> None:
         for part in parts:
-            result = outcome(self._in_line, part)
+            result = outcome(self._inline_evaluator, part)
             if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result  # an interrupt is for the training, at once
+                raise result  # an interrupt reaches the training at once
             self._ledger.done(part, result)
 
     def _evaluate_at_once(self, parts: Sequence[Part[Snapshot]]) -> None:
         """Evaluate parts in a thread each, and wait for them."""
 
         def evaluate(part: Part[Snapshot]) -> None:
-            self._ledger.done(part, outcome(self._in_line, part))
+            self._ledger.done(part, outcome(self._inline_evaluator, part))
 
         threads = [
             start_thread("offbeat validation", partial(evaluate, part), self._ledger.abandon)
@@ -485,25 +491,27 @@ class Validator:
         for thread in threads:
             thread.join(self._deadline_s)
 
-    def _moment(self) -> Moment:
-        """Note what the training is at now."""
+    def _capture(self) -> Moment:
+        """Capture the current state of the training."""
         start_s = time.perf_counter()
-        snapshot = self._free.pop() if self._free else Snapshot(shared=self.backend == "process")
+        snapshot = (
+            self._free_snapshots.pop() if self._free_snapshots else Snapshot(shared=self.backend == "process")
+        )
         snapshot.take(unwrapped(self._model))
         goes_back = self._decision == "rollback"
         moment = Moment(
             snapshot=snapshot,
             cancelled=Flag(),
-            states=[copy.deepcopy(thing.state_dict()) for thing in self._restores] if goes_back else [],
+            states=[copy.deepcopy(stateful.state_dict()) for stateful in self._restores] if goes_back else [],
             randomness=GlobalRandomness() if goes_back else None,
         )
         self.copy_s += time.perf_counter() - start_s
         return moment
 
-    # What follows from metrics --------------------------------------------------------------------------
+    # Acting on metrics ----------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Act on what has come, in the order of epochs."""
+        """Act on all results that have arrived, in the order of epochs."""
         while self._take_in_next():
             pass
 
@@ -533,7 +541,7 @@ class Validator:
         if self._monitor is not None:
             verdict = self._monitor.observe(epoch, metrics)
             is_late = self._decision == "rollback" and epoch < self._ended
-            if is_late and (verdict.stop or self._lowers(metrics)):
+            if is_late and (verdict.stop or self._would_lower_rate(metrics)):
                 self._go_back(epoch, moment)
             if self._plateau is not None:
                 self._plateau.step(self._monitor.value_of(metrics))
@@ -543,34 +551,34 @@ class Validator:
         self._use_again(unused)
 
     def _use_again(self, unused: Snapshot | None) -> None:
-        """Take the next snapshot with this memory, if it is fit for those who evaluate now."""
+        """Reuse this memory for the next snapshot, if it suits the current backend."""
         if unused is not None and unused.shared == (self.backend == "process"):
-            self._free.append(unused)
+            self._free_snapshots.append(unused)
 
-    def _lowers(self, metrics: Mapping[str, float]) -> bool:
-        """Try whether the scheduler lowers a learning rate."""
+    def _would_lower_rate(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the scheduler would lower a learning rate for these metrics; its state is restored."""
         if self._plateau is None or self._monitor is None:
             return False
         groups = self._plateau.optimizer.param_groups
         state, before = copy.deepcopy(self._plateau.state_dict()), copy.deepcopy([g["lr"] for g in groups])
         self._plateau.step(self._monitor.value_of(metrics))
-        lowers = [float(group["lr"]) for group in groups] != [float(rate) for rate in before]
+        would_lower = [float(group["lr"]) for group in groups] != [float(rate) for rate in before]
         self._plateau.load_state_dict(state)
         for group, rate in zip(groups, before, strict=True):
             group["lr"] = rate
-        return lowers
+        return would_lower
 
     def _go_back(self, epoch: int, moment: Moment) -> None:
-        """Take the training back to the end of an epoch."""
+        """Roll the training back to the end of an epoch."""
         moment.snapshot.put_back(unwrapped(self._model))
-        for thing, state in zip(self._restores, moment.states, strict=True):
-            thing.load_state_dict(state)
+        for stateful, state in zip(self._restores, moment.states, strict=True):
+            stateful.load_state_dict(state)
         assert moment.randomness is not None
         moment.randomness.restore()
         for later in self._moments.values():
             later.cancelled.set()
         self._moments.clear()
-        self._ledger.drop(epoch, _went_back(epoch))
+        self._ledger.drop(epoch, _rollback_reason(epoch))
         self._ended = epoch
 
     @property
@@ -582,10 +590,10 @@ class Validator:
         """Return a copy of the model's state at the end of the best epoch so far, under its names.
 
         Raises:
-            OffbeatError: there is no monitor to say which one is the best, or none has been validated.
+            OffbeatError: there is no monitor to determine the best epoch, or none has been validated.
         """
         if self._monitor is None:
-            raise OffbeatError("expected a monitor, to say which epoch is the best one: pass monitor=…")
+            raise OffbeatError("expected a monitor, to determine the best epoch: pass monitor=…")
         if self._best is None:
             raise OffbeatError("no epoch has been validated yet: call finish() to wait for those under way")
         return self._best.state_dict()
@@ -593,11 +601,11 @@ class Validator:
     # The end --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for all validations under way, and act on what comes of them.
+        """Wait for all validations under way, and act on their metrics.
 
         Raises:
-            OffbeatError: one did not end in time; names what is missing.
-            Exception: what `evaluate` raised, with its traceback; has a note of each later epoch that failed.
+            OffbeatError: one did not end in time; the message names what is missing.
+            Exception: what `evaluate` raised, with its traceback; has a note on each later epoch that failed.
         """
         while self._ledger.wait_for_oldest():
             self._take_in()
@@ -605,12 +613,12 @@ class Validator:
         self._raise()
 
     def _raise(self) -> None:
-        """Raise the first error that is still to be raised, with a note of each other one."""
+        """Raise the first pending error, with a note on each later one."""
         errors, self._errors = self._errors, {}
         if not errors:
             return
-        first, *others = errors.items()
-        for epoch, error in others:
+        first, *later_errors = errors.items()
+        for epoch, error in later_errors:
             if error is not first[1]:
                 first[1].add_note(
                     f"the validation of epoch {epoch} failed, too: {type(error).__name__}: {error}"
@@ -618,7 +626,7 @@ class Validator:
         raise first[1]
 
     def close(self) -> None:
-        """End the threads and processes; validations under way come to nothing. Again is harmless."""
+        """End the threads and processes, and drop validations under way. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -627,9 +635,9 @@ class Validator:
         self._ledger.drop(-1, "the validator was closed")
         for crew, finalizer in self._crews:
             finalizer.detach()
-            if still := crew.close(_END_S):
+            if alive := crew.close(_END_S):
                 warnings.warn(
-                    f"{', '.join(still)} did not end within {_END_S:g} s: the next call of torch ends it",
+                    f"{', '.join(alive)} did not end within {_END_S:g} s: the next call of torch ends it",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -647,18 +655,18 @@ class Validator:
             self.close()
 
 
-def _went_back(epoch: int) -> str:
+def _rollback_reason(epoch: int) -> str:
     return f"training went back to the end of epoch {epoch}"
 
 
-class _Clock:
-    """Wall time, and time of all cores that this process used, since the last look."""
+class _Stopwatch:
+    """Wall time, and time of all cores that this process used, since the last lap."""
 
     def __init__(self) -> None:
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
 
     def lap(self) -> tuple[float, float]:
-        """Return both, in seconds, and begin anew."""
+        """Return both, in seconds, and restart."""
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         spent = wall_s - self._wall_s, cpu_s - self._cpu_s
         self._wall_s, self._cpu_s = wall_s, cpu_s
