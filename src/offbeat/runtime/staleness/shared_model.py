@@ -1,8 +1,8 @@
 """A model's parameters on the parameter server, as the worker threads of one process share them.
 
-The servers' state is the one that counts. What a process has of it lies in its *process cache*, the row that
-was pulled last; every thread trains a model of its own, its *thread cache*. Nothing here decides who may
-start, or how old what is read may be.
+The servers hold the authoritative state. A process keeps the parameters that it pulled last in its *process
+cache*, a row; every thread trains a separate model, its *thread cache*. Nothing here decides whether a step
+may start, or how old parameters may be.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Array = NDArray[Any]
 
 _T = TypeVar("_T")
 
-_LOOK_S: Final = 0.25
-_NEVER: Final = 2**62  # a clock
+_POLL_S: Final = 0.25
+_CLOCK_MAX: Final = 2**62  # later than every clock
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGradient:
-    """What one thread gives at one clock to a group of parameters that was stepped.
+    """One thread's gradient at one clock for a group of parameters that was stepped.
 
     Attributes:
-        weight: of how many whole batches.
+        weight: number of whole batches that it stands for.
         values: gradients times weight, flat; zero where there are none.
-        absent: first and last + 1 of the values of each parameter without a gradient. It is not stepped,
-            unless another thread or process has one; this weight counts all the same.
-        settings: the optimizer's numbers as of now.
+        absent: the ranges (first, last + 1) of the values of each parameter without a gradient. Such a
+            parameter is not stepped unless another thread or process has a gradient for it; this weight is
+            counted all the same.
+        settings: the optimizer's current hyperparameters.
     """
 
     weight: float
@@ -50,7 +51,7 @@ class GroupGradient:
     settings: Mapping[str, Any]
 
     def plus(self, other: GroupGradient) -> GroupGradient:
-        """The sum of both."""
+        """Return the sum of both."""
         return GroupGradient(
             self.weight + other.weight,
             self.values + other.values,
@@ -59,7 +60,7 @@ class GroupGradient:
         )
 
     def keys(self) -> Array | None:
-        """Which of the values count; None where all do."""
+        """Return the indices of the values that count; None where all do."""
         if not self.absent:
             return None
         counts = np.ones(len(self.values), bool)
@@ -70,25 +71,25 @@ class GroupGradient:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one thread gives at one clock, by group of parameters; None of one that was not stepped."""
+    """One thread's gradient at one clock, by group of parameters; None for a group that was not stepped."""
 
     groups: Sequence[GroupGradient | None]
 
     def plus(self, other: Gradient) -> Gradient:
-        """The sum of both."""
+        """Return the sum of both."""
         pairs = zip(self.groups, other.groups, strict=True)
-        return Gradient([one.plus(more) if one and more else one or more for one, more in pairs])
+        return Gradient([entry.plus(more) if entry and more else entry or more for entry, more in pairs])
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Parameters as servers had them.
+    """Parameters as the servers had them.
 
     Attributes:
         version: all gradients of earlier clocks are in it.
-        values: of each group, flat; not to be changed.
-        pieces: of each group: up to which time this process's own pushes are in which of its values; 0 where
-            there are none.
+        values: of each group, flat; read-only.
+        pieces: of each group: key ranges, each with the time up to which this process's own pushes are in
+            these values; 0 where there are none.
     """
 
     version: int
@@ -97,12 +98,12 @@ class Row:
 
 
 class ServedModel:
-    """What the threads of a process push and pull together.
+    """Pushes and pulls the parameters for all threads of a process.
 
     Pushes carry times. Where gradients are summed clock by clock (`is_versioned`), the time is the clock, so
-    that all gradients of a clock are one step of the optimizer; a process pushes once a clock, the sum of
-    its threads' gradients, when none of them can have another one; where they had none, it says so. Else
-    each gradient is a push and a step by itself, and times count a process's pushes.
+    that all gradients of a clock are one step of the optimizer; a process pushes once per clock, the sum of
+    its threads' gradients, when none of them can add another one; where they had none, the push is empty.
+    Otherwise each gradient is a push and a step by itself, and times count a process's pushes.
 
     Source: the second paper's figure 5, and Petuum's process and thread caches (specification 2.4).
     Deviation: a version is that of the whole model, not of single rows.
@@ -110,7 +111,7 @@ class ServedModel:
     Args:
         ps: this process's client.
         groups: the parameters of each of the optimizer's groups.
-        directory: what may be read and pushed; only this object tells it of pushes and pulls.
+        directory: what may be read and pushed; only this object reports pushes and pulls to it.
         deadline_s: how long servers, and other workers' gradients, may take, in seconds.
     """
 
@@ -128,14 +129,14 @@ class ServedModel:
         self._lock = Condition()
         self._pulling = threading.Lock()
         self.directory = directory
-        self._given: dict[int, dict[int, Gradient]] = {}  # by clock and thread, until it is pushed
-        self._pushes: dict[int, Future] = {}  # by time, those that are not known to be done
+        self._gradients: dict[int, dict[int, Gradient]] = {}  # by clock and thread, until they are pushed
+        self._pushes: dict[int, Future] = {}  # by time, those not known to be done
         self._has_begun = False
         self._row: Row | None = None
         self.bytes_pulled = 0
         self.pulls = 0
 
-    # Beginning -------------------------------------------------------------------------------------------
+    # Joining ---------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -144,15 +145,16 @@ class ServedModel:
         *,
         is_newcomer: bool = False,
     ) -> int:
-        """Take part, with the parameters that one worker puts there; one thread of a process calls it.
+        """Join, with the initial parameters of one worker; one thread of a process calls it.
 
-        The one who puts them does so before all others call this, and nobody pushes a gradient before all
-        have who are no newcomers.
+        The worker with the initial parameters calls it before all others, and no worker pushes a gradient
+        before all workers that are not newcomers have called it.
 
         Args:
-            initial: of each group, "values" and the optimizer's state by name, of the one who puts them.
+            initial: of each group, "values" and the optimizer's state by name, on the worker that provides
+                them.
             check: raises if the job has failed.
-            is_newcomer: others train already.
+            is_newcomer: other workers train already.
 
         Returns:
             The first clock to which this process can add.
@@ -166,8 +168,8 @@ class ServedModel:
             if initial is not None:
                 states = dict(initial[group])
                 done.append(namespace.put(states.pop("values"), states=states, time=first))
-            elif self._is_versioned:  # once this is in, all is that others have pushed before
-                done += [self._nothing(group, at) for at in range(first, time + 1)]
+            elif self._is_versioned:  # once this is applied, so are the earlier pushes of all
+                done += [self._push_nothing(group, at) for at in range(first, time + 1)]
         self.wait_for(self._ps.when_done(done), "the first parameters", check)
         first_clock = clock_of(time) + 1 if self._is_versioned else 0
         with self._lock:
@@ -182,35 +184,35 @@ class ServedModel:
             self._wait_until(lambda: self._has_begun, "another thread of this process to begin", check)
             return self.directory.next_clock
 
-    # Giving ----------------------------------------------------------------------------------------------
+    # Pushing ---------------------------------------------------------------------------------------------
 
     def give(self, worker: int, clock: int, gradient: Gradient) -> tuple[int, Future | None]:
-        """Add what a thread has computed at a clock.
+        """Add the gradient that a thread has computed at a clock.
 
         Returns:
-            The time of the push that it is or will be in, and the push if that is under way already.
+            The time of the push that carries it, and the push itself if it is under way already.
         """
         with self._lock:
             time = self.directory.give(worker, clock)
             if not self._is_versioned:
                 return time, self._push(time, gradient)
-            given = self._given.setdefault(clock, {})
-            given[worker] = given[worker].plus(gradient) if worker in given else gradient
+            gradients = self._gradients.setdefault(clock, {})
+            gradients[worker] = gradients[worker].plus(gradient) if worker in gradients else gradient
             return time, None
 
     def passed(self, worker: int, clock: int) -> None:
-        """A thread adds nothing more to clocks before this one; push what is complete by that."""
+        """Record that a thread adds nothing more to clocks before this one; push complete clocks."""
         with self._lock:
-            self._push_clocks(self.directory.passed(worker, clock))
+            self._push_complete_clocks(self.directory.passed(worker, clock))
 
     def leave(self, worker: int, check: Callable[[], None]) -> None:
-        """A thread adds nothing more at all; the last one waits until all is done that was pushed.
+        """Remove a thread that adds nothing more; the last one waits until all pushes are applied.
 
         Raises:
-            WorkerError: that took too long.
+            WorkerError: it took too long.
         """
         with self._lock:
-            self._push_clocks(self.directory.leave(worker))
+            self._push_complete_clocks(self.directory.leave(worker))
             is_last = self.directory.is_empty
             under_way = list(self._pushes.values())
         if is_last:
@@ -220,24 +222,24 @@ class ServedModel:
                     namespace.withdraw(self._deadline_s)
 
     def give_up(self, worker: int) -> None:
-        """A thread has failed, perhaps, and adds nothing more: nobody waits for it, nor it for anything."""
+        """Remove a thread that may have failed, without waiting; no other thread waits for it any more."""
         with self._lock:
             had_left = self.directory.is_empty
-            self._push_clocks(self.directory.leave(worker))
+            self._push_complete_clocks(self.directory.leave(worker))
             is_last = self.directory.is_empty and not had_left
             under_way = list(self._pushes.values())
         if is_last and self._is_versioned:
             for namespace in self._namespaces:
                 namespace.withdraw_after(under_way)
 
-    def _push_clocks(self, clocks: range) -> None:
+    def _push_complete_clocks(self, clocks: range) -> None:
         for clock in clocks:
-            self._push(time_of(clock), self._sum(self._given.pop(clock, {})))
+            self._push(time_of(clock), self._sum(self._gradients.pop(clock, {})))
         self._lock.notify_all()
 
-    def _sum(self, given: dict[int, Gradient]) -> Gradient | None:
+    def _sum(self, gradients: dict[int, Gradient]) -> Gradient | None:
         total: Gradient | None = None
-        for _, gradient in sorted(given.items()):
+        for _, gradient in sorted(gradients.items()):
             total = gradient if total is None else total.plus(gradient)
         return total
 
@@ -245,13 +247,13 @@ class ServedModel:
         groups = [None] * len(self._namespaces) if gradient is None else gradient.groups
         try:
             pushed = [
-                self._nothing(number, at) if one is None else self._push_group(number, at, one)
-                for number, one in enumerate(groups)
+                self._push_nothing(number, at) if entry is None else self._push_group(number, at, entry)
+                for number, entry in enumerate(groups)
             ]
         except OffbeatError as error:
-            raise self._out("pushes gradients", error) from error
+            raise self._request_error("pushing gradients", error) from error
         done = self._ps.when_done(pushed)
-        self._pushes = {time: one for time, one in self._pushes.items() if not one.is_done}
+        self._pushes = {time: entry for time, entry in self._pushes.items() if not entry.is_done}
         self._pushes[at] = done
         return done
 
@@ -268,8 +270,8 @@ class ServedModel:
             may_wait=False,
         )
 
-    def _nothing(self, group: int, at: int) -> Future:
-        """Say that this process has no gradient at a time."""
+    def _push_nothing(self, group: int, at: int) -> Future:
+        """Push that this process has no gradient at a time."""
         namespace = self._namespaces[group]
         none = np.empty(0, np.int64)
         return namespace.push(
@@ -286,43 +288,44 @@ class ServedModel:
 
     @property
     def row(self) -> Row:
-        """What is in the process cache; only where the directory says that it is to be read."""
+        """The content of the process cache; valid only where the directory says that it can be read."""
         assert self._row is not None
         return self._row
 
     def pull(self, version: int, check: Callable[[], None], *, complete: int = 0, fresh: bool = False) -> Row:
         """Return parameters of this version or a later one, from the servers.
 
-        Where gradients are not summed by clocks, it is the one that was `complete` before. Where another
-        thread has pulled meanwhile, what it has got is enough, unless they have to be `fresh`.
+        Where gradients are not summed by clocks, the result has the version that was `complete` before. Where
+        another thread has pulled meanwhile, its result is used, unless `fresh` is set.
 
         Raises:
-            WorkerError: that took too long; names the servers.
+            WorkerError: it took too long; the message names the servers.
         """
         with self._pulling:
             if not fresh and self.directory.holds(version):
                 return self.row
             self.wait_for_version(version, check)
-            pulls = self._pulled()
-            found = [self.wait_for(pull, "the parameters", check) for pull in pulls]
-            values, pieces = self._parts(found)
+            pulls = self._start_pulls()
+            pulled = [self.wait_for(pull, "the parameters", check) for pull in pulls]
+            values, pieces = self._with_pieces(pulled)
             if self._is_versioned:
                 complete = self._version_of(pieces)
             version = max(version, complete)
             self.pulls += 1
-            self.bytes_pulled += sum(one.nbytes for one in values)
+            self.bytes_pulled += sum(entry.nbytes for entry in values)
             self._row = Row(version, values, pieces)
             self.directory.pulled(version)
             return self._row
 
     def wait_for_version(self, version: int, check: Callable[[], None]) -> None:
-        """Wait until the servers have a version, where those are counted, or a later one.
+        """Wait until the servers have this version or a later one, where versions are counted.
 
-        What all processes have pushed at a clock is one sum, so it is there when this process's part is; and
-        that may still lack what another thread has, which has not heard yet that the clock is complete.
+        The pushes of all processes at a clock are one sum, so it is there when this process's part is; and
+        that part may still lack the gradient of another thread, which does not know yet that the clock is
+        complete.
 
         Raises:
-            WorkerError: that took too long.
+            WorkerError: it took too long.
         """
         if not self._is_versioned:
             return
@@ -345,35 +348,37 @@ class ServedModel:
         }
 
     def fetch(self) -> Future:
-        """Return a future of a row, of whatever version."""
-        pulls = self._pulled()
+        """Return a future of a row, of any version."""
+        pulls = self._start_pulls()
 
         def row() -> Row:
-            return Row(0, *self._parts([pull.result(0.0) for pull in pulls]))
+            return Row(0, *self._with_pieces([pull.result(0.0) for pull in pulls]))
 
         return self._ps.when_done(pulls, row)
 
-    def _pulled(self, *, states: bool = False) -> list[Future]:
-        """Return a pull of each group's parameters, with the times of its pieces.
+    def _start_pulls(self, *, states: bool = False) -> list[Future]:
+        """Start a pull of each group's parameters, with the times of its pieces.
 
         Raises:
-            WorkerError: this process is out.
+            WorkerError: this process is no longer part of the job.
         """
         try:
             return [namespace.pull(states=states, times=True) for namespace in self._namespaces]
         except OffbeatError as error:
-            raise self._out("pulls the parameters", error) from error
+            raise self._request_error("pulling the parameters", error) from error
 
-    def _out(self, what: str, error: OffbeatError) -> WorkerError:
+    def _request_error(self, what: str, error: OffbeatError) -> WorkerError:
         """Return the error of a worker whose process is out, or whose request has failed."""
-        return WorkerError(f"worker {self._ps.number}, or its process, {what}: {error}")
+        return WorkerError(f"worker {self._ps.number}, or its process, failed when {what}: {error}")
 
-    def _parts(self, found: Sequence[tuple[_T, Sequence[Piece]]]) -> tuple[list[_T], list[list[Piece]]]:
-        """What was pulled of each group, and the pieces of all its keys."""
+    def _with_pieces(
+        self, pulled: Sequence[tuple[_T, Sequence[Piece]]]
+    ) -> tuple[list[_T], list[list[Piece]]]:
+        """Return the pulled values of each group, and pieces that cover all its keys."""
         keys = [namespace.keys for namespace in self._namespaces]
         return (
-            [values for values, _ in found],
-            [_whole(pieces, count) for (_, pieces), count in zip(found, keys, strict=True)],
+            [values for values, _ in pulled],
+            [_cover(pieces, count) for (_, pieces), count in zip(pulled, keys, strict=True)],
         )
 
     def states(self, check: Callable[[], None]) -> tuple[int, list[dict[str, Array]]]:
@@ -381,56 +386,56 @@ class ServedModel:
 
         Returns:
             The clock before which all gradients are in it, and the states. Where gradients are not summed by
-            clocks, it is one that nobody reaches.
+            clocks, it is later than any clock.
 
         Raises:
-            WorkerError: that took too long.
+            WorkerError: it took too long.
         """
-        pulls = self._pulled(states=True)
-        found = [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
-        states, pieces = self._parts(found)
-        return self._version_of(pieces) if self._is_versioned else _NEVER, states
+        pulls = self._start_pulls(states=True)
+        pulled = [self.wait_for(pull, "the parameters and their state", check) for pull in pulls]
+        states, pieces = self._with_pieces(pulled)
+        return self._version_of(pieces) if self._is_versioned else _CLOCK_MAX, states
 
     @staticmethod
     def _version_of(pieces: Sequence[Sequence[Piece]]) -> int:
         return clock_of(min(piece.time for some in pieces for piece in some)) + 1
 
     def wait_until_alone(self, check: Callable[[], None]) -> None:
-        """Wait until everybody has left, and all that they have pushed is applied.
+        """Wait until all participants have left, and all their pushes are applied.
 
         Raises:
-            WorkerError: that took too long; names who has not.
+            WorkerError: it took too long; the message names the participants that have not left.
         """
         if not self._is_versioned:
             return
-        limit_s = time.monotonic() + self._deadline_s
+        deadline_s = time.monotonic() + self._deadline_s
         for namespace in self._namespaces:
             while namespace.participants:
                 check()
                 try:
-                    namespace.wait_until_left(_LOOK_S)
+                    namespace.wait_until_left(_POLL_S)
                 except OffbeatError as error:
-                    if time.monotonic() > limit_s:
-                        raise WorkerError(f"waited {self._deadline_s:g} s: {error}") from error
+                    if time.monotonic() > deadline_s:
+                        raise WorkerError(f"timed out after {self._deadline_s:g} s: {error}") from error
 
     def _wait_until(self, condition: Callable[[], bool], what: str, check: Callable[[], None]) -> None:
-        """Wait, with the lock, for what other threads of this process do.
+        """Wait, with the lock held, for other threads of this process.
 
         Raises:
-            WorkerError: that took too long.
+            WorkerError: it took too long.
         """
-        limit_s = time.monotonic() + self._deadline_s
+        deadline_s = time.monotonic() + self._deadline_s
         while not condition():
             check()
-            if time.monotonic() > limit_s:
-                raise WorkerError(f"waited {self._deadline_s:g} s for {what}")
-            self._lock.wait(_LOOK_S)
+            if time.monotonic() > deadline_s:
+                raise WorkerError(f"timed out after {self._deadline_s:g} s waiting for {what}")
+            self._lock.wait(_POLL_S)
 
     def wait_for(self, future: Future, what: str, check: Callable[[], None]) -> Any:
-        """Wait for a request, for as long as the job goes on; return what it came to.
+        """Wait for a request while the job goes on; return its result.
 
         Raises:
-            WorkerError: it failed or took too long; names the servers.
+            WorkerError: it failed or took too long; the message names the servers.
         """
         try:
             return future.result_while(check, self._deadline_s)
@@ -438,15 +443,15 @@ class ServedModel:
             raise
         except OffbeatError as error:
             check()
-            raise self._out(f"waited for {what}", error) from error
+            raise self._request_error(f"waiting for {what}", error) from error
 
 
-def _whole(pieces: Sequence[Piece], keys: int) -> list[Piece]:
-    """Pieces of all keys: time 0 where none are told."""
-    whole, at = [], 0
+def _cover(pieces: Sequence[Piece], keys: int) -> list[Piece]:
+    """Return pieces that cover all keys, with time 0 for keys without one."""
+    covered, at = [], 0
     for piece in pieces:
         if at < piece.first:
-            whole.append(Piece(at, piece.first, 0))
-        whole.append(piece)
+            covered.append(Piece(at, piece.first, 0))
+        covered.append(piece)
         at = piece.last
-    return [*whole, Piece(at, keys, 0)] if at < keys else whole
+    return [*covered, Piece(at, keys, 0)] if at < keys else covered

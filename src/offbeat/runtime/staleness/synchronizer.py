@@ -1,9 +1,9 @@
 """Training on a parameter server: one worker thread's side of bounded staleness.
 
 A step computes on the thread's own copy of the model. Its gradients go to the servers, whose optimizer makes
-the step that counts; the thread's own optimizer makes one on its copy, so that it sees its own updates before
-the servers' (*read my writes*). The coordinator grants every step, and says how old the parameters may be
-that it reads. Nothing here decides that.
+the authoritative step; the thread's own optimizer steps its copy, so that it sees its own updates before the
+servers' (*read my writes*). The coordinator permits every step, and sets how old the parameters may be that
+it reads. Nothing here decides that.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ class ServerSynchronizer:
     """A worker that trains on a parameter server; see `Synchronizer`.
 
     Source: the second paper, section 3 (SSP and its caches); specification 2.1 to 2.6. Deviations: buffers
-    and frozen parameters are the worker's own, those of the first worker to begin with. Where the servers
-    take one step of the mean, a local step is a whole one all the same: until they have taken theirs, it
-    stands for what the others do as well. (As this worker's share of the mean alone it leaves parameters
-    behind by the bound, at which Adam hardly learns.)
+    and frozen parameters are the worker's own, initially those of the first worker. Where the servers make
+    one step with the mean, a local step is nevertheless a whole one: until the servers have made theirs, it
+    stands for the other workers' contributions as well. (Scaled to this worker's share of the mean it leaves
+    parameters behind by the bound, at which Adam hardly learns.)
 
     Args:
         loop: the worker's session.
-        trained: what is trained.
-        terms: how.
+        trained: the model and its optimizers.
+        terms: how the parameter server is used.
 
     Raises:
-        OffbeatError: an optimizer that servers cannot take the place of, or parameters that they cannot keep.
+        OffbeatError: an optimizer that servers cannot replace, or parameters that they cannot keep.
     """
 
     def __init__(self, loop: Loop, trained: Trained, *, terms: Terms) -> None:
         self._loop, self._trained, self._terms = loop, trained, terms
         self._model = trained.model
-        self._optimizers = trained.optimizer_of_group  # and so on, each by group
+        self._optimizers = trained.optimizer_of_group  # the following lists are by group, too
         try:
             self._updates = [
                 translate(group, type(optimizer))
                 for group, optimizer in zip(trained.groups, self._optimizers, strict=True)
             ]
             self._groups = [
-                {name: one for name, one in trained.parameters_of(group).items() if one.requires_grad}
+                {name: entry for name, entry in trained.parameters_of(group).items() if entry.requires_grad}
                 for group in trained.groups
             ]
             self._offsets = [Offsets.of(group.items()) for group in self._groups]
@@ -79,46 +79,46 @@ class ServerSynchronizer:
         self._writes = Writes(trained)
         self._forms = Forms(trained.model)
         self._handles: list[RemovableHandle | Scripting] = []
-        self._has_begun = self._is_open = False  # the job for this worker; a step that may compute
-        self._is_reporting = False  # a step is done, and the answer to that is still to come
-        self._own: list[Sequence[Array]] = []  # of each update in this thread's log: what it has added
-        self._waiting: list[tuple[Gradient, Sequence[Array]]] = []  # steps whose gradients are not pushed yet
+        self._has_begun = self._is_open = False  # this worker has begun; its step may compute
+        self._is_reporting = False  # a step is reported, but not answered yet
+        self._local_updates: list[Sequence[Array]] = []  # what each update in this thread's log has added
+        self._unpushed: list[tuple[Gradient, Sequence[Array]]] = []  # steps not pushed yet
         self._fetch: Future | None = None
         self._last_push: Future | None = None
-        self._before: Sequence[Array] | None = None
-        # Of the groups that this step has stepped so far: gradients, and the ranges where there are none.
-        self._packed: dict[int, tuple[Array, frozenset[tuple[int, int]]]] = {}
-        self._has_gradient = False  # one of these is of a backward pass, not zero for want of one
-        self._weight = 1.0  # of the batch that was taken last
-        self._weights: list[float] = []  # of each forward pass since the last step
+        self._values_before: Sequence[Array] | None = None
+        # By group that this step has stepped so far: gradients, and the ranges where there are none.
+        self._step_gradients: dict[int, tuple[Array, frozenset[tuple[int, int]]]] = {}
+        self._has_gradient = False  # one of these is from a backward pass, not filled with zeros
+        self._batch_weight = 1.0  # of the last batch
+        self._batch_weights: list[float] = []  # of each forward pass since the last step
         # Gradients before a pass that does not count, by parameter:
-        self._kept: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._kept_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._compute_s = self._compute_mark_s = 0.0
         self._steps = 0
         self._clock: int | None = None
         self._read_version = self._fetched = 0
 
     def _check_disjoint(self) -> None:
-        """Refuses parameters that are not one number for each of a server's: each is stepped there once."""
-        names = [self._trained.name_of(one) for group in self._trained.groups for one in group["params"]]
+        """Reject parameters in several groups, or overlapping in memory: servers step each number once."""
+        names = [self._trained.name_of(entry) for group in self._trained.groups for entry in group["params"]]
         if len({*names}) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            duplicate = next(name for name in names if names.count(name) > 1)
             raise OffbeatError(
-                f"{twice} is in several of the optimizers, or in one of them several times: servers keep "
-                "each parameter with one of them, once"
+                f"{duplicate} is in several of the optimizers, or in one of them several times: servers keep "
+                "each parameter once, with one of them"
             )
-        check_apart({name: one for group in self._groups for name, one in group.items()})
+        check_apart({name: entry for group in self._groups for name, entry in group.items()})
 
     def _check_writes(self, optimizer: Optimizer | None = None) -> None:
-        """Refuses what the program has written to its copy, which the servers' state replaces."""
+        """Reject changes of the program to its copy, which the servers' state replaces."""
         if self._has_begun and (found := self._writes.found(optimizer)):
             raise OffbeatError(
-                f"the program has changed {found[0]} ({len(found)} such changes), and on a parameter server "
-                "that would be lost: the servers' state counts. Change it before the first step, or use a "
+                f"the program has changed {found[0]} ({len(found)} such changes), which would be lost: on a "
+                "parameter server the servers' state replaces it. Change it before the first step, or use a "
                 "strategy without servers"
             )
 
-    # What a session asks ---------------------------------------------------------------------------------
+    # Properties that a session reads ---------------------------------------------------------------------
 
     @property
     def deals(self) -> bool:
@@ -132,7 +132,7 @@ class ServerSynchronizer:
 
     @property
     def round(self) -> int:
-        """See `Synchronizer.round`: of what `refresh` has fetched."""
+        """See `Synchronizer.round`: that of the state which `refresh` has fetched."""
         return self._fetched
 
     @property
@@ -183,7 +183,7 @@ class ServerSynchronizer:
         return not self._is_open
 
     def batch_of_round(self, batch: int, left_out: int) -> int:
-        """See `Synchronizer.batch_of_round`: a step is of whatever its worker has computed."""
+        """See `Synchronizer.batch_of_round`: a step is of any batch that its worker has computed."""
         return batch
 
     def quiet(self) -> AbstractContextManager[None]:
@@ -191,28 +191,28 @@ class ServerSynchronizer:
         return nullcontext()
 
     def give_up_the_rest(self) -> None:
-        """See `Synchronizer.give_up_the_rest`: a step that has begun begins anew, for its clock may pass."""
+        """See `Synchronizer.give_up_the_rest`: a step that has begun is restarted; its clock may pass."""
         self._is_open = False
-        self._forget_gradients()
+        self._drop_gradients()
 
     def abandon(self, error: Exception) -> None:
-        """See `Synchronizer.abandon`; all waiting looks for the job's failure by itself."""
+        """See `Synchronizer.abandon`; all waiting checks for the job's failure by itself."""
 
-    # Coming and going ------------------------------------------------------------------------------------
+    # Joining and leaving ---------------------------------------------------------------------------------
 
     def enter(self, member: Member | None, meeting: Meeting | None) -> None:
         """See `Synchronizer.enter`."""
         assert member is not None
         assert meeting is not None
         self._member = member
-        member.on_grant = self._hear
-        self._process = Process.of(self._loop, meeting, self._terms.deadline_s, self._open)
+        member.on_grant = self._on_permit
+        self._process = Process.of(self._loop, meeting, self._terms.deadline_s, self._open_model)
         if self._loop.is_newcomer:
             self._process.take_place(self._loop)
-        self._epoch_told = self._loop.epoch
+        self._reported_epoch = self._loop.epoch
 
-    def _open(self, process: Process) -> ServedModel:
-        """What the first thread of a process opens for all."""
+    def _open_model(self, process: Process) -> ServedModel:
+        """Open the model that the threads of a process share; the first thread calls it."""
         aggregate: Aggregate = "each" if self._terms.is_sequential else "mean"
         tensors = [
             process.ps.tensors(
@@ -253,7 +253,7 @@ class ServerSynchronizer:
             handle.remove()
         self._handles.clear()
         if hasattr(self, "_process"):
-            with suppress(OffbeatError):  # this process may be out of the parameter server
+            with suppress(OffbeatError):  # this process may be excluded already
                 self._served.give_up(self._loop.worker)
             self._process.leave()
 
@@ -266,23 +266,24 @@ class ServerSynchronizer:
     def refresh(self) -> None:
         """See `Synchronizer.refresh`.
 
-        Where gradients are summed clock by clock, all is in it that anybody has done at clocks before that of
-        this worker's next step, and nothing else unless it rests, for that clock waits for it. (Where samples
-        are dealt, its last steps may be of the same clock; they are not in it.) Where each counts by itself,
-        all is in it that this worker has done, and every number is as it was at some time during the call.
+        Where gradients are summed clock by clock, the state holds all that any worker has done at clocks
+        before that of this worker's next step, and nothing else unless this worker rests, since that clock
+        waits for it. (Where samples are assigned, its last steps may belong to the same clock; they are not
+        in the state.) Where each gradient counts by itself, the state holds all that this worker has done,
+        and every number is as it was at some time during the call.
         """
         if not self._has_begun:
             return
         self._check_writes()
         self.flush()
         if self._clock is not None:
-            self._served.wait_for_version(self._granted().clock, self._loop.check)
+            self._served.wait_for_version(self._last_permit().clock, self._loop.check)
         self._install_states()
         self._directory.drop(self._loop.worker)
-        self._fetch = None  # it may lack what this worker has pushed since, which is replayed no more
+        self._fetch = None  # it may lack later pushes of this worker, which are not replayed any more
 
     def _install_states(self) -> None:
-        """Takes all that the servers keep into this worker's model and optimizers."""
+        """Copy all that the servers keep into this worker's model and optimizers."""
         self._fetched, kept = self._served.states(self._loop.check)
         for optimizer, group, offsets, states in zip(
             self._optimizers, self._groups, self._offsets, kept, strict=True
@@ -296,7 +297,7 @@ class ServerSynchronizer:
 
     def flush(self) -> None:
         """See `Synchronizer.flush`: where each gradient counts by itself, all of them have arrived."""
-        if self._waiting and self._clock is not None:
+        if self._unpushed and self._clock is not None:
             self._push(self._clock)
         if not self._terms.is_versioned and self._last_push is not None:
             self._served.wait_for(self._last_push, "the last gradients to be applied", self._loop.check)
@@ -304,7 +305,7 @@ class ServerSynchronizer:
     def finish(self) -> None:
         """See `Synchronizer.finish`."""
         if not self._has_begun:
-            self._take_part()
+            self._begin()
         self._served.leave(self._loop.worker, self._loop.check)
 
     def settle(self) -> None:
@@ -318,22 +319,24 @@ class ServerSynchronizer:
     def weigh(self, batches: float) -> None:
         """See `Synchronizer.weigh`."""
         self._restore(self._parameters())
-        self._kept.clear()
-        self._weight = batches
+        self._kept_gradients.clear()
+        self._batch_weight = batches
         if not batches:
-            self._kept = {one: None if one.grad is None else one.grad.clone() for one in self._parameters()}
+            self._kept_gradients = {
+                entry: None if entry.grad is None else entry.grad.clone() for entry in self._parameters()
+            }
 
     def _restore(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Leaves no trace of a backward pass that does not count."""
+        """Remove the gradients of a backward pass that does not count."""
         for parameter in parameters:
-            if parameter in self._kept:
-                parameter.grad = self._kept.pop(parameter)
+            if parameter in self._kept_gradients:
+                parameter.grad = self._kept_gradients.pop(parameter)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self._groups for parameter in group.values())
 
-    def _values(self) -> Sequence[Array]:
-        """The thread cache's parameters, of each group, flat; a copy."""
+    def _copy_values(self) -> Sequence[Array]:
+        """Return a copy of the thread cache's parameters, of each group, flat."""
         pairs = zip(self._groups, self._offsets, strict=True)
         return [np.array(offsets.gather(group)) for group, offsets in pairs]
 
@@ -344,34 +347,34 @@ class ServerSynchronizer:
         self._forms.check()
         if not self._is_open:
             self._start()
-        if self._weight:
-            self._weights.append(self._weight)
+        if self._batch_weight:
+            self._batch_weights.append(self._batch_weight)
         self._loop.timer.switch("compute")
 
     def _start(self) -> None:
-        """Waits until the step may start, and reads parameters for it.
+        """Wait until the step may start, and read parameters for it.
 
-        Before the first step everybody waits for the first parameters, which is no waiting at the gate.
+        Before the first step all workers wait for the initial parameters, which is not waiting at the gate.
         """
         timer = self._loop.timer
         self._check_writes()
         if not self._has_begun:
             timer.switch("pull")
-            self._report(None, self._take_part(), None, 0.0, ())
+            self._report(None, self._begin(), None, 0.0, ())
         elif not self._may_start():
             timer.switch("wait")
-        grant = self._granted()
-        while not self._may_start():  # each Grant says that the others go on
+        grant = self._last_permit()
+        while not self._may_start():  # each permit shows that the other workers go on
             self._member.wait_for(
-                lambda last=grant: self._may_start() or self._granted() is not last,  # type: ignore[misc]
+                lambda last=grant: self._may_start() or self._last_permit() is not last,  # type: ignore[misc]
                 self._terms.deadline_s,
                 "the gate to open",
             )
-            grant = self._granted()
+            grant = self._last_permit()
         if self._clock is None and self._loop.worker:
-            self._process.take_unserved(self._unserved())
-        if self._loop.epoch > self._epoch_told:
-            self._epoch_told = self._loop.epoch
+            self._process.take_unserved(self._tensors_not_served())
+        if self._loop.epoch > self._reported_epoch:
+            self._reported_epoch = self._loop.epoch
             timer.switch("report")
             self._process.tell_place(self._loop)
         self._read(grant)
@@ -380,36 +383,39 @@ class ServerSynchronizer:
         self._is_open = True
         self._compute_mark_s, self._compute_s = timer.total_s("compute"), 0.0
 
-    def _take_part(self) -> int:
-        """Takes part: with the first worker's parameters, once everybody does; returns the first clock."""
+    def _begin(self) -> int:
+        """Join with the first worker's parameters, once all workers do; return the first clock."""
         self._has_begun = True
-        initial = list(self._initial()) if self._loop.worker == 0 else None
+        initial = list(self._initial_states()) if self._loop.worker == 0 else None
         try:
-            return self._process.begin(initial, self._loop, self._unserved())
+            return self._process.begin(initial, self._loop, self._tensors_not_served())
         except WorkerError:
             raise
         except OffbeatError as error:
             raise WorkerError(f"worker {self._loop.worker} could not begin: {error}") from error
 
-    def _unserved(self) -> Sequence[torch.Tensor]:
-        """What the servers do not keep: buffers, and parameters that were frozen at join."""
-        served = {id(one) for one in self._parameters()}
-        return [*self._model.buffers(), *(one for one in self._model.parameters() if id(one) not in served)]
+    def _tensors_not_served(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that the servers do not keep: buffers, and parameters frozen at join."""
+        served = {id(entry) for entry in self._parameters()}
+        return [
+            *self._model.buffers(),
+            *(entry for entry in self._model.parameters() if id(entry) not in served),
+        ]
 
-    def _initial(self) -> Iterator[Mapping[str, Array]]:
-        """Parameters and optimizer state as the servers keep them, of each group."""
+    def _initial_states(self) -> Iterator[Mapping[str, Array]]:
+        """Yield parameters and optimizer state as the servers keep them, of each group."""
         for optimizer, group, offsets in zip(self._optimizers, self._groups, self._offsets, strict=True):
             states: dict[str, Array] = {"values": offsets.gather(group).copy()}
             kept = [states_of(optimizer, parameter) for parameter in group.values()]
             for name in kept[0] if kept else ():
-                states[name] = np.concatenate([one[name].reshape(-1) for one in kept])
+                states[name] = np.concatenate([entry[name].reshape(-1) for entry in kept])
             yield states
 
     def _may_start(self) -> bool:
         grant = self._member.grant
         return grant is not None and grant.may_start
 
-    def _granted(self) -> Grant:
+    def _last_permit(self) -> Grant:
         grant = self._member.grant
         assert grant is not None
         return grant
@@ -418,8 +424,8 @@ class ServerSynchronizer:
         """See `Synchronizer.before_step`."""
         if has_closure:
             raise OffbeatError(
-                "expected optimizer.step() without a closure: on a parameter server the step is the "
-                "servers'; compute the gradients before it"
+                "expected optimizer.step() without a closure: on a parameter server the servers make the "
+                "step; compute the gradients before it"
             )
         if not self._is_open:
             raise OffbeatError(
@@ -434,46 +440,47 @@ class ServerSynchronizer:
         timer.switch("push")
         self._compute_s += timer.total_s("compute") - self._compute_mark_s
         self._compute_mark_s = timer.total_s("compute")
-        if self._terms.steps_locally and self._before is None:
-            self._before = self._values()
-        for number, one in enumerate(self._optimizers):
-            if one is optimizer:
-                self._pack(number)
+        if self._terms.steps_locally and self._values_before is None:
+            self._values_before = self._copy_values()
+        for number, entry in enumerate(self._optimizers):
+            if entry is optimizer:
+                self._collect_gradients(number)
         timer.switch("apply")
 
-    def _pack(self, number: int) -> None:
-        """Copies a group's gradients; where only the servers step, the optimizer finds none."""
+    def _collect_gradients(self, number: int) -> None:
+        """Copy a group's gradients; where only the servers step, clear them for the optimizer."""
         group, offsets = self._groups[number], self._offsets[number]
         self._restore(group.values())
-        absent = frozenset(offsets.range_of(name) for name, one in group.items() if one.grad is None)
+        absent = frozenset(offsets.range_of(name) for name, entry in group.items() if entry.grad is None)
         gradients = {
-            name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in group.items()
+            name: torch.zeros_like(entry) if entry.grad is None else entry.grad
+            for name, entry in group.items()
         }
-        self._packed[number] = np.array(offsets.gather(gradients)), absent
+        self._step_gradients[number] = np.array(offsets.gather(gradients)), absent
         self._has_gradient |= len(absent) < len(group)
         if not self._terms.steps_locally:
             for parameter in group.values():
                 parameter.grad = None
 
-    def _gradient(self) -> Gradient:
-        """What this step gives: the gradients of the groups that were stepped, weighted by samples."""
-        weight = sum(self._weights) / len(self._weights) if self._weights else 0.0
+    def _weighted_gradient(self) -> Gradient:
+        """Return this step's gradients of the groups that were stepped, weighted by samples."""
+        weight = sum(self._batch_weights) / len(self._batch_weights) if self._batch_weights else 0.0
         counts = weight if self._has_gradient else 0.0
         groups: list[GroupGradient | None] = []
         for number, group in enumerate(self._trained.groups):
-            if number not in self._packed:
+            if number not in self._step_gradients:
                 groups.append(None)
                 continue
-            values, absent = self._packed[number]
+            values, absent = self._step_gradients[number]
             if weight != 1.0:
                 values *= weight
             groups.append(GroupGradient(counts, values, absent, settings_of(group)))
-        self._forget_gradients()
+        self._drop_gradients()
         return Gradient(groups)
 
-    def _forget_gradients(self) -> None:
-        self._weights.clear()
-        self._packed.clear()
+    def _drop_gradients(self) -> None:
+        self._batch_weights.clear()
+        self._step_gradients.clear()
         self._has_gradient = False
 
     @torch.no_grad()
@@ -483,12 +490,12 @@ class ServerSynchronizer:
         timer.switch("apply")
         clock = self._clock
         assert clock is not None
-        self._waiting.append((self._gradient(), self._applied()))
+        self._unpushed.append((self._weighted_gradient(), self._local_update()))
         self._steps += 1
         self._is_open = False
         self._writes.note()
         timer.switch("push")
-        if len(self._waiting) >= self._terms.push_every:
+        if len(self._unpushed) >= self._terms.push_every:
             self._push(clock)
         timer.switch("report")
         blocks: tuple[int, ...] = ()
@@ -497,12 +504,12 @@ class ServerSynchronizer:
                 blocks = self._member.hand.contribute(counts=True)
         self._report(clock, self._read_version, self._loop.take_loss(), self._compute_s, blocks)
         timer.switch("push")
-        self._served.passed(self._loop.worker, self._granted().clock)
+        self._served.passed(self._loop.worker, self._last_permit().clock)
         timer.switch("other")
 
-    def _applied(self) -> Sequence[Array]:
-        """What the local step has added to the parameters, of each group."""
-        before, self._before = self._before, None
+    def _local_update(self) -> Sequence[Array]:
+        """Return what the local step has added to the parameters, of each group."""
+        before, self._values_before = self._values_before, None
         if before is None:
             return ()
         return [
@@ -511,16 +518,16 @@ class ServerSynchronizer:
         ]
 
     def _push(self, clock: int) -> None:
-        """Gives what was computed since the last push; what only counts when it is there is waited for."""
-        total, deltas = self._waiting[0]
-        for gradient, more in self._waiting[1:]:
+        """Push what was computed since the last push; wait where only an applied gradient counts."""
+        total, deltas = self._unpushed[0]
+        for gradient, other_deltas in self._unpushed[1:]:
             total = total.plus(gradient)
-            deltas = [one + another for one, another in zip(deltas, more, strict=True)]
-        self._waiting.clear()
+            deltas = [entry + another for entry, another in zip(deltas, other_deltas, strict=True)]
+        self._unpushed.clear()
         time, push = self._served.give(self._loop.worker, clock, total)
         if deltas:
             self._directory.log(self._loop.worker, time)
-            self._own.append(deltas)
+            self._local_updates.append(deltas)
         awaited = push if self._terms.is_bounded else self._last_push
         self._last_push = push
         if awaited is not None:
@@ -529,7 +536,7 @@ class ServerSynchronizer:
     def _report(
         self, clock: int | None, version: int, loss: float | None, compute_s: float, blocks: tuple[int, ...]
     ) -> None:
-        """Tells the coordinator that a step is done, and waits until it has said which clock is next."""
+        """Report a finished step to the coordinator, and wait for the clock of the next one."""
         self._member.grant, self._is_reporting = None, True
         loop = self._loop
         loop.tell(
@@ -546,26 +553,26 @@ class ServerSynchronizer:
                 blocks=blocks,
             )
         )
-        what = "the coordinator to say which clock is next"
+        what = "the coordinator to name the next clock"
         self._member.wait_for(lambda: self._member.grant is not None, self._terms.deadline_s, what)
         self._is_reporting = False
         if clock is None:
-            self._served.passed(loop.worker, self._granted().clock)
+            self._served.passed(loop.worker, self._last_permit().clock)
 
-    def _hear(self, grant: Grant) -> None:
-        """Hears a Grant, in the links' thread: while it waits for samples, clocks pass all the same."""
+    def _on_permit(self, grant: Grant) -> None:
+        """Process a permit, in the links' thread: clocks pass even while the worker waits for samples."""
         if self._has_begun and not self._is_open and not self._is_reporting:
             self._served.passed(self._loop.worker, grant.clock)
 
     # Reading ---------------------------------------------------------------------------------------------
 
     def _read(self, grant: Grant) -> None:
-        """Makes the thread cache fresh enough."""
+        """Make the thread cache fresh enough for this permit."""
         timer, version = self._loop.timer, grant.version
         if self._terms.fetch_every is not None:
             self._read_version = version
             timer.switch("pull")
-            self._install_what_came()
+            self._install_fetched()
             return
         worker, directory = self._loop.worker, self._directory
         match directory.read(worker, version) if self._terms.is_bounded else "server":
@@ -582,8 +589,8 @@ class ServerSynchronizer:
                 self._install(row)
         self._read_version = max(version, directory.version(worker))
 
-    def _install_what_came(self) -> None:
-        """Takes in what was fetched in the background, if it has come; fetches anew when it is time."""
+    def _install_fetched(self) -> None:
+        """Install a background fetch if it has arrived; start another when it is time."""
         if self._directory.version(self._loop.worker) < 0:
             self._install(self._served.pull(0, self._loop.check, fresh=True))
         elif self._fetch is not None and self._fetch.is_done:
@@ -594,16 +601,16 @@ class ServerSynchronizer:
 
     @torch.no_grad()
     def _install(self, row: Row) -> None:
-        """Takes a row into the thread cache, and this thread's own updates that are not in it, once."""
+        """Copy a row into the thread cache, and apply this thread's own updates that are not in it, once."""
         directory, worker = self._directory, self._loop.worker
-        for place, (group, offsets) in enumerate(zip(self._groups, self._offsets, strict=True)):
-            values = row.values[place]
-            if self._own:
+        for index, (group, offsets) in enumerate(zip(self._groups, self._offsets, strict=True)):
+            values = row.values[index]
+            if self._local_updates:
                 values = np.array(values)
-                for piece in row.pieces[place]:
-                    stretch = slice(piece.first, piece.last)
-                    for deltas in self._own[directory.held(worker, piece.time) :]:
-                        values[stretch] += deltas[place][stretch]
+                for piece in row.pieces[index]:
+                    key_range = slice(piece.first, piece.last)
+                    for deltas in self._local_updates[directory.held(worker, piece.time) :]:
+                        values[key_range] += deltas[index][key_range]
             offsets.scatter(Entries(0, values), group)
         time = min((piece.time for some in row.pieces for piece in some), default=0)
-        del self._own[: directory.installed(worker, row.version, time)]
+        del self._local_updates[: directory.installed(worker, row.version, time)]
