@@ -110,7 +110,7 @@ class Pacing:
 
     def __init__(self, threads: int, pace: Pace | None) -> None:
         self._pace = pace
-        self._beside, self._waited_for = Climb(threads), Climb(threads)
+        self._beside, self._while_waiting = Climb(threads), Climb(threads)
         self._turns: list[Turn] = []  # oldest first
         self._waiting_for = 0  # number of threads that wait for the evaluation
         self._is_unlimited = self._is_measuring = False
@@ -167,7 +167,7 @@ class Pacing:
 
     @property
     def _climb(self) -> Climb:
-        return self._waited_for if self._waiting_for else self._beside
+        return self._while_waiting if self._waiting_for else self._beside
 
     def _allow(self, now_s: float) -> None:
         """Let the allowed threads go on."""

@@ -408,14 +408,14 @@ class ServedModel:
         """
         if not self._is_versioned:
             return
-        deadline_s = time.monotonic() + self._deadline_s
+        end_s = time.monotonic() + self._deadline_s
         for namespace in self._namespaces:
             while namespace.participants:
                 check()
                 try:
                     namespace.wait_until_left(_POLL_S)
                 except OffbeatError as error:
-                    if time.monotonic() > deadline_s:
+                    if time.monotonic() > end_s:
                         raise WorkerError(f"timed out after {self._deadline_s:g} s: {error}") from error
 
     def _wait_until(self, condition: Callable[[], bool], what: str, check: Callable[[], None]) -> None:
@@ -424,10 +424,10 @@ class ServedModel:
         Raises:
             WorkerError: it took too long.
         """
-        deadline_s = time.monotonic() + self._deadline_s
+        end_s = time.monotonic() + self._deadline_s
         while not condition():
             check()
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > end_s:
                 raise WorkerError(f"timed out after {self._deadline_s:g} s waiting for {what}")
             self._lock.wait(_POLL_S)
 

@@ -228,7 +228,7 @@ class Crew(Generic[AtOneMoment]):
             evaluator.close()
         for _ in self._threads:
             self._queue.put(None)
-        deadline_s = time.monotonic() + wait_s
+        end_s = time.monotonic() + wait_s
         for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            thread.join(max(0.0, end_s - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]

@@ -318,7 +318,7 @@ class Shares:
             OffbeatError: it took too long.
         """
         assert isinstance(part, _AssignedPart)
-        deadline_s = time.monotonic() + self.deadline_s
+        end_s = time.monotonic() + self.deadline_s
         with self._changed:
             while True:
                 held = self._held.get(part.epoch)
@@ -326,7 +326,7 @@ class Shares:
                     raise CancelledError(f"part {part.number} of epoch {part.epoch} is not needed any more")
                 if held.digest == part.digest:
                     return
-                remaining_s = deadline_s - time.monotonic()
+                remaining_s = end_s - time.monotonic()
                 if remaining_s <= 0:
                     raise OffbeatError(
                         f"worker {self.member.worker}: timed out waiting for another worker's snapshot of "
@@ -359,8 +359,8 @@ class Shares:
         except BaseException as error:
             if part.cancelled.is_set():
                 warnings.warn(
-                    f"evaluating part {part.number} of epoch {part.epoch} failed on worker {self.member.worker}, "
-                    f"after another worker had done it: {type(error).__name__}: {error}",
+                    f"evaluating part {part.number} of epoch {part.epoch} failed on worker "
+                    f"{self.member.worker}, after another one had succeeded: {type(error).__name__}: {error}",
                     RuntimeWarning,
                     stacklevel=2,
                 )
