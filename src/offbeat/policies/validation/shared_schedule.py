@@ -70,9 +70,9 @@ class _EpochState:
         offers: by worker, in the order of arrival.
         owner, digest: the worker whose snapshot is evaluated, None until it is chosen, and the digest.
         holders: workers that have that snapshot, bit for bit.
-        lent: workers to which it was or is being sent, replacing their own; by receiver, the latest sender.
-        waiting: parts that are not assigned, the next one last.
-        out: by part and worker, when it was assigned.
+        snapshot_senders: by worker to which it was or is being sent, replacing its own, the latest sender.
+        unassigned: parts that are not assigned, the next one last.
+        assigned: by part and worker, when it was assigned.
         results: by part.
         merger: the worker that evaluated the first part, and can merge metric states.
         merging_since_s: when it was asked to merge; None before.
@@ -86,10 +86,10 @@ class _EpochState:
     owner: int | None = None
     digest: str = ""
     holders: set[int] = field(default_factory=set)
-    lent: dict[int, int] = field(default_factory=dict)
+    snapshot_senders: dict[int, int] = field(default_factory=dict)
     parts: int = 0
-    waiting: list[int] = field(default_factory=list)
-    out: dict[int, dict[int, float]] = field(default_factory=dict)
+    unassigned: list[int] = field(default_factory=list)
+    assigned: dict[int, dict[int, float]] = field(default_factory=dict)
     results: dict[int, _Result] = field(default_factory=dict)
     merger: int | None = None
     merging_since_s: float | None = None
@@ -100,13 +100,13 @@ class _EpochState:
     def is_evaluated(self) -> bool:
         return self.parts > 0 and len(self.results) == self.parts
 
-    def take_back(self, worker: int) -> None:
+    def release(self, worker: int) -> None:
         """Make the parts assigned to a worker available to other workers."""
-        for part, assignees in list(self.out.items()):
+        for part, assignees in list(self.assigned.items()):
             assignees.pop(worker, None)
             if not assignees:
-                del self.out[part]
-                self.waiting.append(part)
+                del self.assigned[part]
+                self.unassigned.append(part)
 
 
 class SharedValidation:
@@ -235,7 +235,11 @@ class SharedValidation:
             raise ProtocolError(
                 f"expected a part that was assigned to worker {event.worker}, got one of epoch {event.epoch}"
             )
-        if state is None or event.worker not in state.out.get(event.part, {}) or event.digest != state.digest:
+        if (
+            state is None
+            or event.worker not in state.assigned.get(event.part, {})
+            or event.digest != state.digest
+        ):
             return  # another worker was faster, or the part was assigned again
         result = _Result(means=event.means, counts=event.counts, states=event.states)
         for other in list(state.results.values())[:1]:
@@ -245,11 +249,11 @@ class SharedValidation:
                     f"{other.names() or 'none'}, and of part {event.part}, on worker {event.worker}, "
                     f"{result.names() or 'none'}"
                 )
-        state.spent_s += event.now_s - state.out[event.part][event.worker]
+        state.spent_s += event.now_s - state.assigned[event.part][event.worker]
         state.spent_count += 1
         state.holders.add(event.worker)
         state.results[event.part] = result
-        del state.out[event.part]
+        del state.assigned[event.part]
         if event.part == 0:
             state.merger = event.worker
 
@@ -276,18 +280,19 @@ class SharedValidation:
         self._last_epochs.pop(worker, None)
         for state in self._epochs.values():
             state.offers.pop(worker, None)
-            state.take_back(worker)
+            state.release(worker)
             if state.owner == worker:
                 state.owner = next((other for other in state.offers if other in state.holders), None)
-                for borrower in state.lent.keys() - state.holders:  # its transfer may be incomplete
-                    state.take_back(borrower)
+                # Transfers to workers that do not hold the snapshot yet may be incomplete.
+                for receiver in state.snapshot_senders.keys() - state.holders:
+                    state.release(receiver)
                 if state.owner is None:  # the evaluated snapshot is gone
                     state.results, state.merger, state.merging_since_s = {}, None, None
             if state.merger == worker:
                 state.merger = state.merging_since_s = None
                 if state.results[0].states:
                     del state.results[0]
-                    state.waiting.append(0)
+                    state.unassigned.append(0)
 
     # Decisions -------------------------------------------------------------------------------------------
 
@@ -314,7 +319,7 @@ class SharedValidation:
         """Choose the snapshot to evaluate, if it is not chosen yet and can be."""
         if state.owner is not None:
             return []
-        intact = [worker for worker in state.offers if worker not in state.lent]
+        intact = [worker for worker in state.offers if worker not in state.snapshot_senders]
         current = [worker for worker in intact if state.offers[worker].is_current]
         if not current and any(reached < epoch for reached in self._last_epochs.values()):
             return []  # wait for the other workers
@@ -328,7 +333,7 @@ class SharedValidation:
             evaluators = state.offers[owner].evaluators * len(self._last_epochs)
             parts = evaluators * PARTS_PER_EVALUATOR if evaluators > 1 else 1
             state.parts = len(split_even(state.samples, parts))
-        state.waiting = list(range(state.parts))[::-1]
+        state.unassigned = list(range(state.parts))[::-1]
         state.holders = {worker for worker in intact if state.offers[worker].digest == state.digest}
         return []
 
@@ -392,10 +397,10 @@ class SharedValidation:
         return [*finished, *(Validating(worker=worker, epoch=epoch, reason=reason) for epoch in self._epochs)]
 
     def _check_deadlines(self, epoch: int, state: _EpochState, now_s: float) -> list[Action]:
-        """Stop the job where a part exceeds its deadline on every worker that evaluates it."""
+        """Stop the job where a part, or merging, takes longer than the deadline on its first worker."""
         waits = [
             (*min(assignees.items(), key=lambda item: item[1]), f"evaluate part {part}", "evaluate is")
-            for part, assignees in state.out.items()
+            for part, assignees in state.assigned.items()
         ]
         if state.merger is not None and state.merging_since_s is not None:
             waits.append((state.merger, state.merging_since_s, "merge the metrics", "they are"))
@@ -422,9 +427,9 @@ class SharedValidation:
                 if part is None:
                     continue
                 assigned = True
-                is_backup = part in state.out
-                state.out.setdefault(part, {})[worker] = now_s
-                if worker not in state.holders and state.lent.get(worker) != state.owner:
+                is_backup = part in state.assigned
+                state.assigned.setdefault(part, {})[worker] = now_s
+                if worker not in state.holders and state.snapshot_senders.get(worker) != state.owner:
                     yield self._send_snapshot(worker, epoch, state)
                 positions = split_even(state.samples, state.parts)[part]
                 yield EvaluatePart(
@@ -441,7 +446,7 @@ class SharedValidation:
 
     def _send_snapshot(self, worker: int, epoch: int, state: _EpochState) -> LendSnapshot:
         assert state.owner is not None
-        state.lent[worker] = state.owner
+        state.snapshot_senders[worker] = state.owner
         self._transfers += 1
         return LendSnapshot(
             worker=state.owner,
@@ -454,20 +459,20 @@ class SharedValidation:
 
     def _is_free(self, worker: int, state: _EpochState) -> bool:
         under_way = sum(
-            worker in assignees for other in self._epochs.values() for assignees in other.out.values()
+            worker in assignees for other in self._epochs.values() for assignees in other.assigned.values()
         )
         return under_way < state.offers[worker].evaluators
 
     def _next_part(self, worker: int, state: _EpochState, now_s: float) -> int | None:
         """Return a part for an idle worker: one that is not assigned, else one that is late elsewhere."""
-        if state.waiting:
-            return state.waiting.pop()
+        if state.unassigned:
+            return state.unassigned.pop()
         if not state.spent_count:
             return None
         usual_s = state.spent_s / state.spent_count
         late = [
             (max(assignees.values()), part)
-            for part, assignees in state.out.items()
+            for part, assignees in state.assigned.items()
             if worker not in assignees and now_s - max(assignees.values()) > BACKUP_FACTOR * usual_s
         ]
         return min(late)[1] if late else None
@@ -486,11 +491,11 @@ def _epoch_to_plain(state: _EpochState) -> dict[str, Any]:
         **vars(state),
         "offers": [[worker, asdict(offer)] for worker, offer in state.offers.items()],
         "holders": sorted(state.holders),
-        "lent": [list(loan) for loan in state.lent.items()],
-        "waiting": list(state.waiting),
-        "out": [
+        "snapshot_senders": [list(pair) for pair in state.snapshot_senders.items()],
+        "unassigned": list(state.unassigned),
+        "assigned": [
             [part, [[worker, since_s] for worker, since_s in assignees.items()]]
-            for part, assignees in state.out.items()
+            for part, assignees in state.assigned.items()
         ],
         "results": [[part, asdict(result)] for part, result in state.results.items()],
     }
@@ -502,9 +507,9 @@ def _epoch_from_plain(plain: dict[str, Any]) -> _EpochState:
             **plain,
             "offers": {worker: _Offer(**offer) for worker, offer in plain["offers"]},
             "holders": set(plain["holders"]),
-            "lent": dict(plain["lent"]),
-            "waiting": list(plain["waiting"]),
-            "out": {part: dict(assignees) for part, assignees in plain["out"]},
+            "snapshot_senders": dict(plain["snapshot_senders"]),
+            "unassigned": list(plain["unassigned"]),
+            "assigned": {part: dict(assignees) for part, assignees in plain["assigned"]},
             "results": {part: _result_from_plain(result) for part, result in plain["results"]},
         }
     )

@@ -79,7 +79,7 @@ class _HeldSnapshot:
         digest: of the current content.
         wanted: of the content that the coordinator last asked for.
         incoming: the buffer of a snapshot being received; kept until it is complete.
-        lent: the buffer being sent to other workers; a copy, since sending may outlast the snapshot's reuse.
+        outgoing: the buffer being sent; a copy, since sending may outlast the reuse of the snapshot.
         under_way: how many parts this worker evaluates with it.
         first: metrics of the first part that must be merged, where this worker has evaluated it.
         states: the states to merge with them, as far as they have arrived.
@@ -91,7 +91,7 @@ class _HeldSnapshot:
     digest: str
     wanted: str
     incoming: torch.Tensor | None = None
-    lent: torch.Tensor | None = None
+    outgoing: torch.Tensor | None = None
     under_way: int = 0
     first: dict[str, Tellable] = field(default_factory=dict)
     states: list[dict[str, str]] = field(default_factory=list)
@@ -275,7 +275,7 @@ class Shares:
         held = self._held.get(transfer.epoch)
         if held is None or held.digest != transfer.digest:
             return  # it is over, and the receiver knows that
-        values = held.lent = held.snapshot.to_bytes() if held.lent is None else held.lent
+        values = held.outgoing = held.snapshot.to_bytes() if held.outgoing is None else held.outgoing
         self.member.endpoint.put(
             self.member.name_of(transfer.borrower),
             _FIRST_TAG + transfer.number,
