@@ -1,10 +1,10 @@
-"""Every message between clients, servers and the manager of a parameter server, as plain data.
+"""The messages between clients, servers and the manager of a parameter server, as plain data.
 
-What a message carries for its keys is `content`, which no policy looks into. See
-docs/decisions/0008-how-servers-replicate.md for what these are for.
+A message carries the values of its keys as `content`, which no policy reads.
+docs/decisions/0008-how-servers-replicate.md describes the protocols that use them.
 
-Nobody changes a message. They are not frozen dataclasses all the same: these take four times as long to make,
-and one is made for every push.
+Messages are never modified. Most are not frozen dataclasses all the same: those take four times as long to
+create, and one is created for every push.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ class Arc:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """Who holds what, as the manager says it to everybody.
+    """The assignment of keys to servers, as the manager publishes it to all nodes.
 
     Attributes:
-        number: grows with every view.
-        epoch: the number of the view in which some master changed last, or a namespace came, or who takes
-            part in one; what clients go by.
-        ring: who is responsible.
+        number: increases with every view.
+        epoch: the number of the latest view in which a master, a namespace or a participant changed; requests
+            of clients carry it.
+        ring: the servers that are responsible.
         spaces: the namespaces, by name.
-        filling: servers of the ring that have not got all that they are responsible for, and where.
-        target: the ring that is being prepared, None where none is; who gains in it is being filled.
-        participants: of each namespace that aggregates, whose pushes are summed, and the first time of each.
-        paused: the namespaces in which no participant begins another time, as one is to come; and the numbers
-            of the views that paused them.
-        lost: keys whose data are lost; nobody serves them.
-        emptied: places whose data are lost with this view: what any server has of them it drops.
-        silent: servers that have been silent for too long, and are waited for all the same. They may change
-            without another view.
+        filling: servers of the ring that have not received all data that they are responsible for, and where.
+        target: the ring that is being prepared, None if there is none; servers that gain in it are being
+            filled.
+        participants: for each namespace that aggregates, the clients whose pushes are summed, with the first
+            time of each.
+        paused: the namespaces in which no participant begins another time until a newcomer has been admitted,
+            with the numbers of the views that paused them.
+        lost: keys whose data are lost; no server serves them.
+        emptied: places whose data are lost with this view; every server drops what it has of them.
+        silent: servers that have been silent for too long and that the manager waits for nevertheless. They
+            may change without another view.
     """
 
     number: int
@@ -66,14 +68,15 @@ class View:
 
 @dataclass(kw_only=True, slots=True)
 class Push:
-    """A client sends something for keys `first` to `last` - 1, all of which have the same holders.
+    """A client pushes to keys `first` to `last` - 1, all of which have the same holders.
 
     Attributes:
         number: of the client's request.
-        epoch: that the client goes by.
-        time: the client's, of this push; keys of the range that `content` does not list take it too.
-        after: the times of the client's pushes before this one, of the whole range.
-        wants_values: it is answered with what all keys of the range hold then, instead of with Pushed.
+        epoch: of the client's view.
+        time: the client's time of this push; keys of the range that `content` does not list advance to it
+            too.
+        after: the times of the client's previous pushes, for the whole range.
+        wants_values: the reply is the values of all keys of the range after the push, instead of Pushed.
     """
 
     client: int
@@ -90,7 +93,7 @@ class Push:
 
 @dataclass(kw_only=True, slots=True)
 class Pull:
-    """A client wants the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
+    """A client requests the values of keys `first` to `last` - 1, or of those of them that `keys` lists."""
 
     client: int
     number: int
@@ -103,11 +106,11 @@ class Pull:
 
 @dataclass(kw_only=True, slots=True)
 class Inspect(Pull):
-    """A client wants to know more than values.
+    """A client requests more than values.
 
     Attributes:
-        with_states: what the update keeps besides them, too.
-        with_times: the times of the client's own pushes that are in them, too.
+        with_states: also the state that the update keeps for each value.
+        with_times: also the times of the client's own pushes that are contained in the values.
     """
 
     with_states: bool
@@ -116,7 +119,7 @@ class Inspect(Pull):
 
 @dataclass(kw_only=True, slots=True)
 class Pushed:
-    """All holders have this part of a push."""
+    """All holders have applied this part of a push."""
 
     number: int
     first: int
@@ -125,7 +128,7 @@ class Pushed:
 
 @dataclass(kw_only=True, slots=True)
 class Pulled:
-    """The values of this part of a pull; or of a push that wants them, which all holders have."""
+    """The values of this part of a pull; or of a push that wants them, once all holders have applied it."""
 
     number: int
     namespace: str
@@ -136,11 +139,11 @@ class Pulled:
 
 @dataclass(kw_only=True, slots=True)
 class Inspected(Pulled):
-    """Likewise, of one that wants to know more.
+    """The reply to this part of an `Inspect`.
 
     Attributes:
-        times: of the client's own pushes that are in these values, ascending; none where they are not wanted,
-            and none of keys that it has not pushed.
+        times: of the client's own pushes that are contained in these values, ascending; empty if they were
+            not requested, and without keys that the client has not pushed.
     """
 
     times: tuple[Piece, ...]
@@ -148,7 +151,9 @@ class Inspected(Pulled):
 
 @dataclass(kw_only=True, slots=True)
 class Stale:
-    """Another server is the master of this part, or will be; the client goes by a view of this epoch."""
+    """Another server is, or is about to be, the master of this part; the client needs a view of
+    this epoch.
+    """
 
     number: int
     first: int
@@ -158,7 +163,7 @@ class Stale:
 
 @dataclass(kw_only=True, slots=True)
 class Refused:
-    """This part of a request cannot be; of a push, nothing of it was applied by who says so."""
+    """This part of a request is invalid; the sender has applied nothing of it if it is a push."""
 
     number: int
     first: int
@@ -171,7 +176,9 @@ class Refused:
 
 @dataclass(kw_only=True, slots=True)
 class Mark:
-    """One client's push in an operation: its time, and its times before, of the whole range."""
+    """One client's push in an operation: its time, and the times of its previous pushes, for the
+    whole range.
+    """
 
     client: int
     time: int
@@ -180,7 +187,9 @@ class Mark:
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """What a master has applied to keys `first` to `last` - 1: one push, or the sum of several clients'."""
+    """What a master has applied to keys `first` to `last` - 1: one push, or the sum of several
+    clients' pushes.
+    """
 
     namespace: str
     first: int
@@ -191,13 +200,13 @@ class Operation:
 
 @dataclass(kw_only=True, slots=True)
 class Copy:
-    """An operation on its way down a chain.
+    """An operation on its way down a replication chain.
 
     Attributes:
         view: in which it was sent.
-        master: who begins the chain.
-        serial: of the master's operations in this view.
-        route: the holders behind the receiver.
+        master: the head of the chain.
+        serial: counts the master's operations in this view.
+        route: the holders after the receiver.
     """
 
     view: int
@@ -209,7 +218,7 @@ class Copy:
 
 @dataclass(kw_only=True, slots=True)
 class Copied:
-    """The receiver of a Copy and all behind it have the operation."""
+    """The receiver of a Copy and all holders after it have applied the operation."""
 
     view: int
     master: int
@@ -218,10 +227,10 @@ class Copied:
 
 @dataclass(kw_only=True, slots=True)
 class Handed:
-    """What a holder has of earlier views that was not acknowledged to it, for the master of this one.
+    """Operations of earlier views that were not acknowledged to the sender, for the master of this view.
 
     Attributes:
-        chain: down which it is to go, the master first.
+        chain: the chain that they go down, the master first.
     """
 
     view: int
@@ -231,7 +240,7 @@ class Handed:
 
 @dataclass(kw_only=True, slots=True)
 class Resent:
-    """All that a holder has handed to the master has come down the chain before this.
+    """All operations that a holder has handed to the master have come down the chain before this message.
 
     Attributes:
         chain: all of it, the master first.
@@ -245,14 +254,14 @@ class Resent:
 
 @dataclass(kw_only=True, slots=True)
 class HandEnd:
-    """The sender has handed to the receiver all that it had for it in this view; it may have been nothing."""
+    """The sender has handed over all operations that it had for the receiver in this view, possibly none."""
 
     view: int
 
 
 @dataclass(kw_only=True, slots=True)
 class Fetch:
-    """Who is being filled wants the blocks that it gains in this view and has not got.
+    """A server that is being filled requests the blocks that it gains in this view and does not have.
 
     Attributes:
         have: the blocks that it has, by namespace and number.
@@ -267,10 +276,10 @@ class Chunk:
     """A block as the sender has it.
 
     Attributes:
-        view: in which it was fetched.
+        view: in which it was requested.
         block: its number in the namespace.
         clocks: by client, the times of its keys.
-        pending: operations in it that are not known to have reached all holders, in order.
+        pending: operations contained in it that are not known to have reached all holders, in order.
     """
 
     view: int
@@ -283,14 +292,14 @@ class Chunk:
 
 @dataclass(kw_only=True, slots=True)
 class ChunkTaken:
-    """The receiver of a Chunk has it and can take another."""
+    """The receiver of a Chunk has stored it; the sender may send another."""
 
     view: int
 
 
 @dataclass(kw_only=True, slots=True)
 class FillEnd:
-    """The receiver has all that it fetched from the sender in this view."""
+    """The receiver has all blocks that it requested from the sender in this view."""
 
     view: int
 
@@ -300,7 +309,7 @@ class FillEnd:
 
 @dataclass(kw_only=True, slots=True)
 class Filled:
-    """A server has all that it was to be filled with in this view."""
+    """A server has received all data that it was to be filled with in this view."""
 
     server: int
     view: int
@@ -308,7 +317,7 @@ class Filled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enlist:
-    """A client wants to take part in a namespace that aggregates."""
+    """A client asks to take part in a namespace that aggregates."""
 
     client: int
     namespace: str
@@ -316,7 +325,7 @@ class Enlist:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Withdraw:
-    """A client pushes no more to a namespace that aggregates; all that it has pushed there is done."""
+    """A client stops pushing to a namespace that aggregates; all its pushes there are done."""
 
     client: int
     namespace: str
@@ -324,7 +333,7 @@ class Withdraw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """A participant has sent nothing after this time, and sends nothing after it in this pause.
+    """A participant has sent nothing after this time, and sends nothing after it during this pause.
 
     Attributes:
         pause: the number of the view that paused the namespace.

@@ -1,6 +1,6 @@
-"""Messages of one node to another, in order and each once, over a network that loses, repeats and reorders.
+"""Ordered, exactly-once delivery between two nodes over a network that loses, duplicates and reorders.
 
-Nothing here knows what a message says, sends anything, or looks at a clock.
+Nothing here inspects messages, sends anything, or reads a clock.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from offbeat.errors import ProtocolError
 
-_EARLY_MAX = 4096  # packets that are kept for those before them
+_EARLY_MAX = 4096  # packets that are kept until those before them arrive
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: it is made for every message
+@dataclass(kw_only=True, slots=True)  # not frozen: one is created for every message
 class Packet:
-    """One message, and how many of the other side's have come.
+    """One message, with a cumulative acknowledgement.
 
     Attributes:
-        number: of the message among the sender's to this receiver, from 0; -1 where there is none.
-        received: how many messages the sender has taken from the receiver of this packet.
+        number: the message's sequence number from the sender to this receiver, from 0; -1 without a message.
+        received: how many messages the sender of this packet has received from its receiver, in order.
     """
 
     number: int
@@ -30,22 +30,22 @@ class Packet:
 
 
 class Channel:
-    """One node's end of what it and another say to each other.
+    """One node's end of the exchange of messages with another node.
 
-    What is sent is kept until the other side says that it has come, and is sent again if that takes longer
-    than `resend_s`, then twice as long, up to `resend_max_s`. What comes is handed out in the order in which
-    it was sent, once. Where the network is a connection that keeps order, nothing is ever sent twice but what
-    a broken connection may have lost.
+    Sent messages are kept until the peer acknowledges them. They are sent again after `resend_s` without an
+    acknowledgement, then after twice as long each time, up to `resend_max_s`. Received messages are delivered
+    once, in the order in which they were sent. Over a connection that keeps order, only messages that a
+    broken connection may have lost are ever sent twice.
 
-    Source: sliding windows with cumulative acknowledgement, as in TCP (RFC 9293); for its failures, not in
-    place of its flow control.
+    Source: sliding windows with cumulative acknowledgement, as in TCP (RFC 9293); for its recovery from
+    losses, not in place of its flow control.
 
     Args:
-        resend_s: how long an answer usually takes at most, in seconds.
+        resend_s: the usual upper bound of the time until an acknowledgement, in seconds.
         resend_max_s: the longest wait between two attempts, in seconds.
 
     Attributes:
-        received: how many of the other side's messages were handed out.
+        received: how many of the peer's messages were delivered.
 
     Raises:
         ValueError: times that are not positive or not in this order.
@@ -56,31 +56,31 @@ class Channel:
             raise ValueError(f"expected 0 < resend_s <= resend_max_s, got {resend_s} and {resend_max_s}")
         self._resend_s, self._resend_max_s = resend_s, resend_max_s
         self._wait_s = resend_s
-        self._sent: deque[Any] = deque()  # what is not known to have come
+        self._sent: deque[Any] = deque()  # messages that are not acknowledged
         self._first = 0  # the number of the first of these
-        self._due_s: float | None = None  # when these are sent again
+        self._due_s: float | None = None  # when they are sent again
         self.received = 0
         self._early: dict[int, Any] = {}
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` has something to do; None while nothing waits for an answer."""
+        """When `tick` has something to resend; None while everything is acknowledged."""
         return self._due_s
 
     def send(self, messages: Iterable[Any], now_s: float) -> list[Packet]:
-        """Return what is to be sent for these messages."""
+        """Return the packets to send for these messages."""
         number = self._first + len(self._sent)
-        fresh = list(messages)
-        self._sent += fresh
-        if fresh and self._due_s is None:
+        new = list(messages)
+        self._sent += new
+        if new and self._due_s is None:
             self._due_s = now_s + self._wait_s
-        return self._packets(number, fresh)
+        return self._packets(number, new)
 
     def hear(self, packet: Packet, now_s: float) -> tuple[list[Any], list[Packet]]:
-        """Take a packet; return the messages that are due now, in order, and what is to be sent in answer.
+        """Process a packet; return the messages to deliver now, in order, and the packets to send in reply.
 
         Raises:
-            ProtocolError: it speaks of messages that were never sent.
+            ProtocolError: it acknowledges messages that were never sent.
         """
         self.acknowledge(packet.received, now_s)
         if packet.number < 0:
@@ -88,14 +88,14 @@ class Channel:
         return self.take(packet.number, packet.message), [Packet(number=-1, received=self.received)]
 
     def acknowledge(self, received: int, now_s: float) -> None:
-        """The other side has got so many messages from here.
+        """Process an acknowledgement: the peer has received so many messages.
 
         Raises:
-            ProtocolError: so many were never sent.
+            ProtocolError: fewer were sent.
         """
-        said = self._first + len(self._sent)
-        if received > said:
-            raise ProtocolError(f"expected at most {said} messages to have come, got {received}")
+        sent = self._first + len(self._sent)
+        if received > sent:
+            raise ProtocolError(f"expected an acknowledgement of at most {sent} messages, got {received}")
         if received > self._first:
             for _ in range(received - self._first):
                 self._sent.popleft()
@@ -104,7 +104,7 @@ class Channel:
             self._due_s = now_s + self._wait_s if self._sent else None
 
     def take(self, number: int, message: Any) -> list[Any]:
-        """Take the other side's message of this number; return the messages that are due now, in order."""
+        """Accept the peer's message of this number; return the messages to deliver now, in order."""
         if number == self.received and not self._early:  # nearly always
             self.received += 1
             return [message]
@@ -117,7 +117,7 @@ class Channel:
         return due
 
     def tick(self, now_s: float) -> list[Packet]:
-        """Return what is to be sent again, if it is time."""
+        """Return the packets to send again, if it is time."""
         if self._due_s is None or now_s < self._due_s:
             return []
         self._wait_s = min(2 * self._wait_s, self._resend_max_s)
@@ -125,7 +125,7 @@ class Channel:
         return self._packets(self._first, self._sent)
 
     def again(self, now_s: float) -> list[Packet]:
-        """Return all that may have been lost with a connection that broke."""
+        """Return all packets that may have been lost with a connection that broke."""
         self._wait_s = self._resend_s
         self._due_s = now_s + self._wait_s if self._sent else None
         return self._packets(self._first, self._sent)

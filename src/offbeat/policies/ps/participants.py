@@ -1,6 +1,6 @@
-"""Whose pushes are summed: who takes part in the namespaces that aggregate, and from which time on.
+"""The clients whose pushes are summed in the namespaces that aggregate, and their first times.
 
-Nothing here knows which servers there are or how a death is noticed.
+Nothing here knows which servers exist or how the loss of a client is detected.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Any
 
 
 class Participants:
-    """Fixes who takes part in a time before anybody pushes at it; afterwards only the dead are taken out.
+    """Fixes the participants of a time before any of them pushes at it; later only lost clients are removed.
 
-    A client begins at time 1 where nobody else takes part, or no servers are there yet. Otherwise the
-    namespace is paused: every participant says the latest time that it has sent, and sends none after it
-    until a view says that the pause is over; in that view the newcomer begins with the time after the latest.
-    Clients that are to begin together enlist before the first of them pushes. Who has withdrawn does not come
-    back.
+    A client begins at time 1 if no other client takes part, or no servers are there yet. Otherwise the
+    namespace is paused: every participant reports the latest time that it has sent, and sends none after it
+    until a view ends the pause; in that view the newcomer begins at the time after the latest. Clients that
+    are to begin together enlist before the first of them pushes. A client that has withdrawn or is lost does
+    not come back.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class Participants:
         self._gone: set[int] = set()
 
     def enlist(self, client: int, namespace: str, view: int | None) -> bool:
-        """A client wants to take part; return whether a view has to say something.
+        """A client asks to take part; return whether a new view is needed.
 
         Args:
-            view: the number of the view that would say so, None where there is none yet.
+            view: the number of the view that would publish it, None if there is no view yet.
         """
         begins = self.begins.setdefault(namespace, {})
         newcomers = self._newcomers.setdefault(namespace, [])
@@ -45,14 +45,16 @@ class Participants:
         return True
 
     def reach(self, client: int, namespace: str, pause: int, time: int) -> bool:
-        """A participant sends nothing after `time` in this pause; return whether all have said so."""
+        """A participant sends nothing after `time` in this pause; return whether all participants have
+        reported.
+        """
         if self.paused.get(namespace) != pause or client not in self.begins[namespace]:
             return False
         self._reached[namespace][client] = time
         return self._end_pause(namespace)
 
     def withdraw(self, client: int, namespace: str) -> bool:
-        """A client takes part no more; return whether a view has to say something."""
+        """A client stops taking part; return whether a new view is needed."""
         if namespace not in self.begins:
             return False
         took_part = self.begins[namespace].pop(client, None) is not None
@@ -62,30 +64,32 @@ class Participants:
         return self._end_pause(namespace) or took_part
 
     def lose(self, client: int) -> bool:
-        """A client is gone, and comes never again; return whether a view has to say something."""
+        """A client is lost for good; return whether a new view is needed."""
         self._gone.add(client)
         changed = [self.withdraw(client, namespace) for namespace in self.begins]
         return any(changed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as plain data."""
+        """Return the whole state, as plain data."""
         return {
             "begins": _listed(self.begins),
             "paused": list(self.paused.items()),
-            "newcomers": [[namespace, list(found)] for namespace, found in self._newcomers.items()],
+            "newcomers": [[namespace, list(clients)] for namespace, clients in self._newcomers.items()],
             "reached": _listed(self._reached),
             "gone": sorted(self._gone),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.begins, self._reached = _by_client(state["begins"]), _by_client(state["reached"])
         self.paused = dict(state["paused"])
-        self._newcomers = {namespace: list(found) for namespace, found in state["newcomers"]}
+        self._newcomers = {namespace: list(clients) for namespace, clients in state["newcomers"]}
         self._gone = set(state["gone"])
 
     def _end_pause(self, namespace: str) -> bool:
-        """Let the newcomers begin once all participants have said how far they are, or nobody is to begin."""
+        """End the pause, and let the newcomers begin, once all participants have reported or no newcomer is
+        left.
+        """
         if namespace not in self.paused:
             return False
         begins, newcomers = self.begins[namespace], self._newcomers[namespace]
@@ -99,8 +103,8 @@ class Participants:
 
 
 def _listed(times: dict[str, dict[int, int]]) -> list[list[Any]]:
-    return [[namespace, [list(one) for one in found.items()]] for namespace, found in times.items()]
+    return [[namespace, [list(entry) for entry in clients.items()]] for namespace, clients in times.items()]
 
 
 def _by_client(listed: list[list[Any]]) -> dict[str, dict[int, int]]:
-    return {namespace: dict(found) for namespace, found in listed}
+    return {namespace: dict(clients) for namespace, clients in listed}

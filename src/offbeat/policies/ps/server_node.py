@@ -1,7 +1,43 @@
-"""A server of a parameter server, as a machine without I/O: what it does upon a message, and what it says.
+"""A server of a parameter server as a state machine without I/O: message in, messages out.
 
-Nothing here knows what values are, how messages travel, or who lives: the manager's views say that. See
-docs/decisions/0008-how-servers-replicate.md for why it is as it is.
+Nothing here knows what values are, how messages travel, or which nodes are alive: that is in the manager's
+views. docs/decisions/0008-how-servers-replicate.md gives the reasons for this design.
+
+Theory of operation: the replication chain
+------------------------------------------
+
+Parts. A namespace's keys lie in blocks, and a block has one place on the ring. The servers that hold it form
+a chain: the master, its replicas, and last the servers that are being filled or that gain the block in the
+ring that is being prepared (`_chain_at`). The manager numbers views; a view fixes every chain.
+
+A push. The client sends each part of a push to its master. The master keeps only the keys for which the
+client's push is new (`RangeVectorClock.fresh`), rehearses it, applies it, and sends it down the chain as
+`Copy`, source-routed. Each holder applies the operation and forwards it; the last one replies `Copied`,
+which travels back up. Each holder keeps the operation in `_kept` until `Copied` has passed it. The master
+then answers the client with `Pushed`, or with `Pulled` if the push wants values. An operation that cannot be
+applied goes nowhere: the client receives `Refused`. A namespace that aggregates differs in one point: pushes
+wait in `Aggregation` until those of all participants are there, and their sum is one operation.
+
+A new view (`see`). Messages of servers from older views are dropped, those from newer views are kept until
+this server has that view (`_early`). Then, in this order: data of blocks that are lost or that belong to
+other servers are dropped; missing blocks are requested from their sources; every operation that is not
+acknowledged here is sent down its new chains if this server is the master now, else handed to the master
+(`Handed`), which treats it like a push and lets `Resent` follow it down the chain; where namespaces
+aggregate, `HandEnd` closes the handover, and the master accepts no push to such a namespace before all
+holders of its chains have sent theirs; then deferred and early messages are processed. In a new epoch,
+clients send again all that was not acknowledged; within an epoch, the requests stay with their operations.
+
+Filling. A server that gains blocks is at the end of their chains from the first moment, so it receives every
+operation; the older content comes as `Chunk`s from the last complete holder. Operations on a block that has
+not come are buffered and applied behind it; clocks drop what the block contains already.
+
+Invariants. A client is answered only after all holders have applied its push. Each push is applied at most
+once per key, in the client's order; `gaps` counts violations of the order. Holders of a block apply the same
+operations in the same order. A deposed master with replicas can acknowledge nothing: they have a later view.
+
+Failures. An invalid client message raises `ProtocolError` and changes nothing. A holder that does not reply
+stops acknowledgements until a view without it. Values are lost only when all complete holders of a block are
+gone; the view then lists the place in `emptied`.
 """
 
 from __future__ import annotations
@@ -42,7 +78,7 @@ from offbeat.policies.ps.messages import (
 from offbeat.policies.ps.range_clock import RangeVectorClock
 
 MANAGER = "manager"
-_CHUNKS_UNDER_WAY_MAX = 4
+_UNACKED_CHUNKS_MAX = 4
 _ROUTES_MAX = 4096
 OF_CLIENTS = (Push, Pull)
 
@@ -54,59 +90,61 @@ class Table(Protocol):
 
     @property
     def looks_once(self) -> bool:
-        """Whether it looks at what is pushed when that is applied, and at no other time."""
+        """Whether it reads pushed content only while applying it, and never afterwards."""
 
     def check(self, content: Content, first: int, last: int) -> None:
-        """See whether something can be pushed to keys `first` to `last` - 1.
+        """Check that content can be pushed to keys `first` to `last` - 1.
 
         Raises:
             ValueError: it cannot.
         """
 
     def rehearse(self, first: int, last: int, content: Content) -> None:
-        """See whether `apply` can take this as things are; nothing changes.
+        """Check that `apply` accepts this in the current state; nothing changes.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: it does not.
         """
 
     def apply(self, first: int, last: int, content: Content) -> None:
-        """Take what was pushed for keys `first` to `last` - 1."""
+        """Apply what was pushed for keys `first` to `last` - 1."""
 
     def read(self, first: int, last: int, keys: Content | None, states: bool = False) -> Content:
         """Return the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
 
         Args:
-            states: with what is kept besides them.
+            states: also return the state that is kept for each value.
 
         Raises:
-            ValueError: what is listed is no such keys.
+            ValueError: `keys` lists other keys.
         """
 
     def cut(self, content: Content, first: int, last: int) -> Content:
-        """Return what `content` has for keys `first` to `last` - 1."""
+        """Return the part of `content` for keys `first` to `last` - 1."""
 
     def aggregated(self, contents: Sequence[Content], first: int, last: int) -> Content:
-        """Return as one, such as their sum, what `contents` have for keys `first` to `last` - 1.
+        """Combine, for example sum, what `contents` have for keys `first` to `last` - 1.
 
-        It may depend on their order and on what is there, so it is applied before anything else.
+        The result may depend on their order and on the current values, so it is applied before anything else.
         """
 
     def copy_out(self, first: int, last: int) -> Content:
-        """Return all that is kept of keys `first` to `last` - 1, as it is now."""
+        """Return a copy of everything that is kept for keys `first` to `last` - 1."""
 
     def copy_in(self, first: int, last: int, content: Content) -> None:
-        """Replace all that is kept of keys `first` to `last` - 1 by what `copy_out` gave elsewhere."""
+        """Replace everything that is kept for keys `first` to `last` - 1 by the result of another
+        table's `copy_out`.
+        """
 
     def drop(self, first: int, last: int) -> None:
-        """Forget keys `first` to `last` - 1."""
+        """Delete keys `first` to `last` - 1."""
 
 
 class Store(Protocol):
     """All values of one server."""
 
     def table(self, space: Space) -> Table:
-        """Return a namespace's table, made if need be."""
+        """Return a namespace's table, created if needed."""
 
 
 class Send(NamedTuple):
@@ -118,11 +156,11 @@ class Send(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """An operation that is not known to have reached all holders behind this one.
+    """An operation that is not known to have reached all holders after this one.
 
     Attributes:
-        came_from: the holder before this one, None where this is the master.
-        requests: that wait for it, at the master.
+        came_from: the holder before this one, None on the master.
+        requests: that wait for it, on the master.
     """
 
     operation: Operation
@@ -132,19 +170,20 @@ class _Kept:
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """What one server fetches from here.
+    """The transfer of blocks to one server that requests them from here.
 
     Attributes:
-        pending: blocks that it is still to be sent, in order.
-        under_way: how many blocks it has not said that it has.
+        pending: blocks that are still to be sent, in order.
+        unacked: blocks that were sent and not acknowledged.
     """
 
     pending: list[Block]
-    under_way: int = 0
+    unacked: int = 0
 
 
 class ServerNode:
-    """One server: master of some arcs of the ring, replica of others, source for who is being filled.
+    """One server: master of some arcs of the ring, replica of others, source for servers that are being
+    filled.
 
     Source: the parameter server of OSDI'14, sections 4.3 to 4.5. Deviations: docs/decisions/0008.
 
@@ -153,9 +192,9 @@ class ServerNode:
         store: its values.
 
     Attributes:
-        view: the one that it goes by, None before the first.
-        gaps: operations that came although one before them was missing: something that was acknowledged is
-            lost, or was refused.
+        view: the one in force here, None before the first.
+        gaps: operations that came although a preceding one was missing: an acknowledged operation is lost, or
+            the preceding one was refused.
     """
 
     def __init__(self, server: int, store: Store) -> None:
@@ -166,41 +205,41 @@ class ServerNode:
         self._clocks: dict[str, RangeVectorClock] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}  # by master and serial, in the order of application
         self._serial = 0  # of this view
-        self._carried: list[Operation] = []  # of earlier views, that a master is to send again, in order
-        self._fetched: list[Operation] = []  # likewise, in what came in this view
+        self._carried: list[Operation] = []  # of earlier views, handed to a master to send again, in order
+        self._fetched: list[Operation] = []  # the same, contained in blocks received in this view
         self._early: dict[int, list[tuple[str, ToServer]]] = {}  # by the view that they wait for
-        self._fills: dict[int, _Fill] = {}  # by who is being filled from here, in this view
-        self._awaited: set[int] = set()  # who fills this one, and has not said in this view that that is all
-        self._have: set[Block] = set()  # of what it gains
+        self._fills: dict[int, _Fill] = {}  # by the server that is being filled from here, in this view
+        self._awaited: set[int] = set()  # sources of this server that have not sent FillEnd in this view
+        self._have: set[Block] = set()  # of the blocks that it gains
         self._buffered: dict[Block, list[Operation]] = {}  # on blocks that have not come
         self._deferred: list[Push | Pull] = []  # for blocks that have not come, of which this is the master
         self._aggregation = Aggregation()
-        self._unheard: set[int] = set()  # holders that may have, of earlier views, what this master may not
-        self._chains: dict[int, tuple[int, ...]] = {}  # by point, as far as it was asked for
-        self._routes: dict[tuple[str, int, int], list[Span]] = {}  # by range of keys, likewise
+        self._unheard: set[int] = set()  # holders that may still hand over operations of earlier views
+        self._chains: dict[int, tuple[int, ...]] = {}  # by point: cache for this view
+        self._routes: dict[tuple[str, int, int], list[Span]] = {}  # by range of keys: cache for this view
         self._out: list[Send] = []
 
-    # What comes ------------------------------------------------------------------------------------------
+    # Received messages -----------------------------------------------------------------------------------
 
     def hear(self, sender: str, message: ToServer) -> list[Send]:
-        """Take a message; return what is to be sent.
+        """Process a message; return the messages to send.
 
         Raises:
-            ProtocolError: no client of this version asks for that; nothing has changed.
+            ProtocolError: no client of this version sends such a request; nothing has changed.
         """
         self._hear(sender, message)
         return self._said()
 
     def see(self, view: View) -> list[Send]:
-        """Go by a new view; an old one changes nothing."""
+        """Adopt a new view; an older one is ignored."""
         if self.view is None or view.number > self.view.number:
             self._follow(view)
         return self._said()
 
     def keeps_nothing_of(self, push: Push) -> bool:
-        """Whether nothing of a push would be kept here, nor looked at twice, if it were heard now.
+        """Whether a push, if received now, would be read once only and nothing of it kept.
 
-        Else it waits for something, or for others' pushes of its time, or goes to replicas.
+        Otherwise it waits for blocks or for the pushes of other participants, or goes to replicas.
         """
         view = self.view
         space = None if view is None else view.spaces.get(push.namespace)
@@ -212,7 +251,7 @@ class ServerNode:
         return is_alone and self._store.table(space).looks_once
 
     def times_of(self, namespace: str, key: int) -> dict[int, int]:
-        """Return, by client, the time of its last push of a key that was applied here."""
+        """Return, by client, the time of its latest push of a key that was applied here."""
         clock = self._clock(namespace)
         return {client: time for client in clock.clients if (time := clock.at(client, key))}
 
@@ -221,7 +260,7 @@ class ServerNode:
         return said
 
     def _hear(self, sender: str, message: ToServer) -> None:
-        """Keep what is of a view to come, and forget what is of an old one: it is sent again."""
+        """Keep messages of later views; drop those of earlier views, whose senders send them again."""
         number = -1 if self.view is None else self.view.number
         is_of_client = isinstance(message, OF_CLIENTS)
         of_view = message.epoch if is_of_client else message.view  # type: ignore[union-attr]
@@ -241,20 +280,20 @@ class ServerNode:
             case Handed():
                 self._take_over(_server(sender), message)
             case Resent():
-                self._pass_resent(message)
+                self._forward_resent(message)
             case HandEnd():
-                self._handed_all(_server(sender))
+                self._end_handover_from(_server(sender))
             case Fetch():
-                self._fill(_server(sender), message)
+                self._start_transfer(_server(sender), message)
             case Chunk():
-                self._take_chunk(_server(sender), message)
+                self._store_chunk(_server(sender), message)
             case ChunkTaken():
-                self._fills[_server(sender)].under_way -= 1
+                self._fills[_server(sender)].unacked -= 1
                 self._send_chunks(_server(sender))
             case FillEnd():
-                self._filled_by(_server(sender))
+                self._end_transfer_from(_server(sender))
 
-    # Clients ---------------------------------------------------------------------------------------------
+    # Requests of clients ---------------------------------------------------------------------------------
 
     def _serve(self, message: Push | Pull) -> None:
         view = self._now()
@@ -291,7 +330,7 @@ class ServerNode:
         try:
             self._store.table(space).check(push.content, push.first, push.last)
         except ValueError as error:
-            raise ProtocolError(f"expected a push that {space.name} can take: {error}") from error
+            raise ProtocolError(f"expected a push that {space.name} can accept: {error}") from error
 
     def _pulled(self, space: Space, pull: Pull) -> Pulled:
         if not isinstance(pull, Inspect):
@@ -324,10 +363,10 @@ class ServerNode:
             raise ProtocolError(f"expected a pull that {space.name} can answer: {error}") from error
 
     def _has_to_wait(self, message: Push | Pull) -> bool:
-        """Whether it is for a block that has not come, or behind such a one of the same client.
+        """Whether it is for a block that has not come, or after such a request of the same client.
 
-        No sum is begun before all holders have said what they have of earlier views: a client may be lost
-        whose push is in a sum that one of them has applied.
+        No sum is begun before all holders have handed over their operations of earlier views: one of them may
+        have applied a sum that contains the push of a client that is now lost.
         """
         if self._unheard and isinstance(message, Push) and self._now().spaces[message.namespace].aggregates:
             return True
@@ -345,7 +384,7 @@ class ServerNode:
     def _push(self, push: Push) -> None:
         clock = self._clock(push.namespace)
         fresh = clock.fresh(push.client, push.first, push.last, push.time)
-        request = Request(push, waits_for=1)  # for all of it to have been begun
+        request = Request(push, waits_for=1)  # until all of it has been begun
         mark = Mark(client=push.client, time=push.time, after=push.after)
         whole = Operation(
             namespace=push.namespace,
@@ -358,24 +397,26 @@ class ServerNode:
             self._wait_for_kept(request)
         for first, last in fresh:
             self._begin(self._part(whole, first, last), [request])
-        self._end_waiting([request])
+        self._release_requests([request])
 
     def _push_to_sum(self, push: Push) -> None:
         """Let a push wait for those of the other participants, and begin the sums that it completes."""
         fresh = self._clock(push.namespace).fresh(push.client, push.first, push.last, push.time)
-        request = Request(push, waits_for=1)  # for all of it to have been begun
+        request = Request(push, waits_for=1)  # until all of it has been begun
         if fresh != [(push.first, push.last)]:
             self._wait_for_kept(request)
         for first, last in fresh:
-            request.waits_for += last - first  # each of these keys, for the sum that it is to be in
+            request.waits_for += last - first  # one for each key, until its sum is begun
             for one in self._aggregation.add(request, first, last):
                 requests = [request for of_client in one.requests for request in of_client]
                 self._begin(self._sum(push.namespace, one), requests)
-                self._end_waiting(requests, one.last - one.first)
-        self._end_waiting([request])
+                self._release_requests(requests, one.last - one.first)
+        self._release_requests([request])
 
     def _wait_for_kept(self, request: Request) -> None:
-        """Some of a push came before, and may still be on its way."""
+        """Let a request wait for operations in flight that contain parts of the same push, received
+        before.
+        """
         for kept in self._kept.values():
             if _is_of(kept.operation, request.push):
                 kept.requests.append(request)
@@ -394,9 +435,11 @@ class ServerNode:
         )
 
     def _begin(self, operation: Operation, requests: list[Request]) -> None:
-        """Apply an operation as its master, and send it down its chains; one that cannot be goes nowhere.
+        """Apply an operation as its master and send it down its chains; if it is invalid, refuse its
+        requests.
 
-        Requests wait for something else, too, so that none is done when some of its parts are.
+        The caller holds one more count of each request, so that none completes while parts of it are not
+        begun.
         """
         if requests:
             table = self._store.table(self._now().spaces[operation.namespace])
@@ -410,7 +453,7 @@ class ServerNode:
         self._send_down(operation, requests)
 
     def _send_down(self, operation: Operation, requests: list[Request]) -> None:
-        """Send an operation to whoever else has to have it, for which these requests wait then."""
+        """Send an operation to the other holders; the requests wait until all of them have it."""
         for part, chain in self._by_chain(operation):
             if len(chain) > 1:
                 for request in requests:
@@ -436,7 +479,7 @@ class ServerNode:
         elif push.wants_values:
             try:
                 answer = self._values(self._now().spaces[push.namespace], push, None)
-            except ProtocolError as error:  # whose message this was the last to wait for is not to blame
+            except ProtocolError as error:  # the sender of the message being processed is not at fault
                 answer = refused(push, error)
         else:
             answer = Pushed(number=push.number, first=push.first, last=push.last)
@@ -445,7 +488,7 @@ class ServerNode:
     # Chains ----------------------------------------------------------------------------------------------
 
     def _copy(self, copy: Copy, sender: int) -> None:
-        """Take an operation as a replica, or as one that is being filled."""
+        """Apply an operation as a replica, or as a server that is being filled, and forward it."""
         self._apply(copy.operation)
         if not copy.route:
             self._tell(sender, Copied(view=copy.view, master=copy.master, serial=copy.serial))
@@ -461,27 +504,27 @@ class ServerNode:
         self._tell(copy.route[0], onward)
 
     def _done(self, key: tuple[int, int]) -> None:
-        """All behind this one have an operation."""
+        """All holders after this one have an operation."""
         kept = self._kept.pop(key)
         if kept.came_from is None:
-            self._end_waiting(kept.requests)
+            self._release_requests(kept.requests)
         else:
             self._tell(kept.came_from, Copied(view=self._now().number, master=key[0], serial=key[1]))
 
-    def _end_waiting(self, requests: Iterable[Request], count: int = 1) -> None:
+    def _release_requests(self, requests: Iterable[Request], count: int = 1) -> None:
         for request in requests:
             request.waits_for -= count
             if not request.waits_for:
                 self._acknowledge(request)
 
     def _take_over(self, holder: int, handed: Handed) -> None:
-        """Send what a holder has, and this new master may not, down the chain like a push."""
+        """Begin, like a push, the operations of a holder that this new master may not have."""
         for operation in handed.operations:
             for first, last in self._fresh(operation):
                 self._begin(self._part(operation, first, last), [])
-        self._pass_resent(Resent(view=handed.view, chain=handed.chain, of=holder))
+        self._forward_resent(Resent(view=handed.view, chain=handed.chain, of=holder))
 
-    def _pass_resent(self, resent: Resent) -> None:
+    def _forward_resent(self, resent: Resent) -> None:
         if resent.of == self.server:
             self._carried = [
                 operation for operation in self._carried if self._chain_of(operation) != resent.chain
@@ -490,7 +533,7 @@ class ServerNode:
         if place + 1 < len(resent.chain):
             self._tell(resent.chain[place + 1], resent)
 
-    def _handed_all(self, holder: int) -> None:
+    def _end_handover_from(self, holder: int) -> None:
         self._unheard.discard(holder)
         if not self._unheard:
             self._serve_deferred()
@@ -498,7 +541,7 @@ class ServerNode:
     # Applying --------------------------------------------------------------------------------------------
 
     def _apply(self, operation: Operation) -> None:
-        """Apply what of an operation is new here, once the blocks that it is for have come."""
+        """Apply the parts of an operation that are new here; buffer those for blocks that have not come."""
         if not self._gains():
             self._apply_now(operation)
             return
@@ -531,7 +574,7 @@ class ServerNode:
                 clock.set(mark.client, first, last, mark.time)
 
     def _fresh(self, operation: Operation) -> list[tuple[int, int]]:
-        """Return where none of an operation's pushes has been applied; they all have been, or none."""
+        """Return the ranges where none of an operation's pushes has been applied; elsewhere all have been."""
         clock, one = self._clock(operation.namespace), operation.marks[0]
         parts = clock.fresh(one.client, operation.first, operation.last, one.time)
         for mark in operation.marks[1:]:
@@ -539,7 +582,7 @@ class ServerNode:
         return parts
 
     def _misses(self, clock: RangeVectorClock, operation: Operation) -> bool:
-        """Whether a push before one of the operation's has not been applied here."""
+        """Whether a push that precedes one of the operation's pushes has not been applied here."""
         for mark in operation.marks:
             for piece in mark.after:
                 first, last = max(operation.first, piece.first), min(operation.last, piece.last)
@@ -562,8 +605,8 @@ class ServerNode:
         self._fills.clear()
         self._deferred = [*self._aggregation.follow(view.participants), *self._deferred]
         if view.emptied:
-            self._empty()
-        self._forget_what_is_others()
+            self._drop_lost_data()
+        self._drop_blocks_of_others()
         self._fetch()
         kept, self._kept, self._serial = self._kept, {}, 0
         carried, self._carried, self._fetched = [*self._carried, *self._fetched], [], []
@@ -573,19 +616,21 @@ class ServerNode:
             # In a new epoch, clients send again what was not acknowledged.
             requests = one.requests if before is not None and before.epoch == view.epoch else []
             self._send_again(one.operation, requests)
-            self._end_waiting(requests)  # for the whole, which has become its parts
+            self._release_requests(requests)  # for the whole, which has become its parts
         self._hand_to_masters()
         self._end_handing()
         self._serve_deferred()
         for number in sorted(number for number in self._early if number <= view.number):
             for sender, message in self._early.pop(number):
                 if isinstance(message, OF_CLIENTS):
-                    self._serve_late(message)
+                    self._serve_deferred_one(message)
                 else:
                     self._hear(sender, message)
 
     def _send_again(self, operation: Operation, requests: list[Request]) -> None:
-        """Send an operation of an earlier view down its chains, or see to it that its master does."""
+        """Send an operation of an earlier view down its chains as master, or keep it to hand to its
+        master.
+        """
         for part, chain in self._by_chain(operation):
             if self.server not in chain:
                 continue
@@ -595,7 +640,7 @@ class ServerNode:
                 self._carried.append(part)
 
     def _hand_to_masters(self) -> None:
-        """A master that has just become one may never have had what a holder before it in the chain had."""
+        """Hand over unacknowledged operations: a new master may lack what a holder after it has applied."""
         by_chain: dict[tuple[int, ...], list[Operation]] = {}
         for operation in self._carried:
             by_chain.setdefault(self._chain_of(operation), []).append(operation)
@@ -604,7 +649,9 @@ class ServerNode:
             self._tell(chain[0], handed)
 
     def _end_handing(self) -> None:
-        """Tell the masters of this server's chains that they have all; see who has to tell this one so."""
+        """Send HandEnd to the masters of this server's chains; note the holders that owe one to
+        this master.
+        """
         self._unheard.clear()
         if not any(space.aggregates for space in self._now().spaces.values()):
             return
@@ -617,7 +664,7 @@ class ServerNode:
         for master in sorted(masters):
             self._tell(master, HandEnd(view=self._now().number))
 
-    def _forget_what_is_others(self) -> None:
+    def _drop_blocks_of_others(self) -> None:
         for namespace, block in list(self._own_blocks()):
             if self.server not in self._chain((namespace, block)):
                 space = self._now().spaces[namespace]
@@ -628,8 +675,8 @@ class ServerNode:
             del self._buffered[buffered]
         self._have = {block for block in self._have if self._is_gained(block)}
 
-    def _empty(self) -> None:
-        """Drop what is here of keys whose data are lost, so that all who are to hold them have nothing."""
+    def _drop_lost_data(self) -> None:
+        """Drop what is here of keys whose data are lost, so that all their holders start from nothing."""
         for block in [block for block in self._own_blocks() if self._is_emptied(block)]:
             first, last = self._now().spaces[block[0]].range_of(block[1])
             self._store.table(self._now().spaces[block[0]]).drop(first, last)
@@ -642,7 +689,9 @@ class ServerNode:
         self._have = {block for block in self._have if not self._is_emptied(block)}
 
     def _not_emptied(self, operations: Iterable[Operation]) -> list[Operation]:
-        """Return what of operations is for keys whose data are not lost; clients send nothing of it again."""
+        """Return the parts of operations for keys whose data are not lost; clients send none of
+        these again.
+        """
         found: list[Operation] = []
         for one in operations:
             blocks = list(self._blocks_of(one.namespace, one.first, one.last))
@@ -662,16 +711,16 @@ class ServerNode:
     def _serve_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
         for message in deferred:
-            self._serve_late(message)
+            self._serve_deferred_one(message)
 
-    def _serve_late(self, message: Push | Pull) -> None:
-        """Serve what waited; who has just said something is not to blame for it."""
+    def _serve_deferred_one(self, message: Push | Pull) -> None:
+        """Serve a deferred request; its errors go to its client, not to the sender of the current message."""
         try:
             self._serve(message)
         except ProtocolError as error:
             self._tell_client(message.client, refused(message, error))
 
-    # Places ----------------------------------------------------------------------------------------------
+    # Chains and places -----------------------------------------------------------------------------------
 
     def _now(self) -> View:
         assert self.view is not None
@@ -685,7 +734,9 @@ class ServerNode:
         return self._chain(next(self._blocks_of(operation.namespace, operation.first, operation.last)))
 
     def _chain_at(self, point: int) -> tuple[int, ...]:
-        """Who an operation on this place goes to, the master first; last, who gains it in the next ring."""
+        """The servers that an operation at this place goes to: master, replicas, then those of the
+        next ring.
+        """
         chain = self._chains.get(point)
         if chain is None:
             view = self._now()
@@ -696,7 +747,7 @@ class ServerNode:
         return chain
 
     def _gainers_at(self, point: int) -> tuple[int, ...]:
-        """Who of the chain is being filled."""
+        """The servers of the chain that are being filled."""
         view = self._now()
         holders = view.ring.holders_at(point)
         return tuple(
@@ -706,7 +757,7 @@ class ServerNode:
         )
 
     def _source_at(self, point: int) -> int | None:
-        """The last of the chain that has everything."""
+        """The last server of the chain that is complete."""
         gainers = self._gainers_at(point)
         return next((one for one in reversed(self._chain_at(point)) if one not in gainers), None)
 
@@ -718,7 +769,7 @@ class ServerNode:
         return self._gains() and self.server in self._gainers_at(block_point(*block))
 
     def _lacks(self, block: Block) -> bool:
-        """Whether what this server is to have of a block has not come."""
+        """Whether this server is to receive the content of a block and has not."""
         return (
             bool(self._awaited)
             and block not in self._have
@@ -727,7 +778,7 @@ class ServerNode:
         )
 
     def _points(self) -> list[int]:
-        """A point of every stretch of the ring that has one chain and one set of gainers."""
+        """One point of every stretch of the ring that has one chain and one set of gainers."""
         view = self._now()
         bounds = {0, *view.ring.bounds}
         if view.target is not None:
@@ -743,7 +794,7 @@ class ServerNode:
             yield self._part(operation, first, last), chain
 
     def _route(self, namespace: str, first: int, last: int) -> list[Span]:
-        """Return the chains of some keys; the same ranges are asked for again and again."""
+        """Return the chains of a range of keys, cached, as the same ranges recur."""
         route = self._routes.get((namespace, first, last))
         if route is None:
             if len(self._routes) == _ROUTES_MAX:
@@ -753,28 +804,28 @@ class ServerNode:
 
     def _walk(self, namespace: str, first: int, last: int) -> Iterator[Span]:
         space = self._now().spaces[namespace]
-        begun, blocks = first, space.blocks(first, last)
+        start, blocks = first, space.blocks(first, last)
         chain = self._chain((namespace, blocks[0]))
         for block in blocks[1:]:
-            another, (begin, _) = self._chain((namespace, block)), space.range_of(block)
-            if another != chain:
-                yield Span(begun, begin, chain)
-                begun, chain = begin, another
-        yield Span(begun, last, chain)
+            next_chain, (begin, _) = self._chain((namespace, block)), space.range_of(block)
+            if next_chain != chain:
+                yield Span(start, begin, chain)
+                start, chain = begin, next_chain
+        yield Span(start, last, chain)
 
     def _blocks_of(self, namespace: str, first: int, last: int) -> Iterator[Block]:
         blocks = self._now().spaces[namespace].blocks(first, last)
         return ((namespace, block) for block in blocks)
 
     def _own_blocks(self) -> Iterator[Block]:
-        """Yield the blocks of which anything is known here: of a key without a value, its times are."""
+        """Yield the blocks with any clock entry here: keys without values have times too."""
         for namespace, clock in sorted(self._clocks.items()):
             blocks = {
                 block for first, last in clock.ranges() for block in self._blocks_of(namespace, first, last)
             }
             yield from sorted(blocks)
 
-    # Speaking --------------------------------------------------------------------------------------------
+    # Sending ---------------------------------------------------------------------------------------------
 
     def _clock(self, namespace: str) -> RangeVectorClock:
         clock = self._clocks.get(namespace)
@@ -788,10 +839,10 @@ class ServerNode:
     def _tell_client(self, client: int, message: ToClient) -> None:
         self._out.append(Send(f"client-{client}", message))
 
-    # Filling others --------------------------------------------------------------------------------------
+    # Filling other servers -------------------------------------------------------------------------------
 
-    def _fill(self, gainer: int, fetch: Fetch) -> None:
-        """Send a server the blocks that it gains from here; what is done to them it hears as all do."""
+    def _start_transfer(self, gainer: int, fetch: Fetch) -> None:
+        """Send a server the blocks that it gains from here; later operations reach it through the chain."""
         have = set(fetch.have)
         pending = [
             block
@@ -805,9 +856,9 @@ class ServerNode:
 
     def _send_chunks(self, gainer: int) -> None:
         view, fill = self._now(), self._fills[gainer]
-        while fill.pending and fill.under_way < _CHUNKS_UNDER_WAY_MAX:
+        while fill.pending and fill.unacked < _UNACKED_CHUNKS_MAX:
             namespace, block = fill.pending.pop()
-            fill.under_way += 1
+            fill.unacked += 1
             space = view.spaces[namespace]
             first, last = space.range_of(block)
             chunk = Chunk(
@@ -819,11 +870,11 @@ class ServerNode:
                 pending=tuple(self._pending(namespace, first, last)),
             )
             self._tell(gainer, chunk)
-        if not fill.pending and not fill.under_way:
+        if not fill.pending and not fill.unacked:
             self._tell(gainer, FillEnd(view=view.number))
 
     def _pending(self, namespace: str, first: int, last: int) -> Iterator[Operation]:
-        """Yield what has been applied here and may not have been everywhere, of some keys, in order."""
+        """Yield operations on these keys, in order, that are applied here and not known to be everywhere."""
         for operation in [*self._carried, *self._fetched, *(kept.operation for kept in self._kept.values())]:
             begin, end = max(operation.first, first), min(operation.last, last)
             if operation.namespace == namespace and begin < end:
@@ -832,7 +883,7 @@ class ServerNode:
     # Being filled ----------------------------------------------------------------------------------------
 
     def _fetch(self) -> None:
-        """Ask for what this server gains in this view and has not got."""
+        """Request the blocks that this server gains in this view and does not have."""
         view = self._now()
         sources = {
             self._source_at(point) for point in self._points() if self.server in self._gainers_at(point)
@@ -845,7 +896,7 @@ class ServerNode:
         if self._gains() and not self._awaited:
             self._out.append(Send(MANAGER, Filled(server=self.server, view=view.number)))
 
-    def _take_chunk(self, source: int, chunk: Chunk) -> None:
+    def _store_chunk(self, source: int, chunk: Chunk) -> None:
         space = self._now().spaces[chunk.namespace]
         first, last = space.range_of(chunk.block)
         self._store.table(space).copy_in(first, last, chunk.content)
@@ -858,7 +909,7 @@ class ServerNode:
         self._serve_deferred()
         self._tell(source, ChunkTaken(view=chunk.view))
 
-    def _filled_by(self, source: int) -> None:
+    def _end_transfer_from(self, source: int) -> None:
         self._awaited.discard(source)
         self._flush()
         self._serve_deferred()
@@ -866,7 +917,7 @@ class ServerNode:
             self._out.append(Send(MANAGER, Filled(server=self.server, view=self._now().number)))
 
     def _flush(self) -> None:
-        """Apply what was kept for blocks that have come, or of which nobody had anything."""
+        """Apply operations buffered for blocks that have come, or that no source has."""
         for block in [block for block in self._buffered if not self._lacks(block)]:
             for operation in self._buffered.pop(block):
                 self._apply_now(operation)
@@ -884,7 +935,7 @@ def _is_of(operation: Operation, push: Push) -> bool:
 
 
 def refused(request: Push | Pull, error: Exception) -> Refused:
-    """Return what to tell the client of a request that cannot be."""
+    """Return the reply to the client of an invalid request."""
     return Refused(number=request.number, first=request.first, last=request.last, reason=str(error))
 
 

@@ -1,7 +1,7 @@
-"""`PS`: a parameter server from a program's side, with or without any training.
+"""`PS`: a client of a parameter server, with or without any training.
 
-A namespace holds a row of numbers for every key. `push` sends rows, which the servers take as the namespace's
-update says; `pull` fetches rows. Both return a `Future`, at once unless too much is under way.
+A namespace holds a row of numbers for every key. `push` sends rows, to which the servers apply the
+namespace's update; `pull` fetches rows. Both return a `Future`, at once unless too much is in flight.
 
     with offbeat.PS.local(servers=2) as ps:
         w = ps.namespace("w", keys=1000)
@@ -9,7 +9,7 @@ update says; `pull` fetches rows. Both return a `Future`, at once unless too muc
         w.pull(keys=[3, 4, 500], after=[pushed]).result()  # array([1., 0., 2.], dtype=float32)
 
 This module connects, finds namespaces and groups by name, and closes. It does not know what a program does in
-a namespace, nor which requests are under way.
+a namespace, nor which requests are in flight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from offbeat.runtime.ps.tensors import Tensors
 
 _START_S: Final = 30.0
-_BLOCKS: Final = 64  # of a namespace, if nobody says otherwise
+_BLOCKS: Final = 64  # of a namespace, by default
 _NUMBERS: Final = 2**62  # of clients
 
 OnLoss: TypeAlias = Literal["error", "reset"]
@@ -53,26 +53,26 @@ OnLoss: TypeAlias = Literal["error", "reset"]
 class PS:
     """A client of a parameter server.
 
-    What a client pushes to a key is applied in the order in which it pushed, each push once, whatever breaks;
-    when a push is done, every holder has it. What a client pulls holds all pushes to these keys that were
-    done before.
+    A client's pushes to a key are applied in the order in which it made them, each once, whatever fails; when
+    a push is done, every holder has applied it. A pull returns values that contain all pushes to these keys
+    that were done before.
 
     Methods may be called by any thread. Arrays that are pushed must not change until the push is done.
 
     Args:
         cluster: a cluster, or the path of a cluster file, as `offbeat serve --new` writes it.
-        host: this host's address as servers reach it; found by itself, usually.
-        start_s: for how many seconds to wait for the cluster's servers.
-        number: this client's, 0 to 2**62 - 1, which no other client of the cluster has or ever had; drawn if
-            it is None. Where pushes are aggregated, they are added up in the order of these.
+        host: this host's address as servers reach it; determined automatically by default.
+        start_s: how many seconds to wait for the cluster's servers.
+        number: this client's, 0 to 2**62 - 1, which no other client of the cluster has or ever had; drawn at
+            random if it is None. Pushes that are aggregated are summed in the order of these numbers.
 
     Attributes:
-        number: likewise.
+        number: this client's.
 
     Raises:
-        ValueError: no such number.
+        ValueError: `number` is out of range.
         FileNotFoundError: there is no such file.
-        OffbeatError: the cluster cannot be reached, or has not got all its servers within `start_s`.
+        OffbeatError: the cluster cannot be reached, or does not have all its servers within `start_s`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PS:
         number: int | None = None,
     ) -> None:
         if number is not None and not 0 <= number < _NUMBERS:
-            raise ValueError(f"expected a client's number from 0 to 2**62 - 1, got {number}")
+            raise ValueError(f"expected a client number from 0 to 2**62 - 1, got {number}")
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
         self._owned: LocalServers | None = None
         self._pid = os.getpid()
@@ -114,10 +114,11 @@ class PS:
 
         Args:
             servers: how many processes.
-            copies: how many replicas everything has, as far as there are servers.
-            functions: import paths of your own updates.
-            run_log: where the manager writes down what happens.
-            silent_s: who has said nothing for so many seconds, more than 2, is lost.
+            copies: how many replicas each block has, as far as there are servers.
+            functions: import paths of user-defined updates.
+            run_log: path of the file to which the manager writes its run log.
+            silent_s: a node from which the manager receives nothing for so many seconds, more than 2, is
+                lost.
 
         Raises:
             ValueError: an argument out of range.
@@ -134,13 +135,13 @@ class PS:
 
     @property
     def servers(self) -> list[int]:
-        """The servers that hold something, by id."""
+        """The servers that hold data, by id, ascending."""
         view = self._views.latest
         return [] if view is None else list(view.ring.servers)
 
     @property
     def is_settled(self) -> bool:
-        """Whether all servers have all that they are to hold, and none is being taken in or let go."""
+        """Whether all servers have all data that they are to hold, and none is being added or removed."""
         view = self._views.latest
         return view is not None and not view.filling and view.target is None
 
@@ -171,30 +172,31 @@ class PS:
         pull_filters: Iterable[FilterSpec] = (),
         on_loss: OnLoss | None = None,
     ) -> Namespace:
-        """Open a namespace, or make it: keys 0 to `keys` - 1, all of them zero.
+        """Open a namespace, or create it: keys 0 to `keys` - 1, all of them zero.
 
         Args:
-            name: whoever opens it under this name gets the same one.
-            keys: how many keys it may have, up to 2**63 - 1; what takes memory is blocks to which something
-                was pushed, and in blocks of more than 2**20 keys those keys alone.
-            update: what becomes of what is pushed; by default it is added.
-            aggregate: what all who take part push at one time (their first pushes, their second ones, ...) is
-                one push, of the sum or the mean; or "each" counts one after the other, in the order of the
-                clients' numbers, and is seen with all others or not at all. All push the same ranges. By
-                default each push counts by itself, when it comes.
-            width: numbers in a row; 0 for one number a key.
+            name: clients that open the same name share the namespace.
+            keys: how many keys it has, up to 2**63 - 1; memory is used only for blocks to which something was
+                pushed, and in blocks of more than 2**20 keys only for those keys.
+            update: how pushed rows are applied; by default they are added.
+            aggregate: combine what all participants push at one time (their first pushes, their second ones,
+                ...) into one push: "sum" or "mean"; or "each": the pushes are applied one after the other, in
+                the order of the clients' numbers, and become visible together. All participants push the same
+                ranges. By default each push is applied by itself, when it arrives.
+            width: numbers in a row; 0 for one number per key.
             dtype: of the numbers.
-            block_keys: neighbouring keys that are held together, of which a server sends all in one to
-                another one; by default a 64th of all, or fewer of long rows.
-            push_filters: what pushes go through, in this order: see `offbeat.numerics.filters`.
-            pull_filters: likewise, what comes back.
-            on_loss: what becomes of keys when all servers that had them are gone: "error", every request for
-                them raises `LostKeysError`; "reset", they begin from zero, those that are lost already, too.
-                It holds for all clients, until one opens the namespace with another; "error" at first.
+            block_keys: neighbouring keys that are held together, and that one server sends to another in one
+                transfer; by default a 64th of all keys, or fewer if rows are long.
+            push_filters: applied to pushes, in this order: see `offbeat.numerics.filters`.
+            pull_filters: applied to the values of pulls, in this order.
+            on_loss: what happens to keys when all servers that had them are gone: "error", every request for
+                them raises `LostKeysError`; "reset", they start again from zero, including those that are
+                lost already. It holds for all clients, until one opens the namespace with the other value;
+                "error" at first.
 
         Raises:
             ValueError: an argument out of range.
-            OffbeatError: there is another namespace with this name.
+            OffbeatError: the name belongs to a different namespace.
         """
         if not 1 <= keys < 2**63:
             raise ValueError(f"expected 1 to 2**63 - 1 keys, got {keys}")
@@ -217,19 +219,19 @@ class PS:
         aggregate: Aggregate | None = None,
         on_loss: OnLoss | None = None,
     ) -> Tensors:
-        """Open a namespace for dense tensors, or make it: a key for each number, all of them zero.
+        """Open a namespace for dense tensors, or create it: one key per number, all of them zero.
 
         Args:
-            name: whoever opens it under this name gets the same one.
-            named: names and tensors, as of `model.named_parameters()`; their shapes and type count.
-            update: what becomes of what is pushed; by default it is added.
+            name: clients that open the same name share the namespace.
+            named: names and tensors, as from `model.named_parameters()`; only their shapes and type are used.
+            update: how pushed values are applied; by default they are added.
             aggregate, on_loss: as for `namespace`.
 
         Raises:
-            ValueError: tensors of different types, or of one that servers do not keep.
-            OffbeatError: there is another namespace with this name.
+            ValueError: tensors of different types, or of a type that servers do not store.
+            OffbeatError: the name belongs to a different namespace.
         """
-        from offbeat.numerics.ps.tensors import Offsets  # they need torch, which takes a second to load
+        from offbeat.numerics.ps.tensors import Offsets  # these import torch, which takes a second
         from offbeat.runtime.ps.tensors import Tensors
 
         offsets = Offsets.of(named)
@@ -258,22 +260,22 @@ class PS:
         patience_s: float = 30.0,
         timeout_s: float = TIMEOUT_S,
     ) -> WorkerGroup:
-        """Become a worker of a group that goes through data together, in shards 0 to `shards` - 1.
+        """Join, as a worker, a group that processes data together, in shards 0 to `shards` - 1.
 
         Args:
-            name: whoever joins under this name works in the same group, which the first one makes. It
-                remembers what was done for as long as the cluster is there.
-            shards: parts of the data, 1 to 65536; what they hold is for the program to know.
-            on_worker_loss: what becomes of the shards of a worker that is lost. "replace": they wait
-                `patience_s` seconds for a newcomer, and then the others share them; "continue": the group
-                goes on without them; "drop_slowest": the others share them at once, and who is furthest
-                behind when somebody has waited `patience_s` seconds for a task is dropped as well.
-            patience_s: seconds, as above.
+            name: clients that join under the same name work in one group, which the first one creates. Its
+                progress is kept as long as the cluster runs.
+            shards: parts of the data, 1 to 65536; their contents are up to the program.
+            on_worker_loss: what happens to the shards of a lost worker. "replace": they wait `patience_s`
+                seconds for a newcomer, then the remaining workers share them; "continue": the group continues
+                without them; "drop_slowest": the remaining workers share them at once, and the worker that is
+                furthest behind is dropped as well when another has waited `patience_s` seconds for a task.
+            patience_s: in seconds, see above.
             timeout_s: how long to wait for the manager, in seconds.
 
         Raises:
             ValueError: this client is in that group already; an argument out of range.
-            OffbeatError: the group was made with other arguments, or cannot be; the manager has not answered
+            OffbeatError: the group was created with other arguments, or is refused; the manager did not reply
                 in time.
         """
         if name in self._groups:
@@ -295,12 +297,13 @@ class PS:
 
     @property
     def traffic_bytes(self) -> int:
-        """What this client has sent and received, over all connections."""
+        """Bytes that this client has sent and received, over all connections."""
         return self._node.endpoint.bytes_sent + self._node.endpoint.bytes_received
 
     @property
     def tau(self) -> int | None:
-        """How many iterations later ones may overtake: 0 for one after the other, None for no bound.
+        """How many earlier iterations may be unfinished when one begins: 0 runs one at a time, None has no
+        bound.
 
         It holds for iterations that begin after it was set.
         """
@@ -317,11 +320,11 @@ class PS:
 
     @contextmanager
     def iteration(self) -> Iterator[Future]:
-        """Let all requests that this thread makes in the `with` block be one iteration.
+        """Make all requests of this thread in the `with` block one iteration.
 
-        It may begin when all iterations up to `tau` + 1 before it are finished, and is finished when all its
-        requests are done. They wait for its beginning by themselves; who computes what it pushes from what
-        iterations before it have pulled waits for it first:
+        Iteration t may begin when all iterations up to t - `tau` - 1 are finished; it is finished when all
+        its requests are done. Its requests wait for its beginning by themselves; a program that computes what
+        it pushes from values pulled in earlier iterations waits for it first:
 
             with ps.iteration() as begins:
                 begins.result()
@@ -334,29 +337,30 @@ class PS:
             yield begins
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
-        """Return a future of what a function returns that is called when all these requests are done.
+        """Return a future of the result of a function that is called when all these requests are done.
 
         Args:
-            requests: if one of them fails, so does the future, and the function is not called.
-            function: must not wait for anything, for it is called in the thread that all requests go through.
+            requests: if one of them fails, the future fails too and the function is not called.
+            function: must not block, as it is called in the thread that processes all requests.
         """
         return self._requests.when_done(requests, function)
 
     def remove_server(self, server: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Let a server leave, and wait until others have all that it holds.
+        """Remove a server, and wait until other servers have all data that it holds.
 
-        One that is silent and is waited for, since it has the last copy of something, is given up.
+        A server that is silent, and that the manager waits for because it has the last copy of some data, is
+        given up.
 
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds; it is the only server.
         """
         if self.servers == [server]:
-            raise OffbeatError(f"expected a server that others can stand in for, got {server}, the only one")
+            raise OffbeatError(f"expected a server that others can replace, got {server}, the only one")
         self._node.tell(ServerLeaves(now_s=0.0, node=self._node.name, server=server))
         self._views.wait_for(lambda: server not in self.servers, f"server {server} to leave", timeout_s)
 
     def wait_for_servers(self, count: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until so many servers hold something.
+        """Wait until so many servers hold data.
 
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds.
@@ -364,7 +368,7 @@ class PS:
         self._views.wait_for(lambda: len(self.servers) >= count, f"{count} servers", timeout_s)
 
     def wait_until_settled(self, servers: Collection[int], timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until just these servers hold something, and all of them have all that they are to hold.
+        """Wait until exactly these servers hold data, and all of them have all data that they are to hold.
 
         Raises:
             OffbeatError: that took longer than `timeout_s` seconds.
@@ -428,17 +432,17 @@ class PS:
 
 
 def _block_keys(keys: int, block_keys: int | None, row_bytes: int) -> int:
-    """How many keys are in a block, which travels in one when a server is filled.
+    """Return how many keys are in a block, which travels as one array when a server is filled.
 
     Raises:
         ValueError: too many for that.
     """
-    most = ARRAY_BYTES_MAX // row_bytes
+    keys_max = ARRAY_BYTES_MAX // row_bytes
     if block_keys is None:
-        usual = -(-keys // _BLOCKS)
-        return usual if usual > DENSE_KEYS_MAX else min(usual, max(most, 1))
-    if min(block_keys, DENSE_KEYS_MAX) > most:
+        default = -(-keys // _BLOCKS)
+        return default if default > DENSE_KEYS_MAX else min(default, max(keys_max, 1))
+    if min(block_keys, DENSE_KEYS_MAX) > keys_max:
         raise ValueError(
-            f"expected blocks of up to {ARRAY_BYTES_MAX} bytes, here {most} keys, got {block_keys}"
+            f"expected blocks of up to {ARRAY_BYTES_MAX} bytes, here {keys_max} keys, got {block_keys}"
         )
     return block_keys

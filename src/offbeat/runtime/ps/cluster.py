@@ -12,16 +12,16 @@ from offbeat.runtime.control.starting import new_secrets, start_coordinator, sta
 from offbeat.runtime.ps.node import Cluster
 from offbeat.runtime.ps.server import ServerConfiguration
 
-SILENT_S: Final = 10.0  # as long as a worker may be silent
-_SILENT_LEAST_S: Final = 2.0  # two of the beats with which whoever lives breaks its silence
+SILENT_S: Final = 10.0  # the same limit as for a worker
+_SILENT_S_MIN: Final = 2.0  # two intervals of the heartbeats that an idle node sends
 
 
 class LocalServers:
-    """The processes of a parameter server on this machine, which end with this one.
+    """The server processes of a parameter server on this machine; they end with this process.
 
     Attributes:
         cluster: where they are.
-        processes: the servers', by id.
+        processes: of the servers, by id.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LocalServers:
         self.cluster = start_cluster(
             servers, host="127.0.0.1", copies=copies, run_log=run_log, silent_s=silent_s
         )
-        # Its thread lives as long as they shall: the kernel ends them with the thread that started them.
+        # Its thread lives as long as the servers: the kernel ends them with the thread that started them.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="offbeat servers")
         try:
             for server in range(servers):
@@ -61,7 +61,7 @@ class LocalServers:
         self.processes[server] = self._starter.submit(start_server, configuration).result()
 
     def close(self) -> None:
-        """End them."""
+        """End the servers."""
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
@@ -80,15 +80,15 @@ def start_cluster(
 ) -> Cluster:
     """Start the manager of a parameter server that begins with so many servers.
 
-    It lives for as long as there is a server or a client. It takes for lost who has said nothing to it for
-    `silent_s` seconds.
+    It runs for as long as there is a server or a client. A node from which it receives nothing for `silent_s`
+    seconds is lost.
 
     Raises:
         ValueError: `silent_s` is not more than 2.
         OffbeatError: it did not start.
     """
-    if not silent_s > _SILENT_LEAST_S:
-        raise ValueError(f"expected silent_s to be more than {_SILENT_LEAST_S:g} s, got {silent_s:g} s")
+    if not silent_s > _SILENT_S_MIN:
+        raise ValueError(f"expected silent_s to be more than {_SILENT_S_MIN:g} s, got {silent_s:g} s")
     job, token = new_secrets()
     arguments = {
         "servers": servers,

@@ -1,6 +1,6 @@
-"""What the manager has told a client, for the client's threads that read it and wait for it.
+"""What the manager has published to a client, for the client's threads that read it and wait for it.
 
-The links' thread writes it. Nothing here asks the manager for anything or knows of requests.
+The links' thread writes it. Nothing here sends requests to the manager or knows of other requests.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from offbeat.runtime.processes.waiting import Condition
 
 
 class Views:
-    """The manager's latest view, what it has refused, and whether this client is still in.
+    """The manager's latest view, its refusals, and whether this client is still connected.
 
     Methods may be called by any thread.
 
     Attributes:
-        latest: who holds what, by the manager's last word; None before there is one.
-        failure: why this client is out of the parameter server; None as long as it is in.
+        latest: the latest view; None before the first.
+        failure: why this client is out of the parameter server; None as long as it is not.
     """
 
     def __init__(self) -> None:
         self.latest: View | None = None
         self.failure: str | None = None
-        self._refused: dict[str, str] = {}  # namespaces: why
+        self._refused: dict[str, str] = {}  # reason by namespace
         self._changed = Condition()
 
     def space(self, name: str) -> Space | None:
-        """Return what the namespace of this name is; None if there is none."""
+        """Return the definition of the namespace of this name; None if there is none."""
         view = self.latest
         return None if view is None else view.spaces.get(name)
 
     def participants(self, name: str) -> dict[int, int]:
-        """Return the time of the first push of each client that takes part in a namespace, by number."""
+        """Return the time of each participant's first push in a namespace, by the client's number."""
         view = self.latest
         return {} if view is None else view.participants.get(name, {})
 
@@ -46,27 +46,29 @@ class Views:
         return view is not None and any(arc.namespace == name for arc in view.lost)
 
     def unanswered(self, servers: Sequence[int]) -> str:
-        """Return that these servers have not answered, and whom they may wait for, as errors say it."""
+        """Return that these servers have not answered, and which servers are silent, as text for errors."""
         text = f"{_named(servers)} {'has' if len(servers) == 1 else 'have'} not answered"
         silent = () if self.latest is None else self.latest.silent
-        return f"{text}; the manager does not hear {_named(silent)}, and waits" if silent else text
+        return f"{text}; the manager receives nothing from {_named(silent)}, and waits" if silent else text
 
     def masters(self, name: str, first: int, last: int) -> str:
-        """Return which servers are asked for keys `first` to `last` - 1 of a namespace, as errors say it."""
+        """Return which servers are masters of keys `first` to `last` - 1 of a namespace, as text
+        for errors.
+        """
         view = self.latest
         if view is None or name not in view.spaces:
             return "no server is known"
         masters = {span.holders[:1] for span in view.ring.spans(view.spaces[name], first, last)}
         named = ", ".join(f"server {master[0]}" for master in sorted(masters) if master)
-        return f"its keys are with {named}" if named else "there is no server any more"
+        return f"its keys are with {named}" if named else "no server is left"
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait until a condition holds, which is asked whenever the manager has said something.
+        """Wait until a condition holds; it is evaluated whenever the manager has published something.
 
         Args:
-            condition: must not wait for anything.
-            what: is waited for, as errors say it.
-            timeout_s: for how many seconds.
+            condition: must not block.
+            what: description of the condition, for errors.
+            timeout_s: in seconds.
 
         Raises:
             OffbeatError: that took longer, or this client is out of the parameter server.
@@ -76,20 +78,20 @@ class Views:
             if condition():
                 return
             if self.failure is not None:
-                raise OffbeatError(f"waited for {what} of the parameter server: {self.failure}")
-            raise OffbeatError(f"waited {timeout_s:g} s for {what} of the parameter server in vain")
+                raise OffbeatError(f"stopped waiting for {what} of the parameter server: {self.failure}")
+            raise OffbeatError(f"timed out after {timeout_s:g} s waiting for {what} of the parameter server")
 
     def wait_unless_refused(
         self, name: str, condition: Callable[[], bool], what: str, timeout_s: float, *, problem: str
     ) -> None:
-        """Wait as `wait_for` does, but not longer than until the manager refuses something of a namespace.
+        """Wait as `wait_for` does, but at most until the manager refuses a request for a namespace.
 
         Args:
             name: of the namespace.
-            condition: must not wait for anything.
-            what: is waited for, as errors say it.
-            timeout_s: for how many seconds.
-            problem: how the error begins that ends with the manager's reason.
+            condition: must not block.
+            what: description of the condition, for errors.
+            timeout_s: in seconds.
+            problem: the beginning of the error message; the manager's reason follows.
 
         Raises:
             OffbeatError: the manager has refused; that took longer; this client is out of the parameter
@@ -101,26 +103,26 @@ class Views:
                 raise OffbeatError(f"{problem}: {self._refused[name]}")
 
     def forget_refusal(self, name: str) -> None:
-        """What the manager has refused of a namespace counts no more: it is about to be asked again."""
+        """Discard the refusal of an earlier request for a namespace, before a new request."""
         with self._changed:
             self._refused.pop(name, None)
 
     # In the links' thread --------------------------------------------------------------------------------
 
     def see(self, view: View) -> None:
-        """There is a new view."""
+        """Store a new view."""
         with self._changed:
             self.latest = view
             self._changed.notify_all()
 
     def refuse(self, refused: SpaceRefused) -> None:
-        """The manager has refused something of a namespace."""
+        """Store the manager's refusal of a request for a namespace."""
         with self._changed:
             self._refused[refused.name] = refused.reason
             self._changed.notify_all()
 
     def end(self, cause: str) -> bool:
-        """This client is out of the parameter server; return whether it was in until now."""
+        """This client is out of the parameter server; return whether it was not before."""
         with self._changed:
             if self.failure is not None:
                 return False

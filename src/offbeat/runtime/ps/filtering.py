@@ -1,7 +1,7 @@
-"""What a node's filters make of messages before they go out, and how they are undone where they come.
+"""The filters of a node: encoding of messages before they are sent, and decoding of received ones.
 
-A namespace says which filters it has. For each other node, namespace and kind of message there is a chain at
-either end; they stay alike, for messages between two nodes come in order and once each.
+A namespace defines its filters. For each pair of nodes, namespace and kind of message there is a chain at
+either end; the two stay in the same state, as messages between two nodes arrive in order and exactly once.
 """
 
 from __future__ import annotations
@@ -29,49 +29,51 @@ from offbeat.policies.ps.hash_ring import Space
 from offbeat.policies.ps.messages import Copy, Inspected, Operation, Pull, Pulled, Push, Refused, Stale
 from offbeat.runtime.ps.packing import Encoded
 
-_Part: TypeAlias = tuple[int, int, int]  # of a request: its number, the first key and the one behind the last
+_RequestPart: TypeAlias = tuple[int, int, int]  # of a request: its number, first key and last key + 1
 
 _LISTS_MAX: Final = 256  # of keys that pulls list, remembered for each node and namespace
 
 
 class Filtering:
-    """The chains of one node.
+    """The filter chains of one node.
 
-    What clients push goes through the namespace's filters for pushes, and what servers tell replicas of it
-    through those that lose nothing; what servers answer to pulls through the filters for pulls. Answers come
-    without keys, for the client remembers what it asked for until each answer has come. The lists of keys
-    that pulls ask for are cached where key caching is a filter of pulls. What a filter cannot send, such as
-    values that are not finite through fixed point, travels as it is; so do values together with states.
+    Clients' pushes go through the namespace's filters for pushes, and their copies from servers to replicas
+    through those that are lossless; servers' answers to pulls go through the filters for pulls. Answers are
+    sent without keys, as the client remembers what it requested until each answer has arrived. The lists of
+    keys in pulls are cached where key caching is a filter of pulls. What a filter cannot encode, such as
+    values that are not finite with fixed point, is sent unchanged; so are values together with states.
 
-    Where KKT is a filter of pushes, it is one for all servers, and learns from answers (`observe`).
+    A KKT filter of pushes is one for all servers, and learns from answers (`observe`).
 
-    A chain that begins anew at a sender counts nothing as sent, so its receiver may go on with an older one.
-    Whoever takes the place of a lost node has chains of its own.
+    A chain that is recreated at a sender counts nothing as sent, so its receiver may continue with the old
+    one. A node that replaces a lost node has chains of its own.
 
     Args:
-        seed: of this node's chance, its own.
+        seed: of this node's random numbers; different for each node.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._abouts: dict[str, Any] = {}  # by namespace
-        self._filters: dict[str, Filters] = {}  # likewise, as far as they were asked for
+        self._definitions: dict[str, Any] = {}  # by namespace
+        self._filters: dict[str, Filters] = {}  # by namespace, created on first use
         self._chains: dict[tuple[str, str, str], FilterChain] = {}  # by node, namespace and kind
         self._kkts: dict[str, KKT] = {}  # by namespace, where it is among the filters
-        self._cachings: dict[tuple[str, str, str], KeyCaching] = {}  # likewise
-        # By node, what it has not answered: the namespaces, and the keys that are listed.
-        self._asked: dict[str, dict[_Part, list[tuple[str, Keys | None]]]] = {}
-        self._passed: dict[tuple[str, str], dict[str, Passed]] = {}  # in no chain that is here, by the others
-        self._ended = 0
+        self._cachings: dict[tuple[str, str, str], KeyCaching] = {}  # by node, namespace and kind
+        # By node, the requests that it has not answered: the namespace, and the keys that are listed.
+        self._asked: dict[str, dict[_RequestPart, list[tuple[str, Keys | None]]]] = {}
+        self._bytes_passed: dict[
+            tuple[str, str], dict[str, Passed]
+        ] = {}  # of removed chains and of key caching
+        self._recreated = 0
 
     def learn(self, spaces: Mapping[str, Space]) -> None:
-        """Take note of namespaces; who uses one whose filters are none is to blame, not who tells of it."""
-        for name in spaces.keys() - self._abouts.keys():
-            self._abouts[name] = spaces[name].about
+        """Store the definitions of namespaces; invalid filters raise on first use, not here."""
+        for name in spaces.keys() - self._definitions.keys():
+            self._definitions[name] = spaces[name].about
 
     def knows(self, namespace: str) -> bool:
-        """Whether it is one that was learned."""
-        return namespace in self._abouts
+        """Whether the namespace was passed to `learn`."""
+        return namespace in self._definitions
 
     def kkt(self, namespace: str) -> KKT:
         """Return the KKT filter of a namespace.
@@ -85,10 +87,10 @@ class Filtering:
         return self._kkts[namespace]
 
     def observe(self, message: Pulled) -> None:
-        """Let a KKT filter, where there is one, see an answer that counts: weights and gradients.
+        """Update a KKT filter, if there is one, from the weights and gradients in an answer.
 
         Raises:
-            ProtocolError: they are not rows as `BlockProximal` has them.
+            ProtocolError: the rows are not those of `BlockProximal`.
         """
         kkt, pulled = self._kkts.get(message.namespace), message.content
         if kkt is None:
@@ -98,25 +100,27 @@ class Filtering:
         kkt.learn(pulled.listed(), pulled.values[:, 0], pulled.values[:, 1])
 
     def forget(self, node: str) -> None:
-        """A node is gone."""
+        """Drop the state kept for a node that is gone."""
         for key in [key for key in self._chains if key[0] == node]:
             self._end(key)
         for key in [key for key in self._cachings if key[0] == node]:
             del self._cachings[key]
         self._asked.pop(node, None)
 
-    def report(self, namespace: str) -> dict[str, dict[str, Passed]]:
-        """Return how many bytes each filter of a namespace was given and gave here, by kind and name."""
-        found = {kind: dict(passed) for (name, kind), passed in self._passed.items() if name == namespace}
+    def found(self, namespace: str) -> dict[str, dict[str, Passed]]:
+        """Return the bytes before and after each filter of a namespace at this node, by kind and name."""
+        found = {
+            kind: dict(passed) for (name, kind), passed in self._bytes_passed.items() if name == namespace
+        }
         for (_, name, kind), chain in self._chains.items():
             if name == namespace:
-                _add(found.setdefault(kind, {}), chain.report())
+                _accumulate(found.setdefault(kind, {}), chain.found())
         return found
 
     def encoded(self, node: str, message: Any) -> Any:
-        """Return a message as it is to travel."""
+        """Return a message as it is to be sent."""
         if isinstance(message, Push) and message.wants_values:
-            self._ask(node, message, None)
+            self._note_request(node, message, None)
         match message:
             case Push() if self._of(message.namespace).push:
                 return replace(message, content=self._encode_values(node, "push", message, message.time))
@@ -125,18 +129,18 @@ class Filtering:
                 content = self._encode_values(node, "copy", one, 0)
                 return replace(message, operation=replace(one, content=content))
             case Pull():
-                self._ask(node, message, message.keys)
+                self._note_request(node, message, message.keys)
                 if message.keys is not None and self._of(message.namespace).caches_keys:
                     return replace(message, keys=self._encode_keys(node, message, message.keys))
             case Pulled() if message.content.keys is not None or self._of(message.namespace).pull:
-                return _answer(message, self._encode_answer(node, message))
+                return _with_content(message, self._encode_answer(node, message))
         return message
 
     def decoded(self, node: str, message: Any) -> Any:
-        """Return a message as it was before `encoded`, as far as filters can be undone.
+        """Return a received message with its filters undone, as far as they can be.
 
         Raises:
-            ProtocolError: no node with the same filters says that.
+            ProtocolError: no node with the same filters sends such a message.
         """
         match message:
             case Push() if isinstance(message.content, Encoded):
@@ -148,29 +152,29 @@ class Filtering:
                 return replace(message, operation=replace(one, content=content))
             case Pull() if isinstance(message.keys, Encoded):
                 if not self._of(message.namespace).caches_keys:
-                    raise ProtocolError(f"expected keys of {message.namespace} as they are, got encoded ones")
+                    raise ProtocolError(f"expected unencoded keys of {message.namespace}, got encoded ones")
                 return replace(message, keys=self._decode_keys(node, message, message.keys))
             case Pulled():
-                return _answer(message, self._decode_answer(node, message))
+                return _with_content(message, self._decode_answer(node, message))
             case Stale() | Refused():
-                self._answered(node, message)
+                self._pop_request(node, message)
         return message
 
     def _encode(self, key: tuple[str, str, str], message: Message) -> Encoded | Entries:
         try:
-            return _travelling(self._chain(*key).encode(message))
-        except ValueError:  # its filters may count as sent what is not; a new one begins with nothing sent
+            return _encoded_from(self._chain(*key).encode(message))
+        except ValueError:  # its filters may count unsent data as sent; a new chain starts empty
             self._end(key)
             return message.entries
 
-    def _encode_values(self, node: str, kind: str, what: Push | Operation, time: int) -> Encoded | Entries:
-        key = node, what.namespace, kind
-        content: Entries = what.content
+    def _encode_values(self, node: str, kind: str, part: Push | Operation, time: int) -> Encoded | Entries:
+        key = node, part.namespace, kind
+        content: Entries = part.content
         if content.replaces:
-            if key in self._chains:  # what its filters count as sent is not there any more
+            if key in self._chains:  # the receiver no longer has part its filters count as sent
                 self._end(key)
             return content
-        encoded = self._encode(key, Message.of(what.namespace, what.first, what.last, content, time=time))
+        encoded = self._encode(key, Message.of(part.namespace, part.first, part.last, content, time=time))
         encoded.terms = content.terms
         return encoded
 
@@ -183,69 +187,71 @@ class Filtering:
         return self._encode((node, message.namespace, "pull"), answer)
 
     def _decode_answer(self, node: str, message: Pulled) -> Entries:
-        namespace, keys = self._answered(node, message)
+        namespace, keys = self._pop_request(node, message)
         if namespace != message.namespace:
-            raise ProtocolError(f"expected rows that were asked for, got some of {message.namespace}")
+            raise ProtocolError(f"expected rows that were requested, got rows of {message.namespace}")
         content = message.content
         rows = message.last - message.first if keys is None else len(keys)
         if isinstance(content, Encoded):
             known = None
             if self._of(message.namespace).knows_keys:
                 known = np.arange(message.first, message.last) if keys is None else keys
-            arrived = _arrived(message.namespace, 0, max(1, rows), 0, content, known)
-            content = _undone(self._chain(node, message.namespace, "pull heard"), arrived).entries
+            arrived = _message_from(message.namespace, 0, max(1, rows), 0, content, known)
+            content = _decode_with(self._chain(node, message.namespace, "pull heard"), arrived).entries
         if not isinstance(content, Entries) or len(content) != rows:
             raise ProtocolError(f"expected {rows} rows of {message.namespace}, got {content}")
         states = {} if content.terms is None else content.terms.states or {}
         if any(one.shape != content.values.shape for one in states.values()):
-            raise ProtocolError(f"expected states of {message.namespace} beside its values, got others")
+            raise ProtocolError(
+                f"expected states of {message.namespace} with the shape of its values, got another shape"
+            )
         return Entries(message.first, content.values, keys, content.terms)
 
-    def _ask(self, node: str, message: Push | Pull, keys: Keys | None) -> None:
+    def _note_request(self, node: str, message: Push | Pull, keys: Keys | None) -> None:
         part = message.number, message.first, message.last
         self._asked.setdefault(node, {}).setdefault(part, []).append((message.namespace, keys))
 
-    def _answered(self, node: str, message: Pulled | Stale | Refused) -> tuple[str | None, Keys | None]:
-        """Return the namespace and the keys of what this answers, if it answers something; each once."""
-        asked = self._asked.get(node, {})
+    def _pop_request(self, node: str, message: Pulled | Stale | Refused) -> tuple[str | None, Keys | None]:
+        """Return the namespace and the keys of the request that this answers, if any; each once."""
+        requests = self._asked.get(node, {})
         part = message.number, message.first, message.last
-        if part not in asked:
+        if part not in requests:
             return None, None
-        answered = asked[part].pop(0)
-        if not asked[part]:
-            del asked[part]
-        return answered
+        request = requests[part].pop(0)
+        if not requests[part]:
+            del requests[part]
+        return request
 
     def _encode_keys(self, node: str, pull: Pull, keys: Keys) -> Encoded:
         caching = self._caching(node, pull.namespace, "asked")
-        asked = Message(namespace=pull.namespace, first=pull.first, last=pull.last, keys=keys, values=None)
-        encoded = caching.encode(asked)
-        self._count(pull.namespace, "ask", caching, asked, encoded)
-        return _travelling(encoded)
+        listing = Message(namespace=pull.namespace, first=pull.first, last=pull.last, keys=keys, values=None)
+        encoded = caching.encode(listing)
+        self._count_bytes(pull.namespace, "ask", caching, listing, encoded)
+        return _encoded_from(encoded)
 
     def _decode_keys(self, node: str, pull: Pull, keys: Encoded) -> Keys | None:
         caching = self._caching(node, pull.namespace, "asked here")
-        arrived = _arrived(pull.namespace, pull.first, pull.last, 0, keys)
-        asked = _undone(caching, arrived)
-        self._count(pull.namespace, "ask heard", caching, arrived, asked)
-        return asked.keys
+        arrived = _message_from(pull.namespace, pull.first, pull.last, 0, keys)
+        listing = _decode_with(caching, arrived)
+        self._count_bytes(pull.namespace, "ask heard", caching, arrived, listing)
+        return listing.keys
 
-    def _count(self, namespace: str, kind: str, one: Filter, before: Message, after: Message) -> None:
-        _add(
-            self._passed.setdefault((namespace, kind), {}),
+    def _count_bytes(self, namespace: str, kind: str, one: Filter, before: Message, after: Message) -> None:
+        _accumulate(
+            self._bytes_passed.setdefault((namespace, kind), {}),
             {one.name: Passed(before.size_bytes, after.size_bytes)},
         )
 
     def _end(self, key: tuple[str, str, str]) -> None:
-        _add(self._passed.setdefault(key[1:], {}), self._chains.pop(key).report())
-        self._ended += 1
+        _accumulate(self._bytes_passed.setdefault(key[1:], {}), self._chains.pop(key).report())
+        self._recreated += 1
 
     def _of(self, namespace: str) -> Filters:
         found = self._filters.get(namespace)
         if found is None:
-            if namespace not in self._abouts:
+            if namespace not in self._definitions:
                 return NO_FILTERS
-            found = self._filters[namespace] = make_filters(self._abouts[namespace])
+            found = self._filters[namespace] = make_filters(self._definitions[namespace])
             for spec in found.push:
                 if spec.kind == "KKT":
                     self._kkts[namespace] = KKT(**spec.arguments)
@@ -257,7 +263,7 @@ class Filtering:
             if not self.knows(namespace):
                 raise ProtocolError(f"expected a namespace that was opened, got {namespace}")
             filters = getattr(self._of(namespace), kind.partition(" ")[0])
-            seed = crc32(f"{self._seed} {self._ended} {node} {namespace} {kind}".encode())
+            seed = crc32(f"{self._seed} {self._recreated} {node} {namespace} {kind}".encode())
             made = [self._kkts[namespace] if spec.kind == "KKT" else spec.make(seed) for spec in filters]
             chain = FilterChain(made)
             self._chains[node, namespace, kind] = chain
@@ -270,26 +276,26 @@ class Filtering:
         return caching
 
 
-def _add(so_far: dict[str, Passed], more: Mapping[str, Passed]) -> None:
+def _accumulate(totals: dict[str, Passed], more: Mapping[str, Passed]) -> None:
     for name, passed in more.items():
-        before = so_far.get(name, Passed(0, 0))
-        so_far[name] = Passed(before.in_bytes + passed.in_bytes, before.out_bytes + passed.out_bytes)
+        before = totals.get(name, Passed(0, 0))
+        totals[name] = Passed(before.in_bytes + passed.in_bytes, before.out_bytes + passed.out_bytes)
 
 
-def _decode(chain: FilterChain, what: Push | Operation, content: Encoded, time: int) -> Entries:
-    entries = _undone(chain, _arrived(what.namespace, what.first, what.last, time, content)).entries
+def _decode(chain: FilterChain, part: Push | Operation, content: Encoded, time: int) -> Entries:
+    entries = _decode_with(chain, _message_from(part.namespace, part.first, part.last, time, content)).entries
     entries.terms = content.terms
     return entries
 
 
-def _undone(filters: FilterChain | KeyCaching, arrived: Message) -> Message:
+def _decode_with(filters: FilterChain | KeyCaching, arrived: Message) -> Message:
     try:
         return filters.decode(arrived)
-    except UnknownKeysError as error:  # nothing is lost between two nodes, so they were never sent
+    except UnknownKeysError as error:  # channels lose nothing, so the peer never sent these keys
         raise ProtocolError(str(error)) from error
 
 
-def _answer(message: Pulled, content: Encoded | Entries) -> Pulled:
+def _with_content(message: Pulled, content: Encoded | Entries) -> Pulled:
     if isinstance(message, Inspected):
         return replace(message, content=content)
     return Pulled(
@@ -301,11 +307,11 @@ def _answer(message: Pulled, content: Encoded | Entries) -> Pulled:
     )
 
 
-def _travelling(message: Message) -> Encoded:
+def _encoded_from(message: Message) -> Encoded:
     return Encoded(message.keys, message.values, message.body, message.notes)
 
 
-def _arrived(
+def _message_from(
     namespace: str, first: int, last: int, time: int, content: Encoded, known: Keys | None = None
 ) -> Message:
     try:

@@ -1,4 +1,6 @@
-"""What a request to a parameter server will have come to; for programs that wait, and for what follows it."""
+"""`Future`: the result of a request to a parameter server, for threads that wait for it and for
+follow-up work.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,32 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.processes.waiting import Flag
 
 TIMEOUT_S: Final = 60.0
-_LOOK_S: Final = 0.25
+_CHECK_EVERY_S: Final = 0.25
 
-_making: Final = threading.Lock()
+_flag_creation: Final = threading.Lock()
 
 RunUntil = Callable[[Callable[[float], bool], Callable[[], bool], float], bool]
 """As `Loop.run_until`."""
 
 Span = tuple[str, int, int]
-"""A namespace, and keys from the first to below the last."""
+"""A namespace, and its keys `first` to `last` - 1."""
 
 
 class Future:
-    """What a request will have come to.
+    """The future result of a request.
 
     Args:
-        what: was asked for.
-        who: returns which servers have not answered, as errors say it; `span`, if there is one, are its
-            arguments.
-        run_until: lets who waits do meanwhile what the result is waiting for.
-        span: namespace and keys, from the first to below the last, of a push or a pull.
+        what: description of the request, for errors.
+        who: returns which servers have not answered, as text for errors; called with the items of `span` if
+            there is one.
+        run_until: lets a waiting thread meanwhile process the events that the result depends on.
+        span: namespace and keys, `first` to `last` - 1, of a push or a pull.
 
     Attributes:
         what, span: as given.
-        is_sent_push: it is a push that has gone out, or is about to.
+        is_sent_push: it is a push that has been sent, or is about to be.
         is_done: there is a result, or an error.
-        error: why there will be no result.
+        error: why there is no result.
         followers: called in the links' thread when it is done.
     """
 
@@ -65,14 +67,14 @@ class Future:
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
-        self._asleep: Flag | None = None  # made for who sleeps
+        self._asleep: Flag | None = None  # created when a thread blocks
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
-        """Wait until the request is done, and return what it came to: the rows of a pull.
+        """Wait until the request is done, and return its result: for a pull the rows.
 
         Raises:
-            OffbeatError: that took longer than `timeout_s` seconds, or cannot be any more; says which servers
-                have not answered.
+            OffbeatError: that took longer than `timeout_s` seconds, or the request failed; names the servers
+                that have not answered.
         """
         if not self.is_done and not self._wait(timeout_s):
             raise self._overdue(timeout_s)
@@ -81,13 +83,13 @@ class Future:
         return self._value
 
     def result_while(self, check: Callable[[], None], timeout_s: float) -> Any:
-        """Wait as `result` does, as long as `check`, which is asked in between, raises nothing."""
-        limit_s = time.monotonic() + timeout_s
+        """Wait as `result` does, but call `check` repeatedly meanwhile and stop if it raises."""
+        deadline_s = time.monotonic() + timeout_s
         while not self.is_done:
-            left_s = limit_s - time.monotonic()
+            left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise self._overdue(timeout_s)
-            if not self._wait(min(_LOOK_S, left_s)):
+            if not self._wait(min(_CHECK_EVERY_S, left_s)):
                 check()
         return self.result()
 
@@ -95,10 +97,10 @@ class Future:
         return self._run_until(self._wait_asleep, lambda: self.is_done, timeout_s)
 
     def _wait_asleep(self, timeout_s: float) -> bool:
-        with _making:
+        with _flag_creation:
             if self._asleep is None:
                 self._asleep = Flag()
-        if self.is_done:  # perhaps before there was somebody to wake
+        if self.is_done:  # perhaps before the flag existed
             return True
         return self._asleep.wait(timeout_s)
 
@@ -106,11 +108,11 @@ class Future:
         return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
 
     def waits_for(self) -> str:
-        """Return which servers have not answered, as errors say it."""
+        """Return which servers have not answered, as text for errors."""
         return self._who() if self.span is None else self._who(*self.span)
 
     def finish(self, value: Any, error: Exception | None = None) -> None:
-        """There is a result, or none will be; in the links' thread."""
+        """Set the result or the error, and call the followers; in the links' thread."""
         if not self.is_done:
             self._value, self.error = value, error
             self.is_done = True

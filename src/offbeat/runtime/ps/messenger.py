@@ -1,8 +1,8 @@
-"""Messages between the nodes of a parameter server: in order and once each, whatever connections break.
+"""Messages between the nodes of a parameter server: in order and exactly once, whatever connections break.
 
-Messages go out together with others for the same node, and with word of what has come. Large arrays travel
-beside them, from memory to memory, and a message is handed on when all of its arrays have come. When a
-connection breaks, what may have been lost is sent again.
+Messages to the same node are sent in batches ("letters"), which also carry acknowledgements. Large arrays are
+sent separately, from memory to memory, and a message is delivered when all of its arrays have arrived. When
+a connection breaks, everything that may have been lost is sent again.
 
 Everything here runs in the links' thread.
 """
@@ -27,33 +27,33 @@ from offbeat.runtime.transport.framing import MAX_MESSAGE_BYTES
 from offbeat.runtime.transport.inbox import OnData, OnShared
 from offbeat.runtime.transport.staging import MIN_STAGED_BYTES, Staging
 
-_LETTER_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a letter
-_LONG_BYTES_MAX: Final = 2**31
+_BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 2  # of messages in a batch
+_LONG_BATCH_BYTES_MAX: Final = 2**31
 _NONE: Final = msgspec.Raw(msgspec.msgpack.encode([]))
-_UNTOLD_MAX: Final = 64  # letters that came, after which the sender is told in a letter of its own
-_UNTOLD_BYTES_MAX: Final = 8 * 1024 * 1024
-# That came beside letters, after which answers go out at once: it took as long as they do on their way, and
-# the other node may wait for them to go on.
-_LATE_BYTES: Final = 512 * 1024
-# Beside letters that went out: a letter overtakes what travels beside those before it, and a receiver that is
-# told of much ahead takes memory for all of it, instead of the same again and again, which is in its cache.
-_BESIDE_BYTES_MAX: Final = 8 * 1024 * 1024
-_NEVER_S: Final = float("inf")  # links lose nothing but with a connection,
-_NOW_S: Final = 0.0  # so it does not matter when anything was sent
+_UNACKED_BATCHES_MAX: Final = 64  # send a standalone ACK after this many unacknowledged batches
+_UNACKED_BYTES_MAX: Final = 8 * 1024 * 1024
+# Send replies at once after so many bytes of arrays: receiving them took as long as the replies need, and the
+# peer may be waiting for these.
+_PROMPT_REPLY_BYTES: Final = 512 * 1024
+# Of arrays announced and not yet written: a batch overtakes the arrays of those before it, and a receiver
+# allocates memory for all that is announced, instead of reusing the same memory, which is in its cache.
+_ANNOUNCED_BYTES_MAX: Final = 8 * 1024 * 1024
+_NEVER_S: Final = float("inf")  # links lose data only with a connection,
+_NOW_S: Final = 0.0  # so no resend depends on time
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Letter(msgspec.Struct, array_like=True):
-    """A control message between two nodes.
+class _Batch(msgspec.Struct, array_like=True):
+    """A control message between two nodes: a batch of messages with an acknowledgement.
 
     Attributes:
-        connection: counts the connections between the two that broke, as far as the sender knows.
-        received: how many letters of the receiver's have come.
-        number: of this letter among the sender's; -1 where there are no messages in it.
-        tag: of the first array that travels beside; the others follow.
-        long_bytes: the length of the messages, where these travel beside, too, as the first; else 0.
+        connection: counts the broken connections between the two nodes, as far as the sender knows.
+        received: how many of the receiver's batches have arrived in order.
+        number: of this batch among the sender's; -1 without messages.
+        tag: of the first array that is sent separately; those of the others follow.
+        long_bytes: the length of the messages if they are sent separately too, as the first array; else 0.
         messages: as `Packer` packs them.
     """
 
@@ -65,40 +65,40 @@ class _Letter(msgspec.Struct, array_like=True):
     messages: msgspec.Raw
 
 
-_decoder: Final = msgspec.msgpack.Decoder(_Letter)
+_decoder: Final = msgspec.msgpack.Decoder(_Batch)
 
 
 @dataclass(slots=True, eq=False)
-class _Coming:
-    """A letter, of which something may be missing."""
+class _IncomingBatch:
+    """A received batch, parts of which may be missing."""
 
     number: int
     messages: list[Any]
     missing_bytes: int = 0
-    size_bytes: int = 0  # of what travels beside
+    size_bytes: int = 0  # of its separate arrays
 
 
 @dataclass(slots=True, eq=False)
-class _Correspondent:
-    """What is known of another node."""
+class _PeerState:
+    """The state kept for one peer."""
 
     channel: Channel = field(default_factory=lambda: Channel(resend_s=_NEVER_S, resend_max_s=_NEVER_S))
-    outgoing: deque[Any] = field(default_factory=deque)  # messages that are in no letter yet
-    beside: dict[int, int] = field(default_factory=dict)  # bytes by tag, of what is still to go out
-    beside_bytes: int = 0
-    coming: deque[_Coming] = field(default_factory=deque)
-    due: deque[Any] = field(default_factory=deque)  # messages that have come and are to be handed on
-    is_put_off: bool = False
+    outgoing: deque[Any] = field(default_factory=deque)  # messages that are in no batch yet
+    announced: dict[int, int] = field(default_factory=dict)  # bytes of arrays to be written, by tag
+    announced_bytes: int = 0
+    incoming: deque[_IncomingBatch] = field(default_factory=deque)
+    due: deque[Any] = field(default_factory=deque)  # messages to be delivered
+    is_deferred: bool = False
     connection: int = 0
-    untold: int = 0
-    untold_bytes: int = 0
+    unacked: int = 0
+    unacked_bytes: int = 0
 
 
 Place = Callable[[str, Any, Array], Array | None]
 
 
 def nowhere(node: str, message: Any, array: Array) -> Array | None:
-    """Leave an array where it is."""
+    """Leave an array in its own memory."""
     return None
 
 
@@ -106,23 +106,23 @@ Show = Callable[[str, Any, Array, Array], bool]
 
 
 def never(node: str, message: Any, array: Array, shown: Array) -> bool:
-    """Let everything be copied."""
+    """Let every array be copied."""
     return False
 
 
 class Post:
-    """What a node and the others say to each other.
+    """The messages between a node and its peers.
 
     Args:
         endpoint: the node's links.
-        kinds: of the messages that may come.
+        kinds: of the messages that are accepted.
         on_message: (node, message), in the order in which that node sent them; may raise ProtocolError.
-        place: (node, message, array): puts another array like this one, which is to come beside the message,
-            in its place there, and returns it; None to leave it.
-        gather: called right before what was sent is written; may send more.
-        show: (node, message, array, shown): takes an array that lies in the sender's memory, and may be read
-            there until the message has been handed on, in the place of the one that was to come; returns
-            whether it does, else it is copied.
+        place: (node, message, array): replaces an array of the message that is to be received by one of the
+            same shape and type, and returns that; None to leave it.
+        gather: called right before queued messages are written; may send more.
+        show: (node, message, array, shown): replaces the array to be received by one in the sender's
+            memory, which may be read until the message has been delivered; returns whether it does, otherwise
+            the data are copied.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Post:
         self._place, self._gather, self._show = place, gather, show
         self._packer, self._unpacker = Packer(), Unpacker(kinds)
         self._encoder = msgspec.msgpack.Encoder()
-        self._known: dict[str, _Correspondent] = {}
+        self._known: dict[str, _PeerState] = {}
         self._to_write: list[str] = []
         self._is_about_to_write = False
         self._staging = Staging(endpoint)
@@ -146,76 +146,78 @@ class Post:
         self._stretch_s = STRETCH_S
 
     def send(self, to: str, message: Any) -> None:
-        """Send a message, with others of this turn."""
-        one = self._of(to)
-        if not one.outgoing:
+        """Queue a message; it is sent in a batch when the links' thread has nothing else to do."""
+        state = self._peer_state(to)
+        if not state.outgoing:
             self._write_soon(to)
-        one.outgoing.append(message)
+        state.outgoing.append(message)
 
     def write_soon(self) -> None:
-        """Gather and write when nothing more has come for now."""
+        """Gather and write as soon as no received data are waiting."""
         if not self._is_about_to_write:
             self._is_about_to_write = True
             self._endpoint.when_idle(self._write_all)
 
     def hear(self, peer: str, payload: bytes) -> None:
-        """Take a control message that is not the coordinator's.
+        """Process a control message of a peer other than the coordinator.
 
         Raises:
-            ProtocolError: no node of this version says that.
+            ProtocolError: no node of this version sends such a message.
         """
         try:
-            letter = _decoder.decode(payload)
+            batch = _decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            raise ProtocolError(f"expected a letter of a parameter server's node: {error}") from None
-        one = self._of(peer)
-        one.channel.acknowledge(letter.received, _NOW_S)
-        if letter.connection > one.connection:
-            one.connection = letter.connection
-            one.coming.clear()
-            self._write(peer, one, one.channel.again(_NOW_S))
-        if letter.number < 0:
+            raise ProtocolError(
+                f"expected a message batch from a node of a parameter server: {error}"
+            ) from None
+        state = self._peer_state(peer)
+        state.channel.acknowledge(batch.received, _NOW_S)
+        if batch.connection > state.connection:
+            state.connection = batch.connection
+            state.incoming.clear()
+            self._write(peer, state, state.channel.again(_NOW_S))
+        if batch.number < 0:
             return
-        if letter.long_bytes:
-            self._expect_messages(peer, one, letter)
+        if batch.long_bytes:
+            self._expect_messages(peer, state, batch)
             return
-        messages, beside = self._unpacker.unpack(letter.messages)
-        coming = _Coming(letter.number, messages)
-        one.coming.append(coming)
-        if beside:
-            if len(beside) == 1 and (other := self._place(peer, messages[-1], beside[0])) is not None:
-                beside = [other]
-            self._expect_arrays(peer, one, coming, beside, letter.tag)
+        messages, arrays = self._unpacker.unpack(batch.messages)
+        incoming = _IncomingBatch(batch.number, messages)
+        state.incoming.append(incoming)
+        if arrays:
+            if len(arrays) == 1 and (placed := self._place(peer, messages[-1], arrays[0])) is not None:
+                arrays = [placed]
+            self._expect_arrays(peer, state, incoming, arrays, batch.tag)
         else:
-            self._hand_on(peer, one)
+            self._deliver(peer, state)
 
     def lost(self, peer: str) -> None:
-        """A connection broke; what was under way on it will come again."""
+        """A connection broke; incomplete batches on it will be received again."""
         self._staging.lost(peer)
-        one = self._known.get(peer)
-        if one is not None:
-            one.coming.clear()
-            one.beside.clear()
-            one.beside_bytes = 0
+        state = self._known.get(peer)
+        if state is not None:
+            state.incoming.clear()
+            state.announced.clear()
+            state.announced_bytes = 0
 
     def again(self, peer: str) -> None:
-        """Send again, on a new connection, what may have been lost; the other node does likewise."""
-        one = self._of(peer)
-        one.connection += 1
-        self._write(peer, one, one.channel.again(_NOW_S))
+        """Send again, on a new connection, all batches that may have been lost; the peer does the same."""
+        state = self._peer_state(peer)
+        state.connection += 1
+        self._write(peer, state, state.channel.again(_NOW_S))
 
     def forget(self, peer: str) -> None:
-        """This node is gone: nothing is kept for it any more."""
+        """Drop everything that is kept for a peer that is gone."""
         self._known.pop(peer, None)
         self._staging.lost(peer)
 
-    # Out -------------------------------------------------------------------------------------------------
+    # Sending ---------------------------------------------------------------------------------------------
 
-    def _of(self, peer: str) -> _Correspondent:
-        one = self._known.get(peer)
-        if one is None:
-            one = self._known[peer] = _Correspondent()
-        return one
+    def _peer_state(self, peer: str) -> _PeerState:
+        state = self._known.get(peer)
+        if state is None:
+            state = self._known[peer] = _PeerState()
+        return state
 
     def _write_soon(self, peer: str) -> None:
         self._to_write.append(peer)
@@ -226,154 +228,162 @@ class Post:
         self._is_about_to_write = False
         peers, self._to_write = self._to_write, []
         for peer in peers:
-            one = self._known.get(peer)
-            if one is None:
+            state = self._known.get(peer)
+            if state is None:
                 continue
-            if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
-                for lot in self._packer.pack(_taken(one.outgoing)):
-                    self._write(peer, one, one.channel.send([lot], _NOW_S))
-                    if one.beside_bytes >= _BESIDE_BYTES_MAX:
+            if state.outgoing and state.announced_bytes < _ANNOUNCED_BYTES_MAX:
+                for lot in self._packer.pack(_drained(state.outgoing)):
+                    self._write(peer, state, state.channel.send([lot], _NOW_S))
+                    if state.announced_bytes >= _ANNOUNCED_BYTES_MAX:
                         break
-            elif one.untold:
-                self._write(peer, one, [])
+            elif state.unacked:
+                self._write(peer, state, [])
 
-    def _write(self, peer: str, one: _Correspondent, packets: list[Packet]) -> None:
-        """Send letters; without any, only word of what has come."""
-        one.untold = one.untold_bytes = 0
+    def _write(self, peer: str, state: _PeerState, packets: list[Packet]) -> None:
+        """Send batches; without any, a standalone acknowledgement."""
+        state.unacked = state.unacked_bytes = 0
         if not packets:
-            letter = _Letter(one.connection, one.channel.received, -1, 0, 0, _NONE)
-            self._endpoint.send(peer, self._encoder.encode(letter))
+            batch = _Batch(state.connection, state.channel.received, -1, 0, 0, _NONE)
+            self._endpoint.send(peer, self._encoder.encode(batch))
         for packet in packets:
             packed: Packed = packet.message
-            beside: list[Array | bytes] = list(packed.beside)
-            letter = _Letter(one.connection, packet.received, packet.number, self._tag, 0, packed.messages)
+            arrays: list[Array | bytes] = list(packed.arrays)
+            batch = _Batch(state.connection, packet.received, packet.number, self._tag, 0, packed.messages)
             long_bytes = len(memoryview(packed.messages))
-            if long_bytes > _LETTER_BYTES:
-                letter.long_bytes, letter.messages = long_bytes, _NONE
-                beside.insert(0, bytes(packed.messages))
-            self._tag += len(beside)
-            self._endpoint.send(peer, self._encoder.encode(letter))
-            for tag, array in enumerate(beside, letter.tag):
-                self._put(peer, one, tag, memoryview(array).cast("B"))  # type: ignore[arg-type]
+            if long_bytes > _BATCH_BYTES:
+                batch.long_bytes, batch.messages = long_bytes, _NONE
+                arrays.insert(0, bytes(packed.messages))
+            self._tag += len(arrays)
+            self._endpoint.send(peer, self._encoder.encode(batch))
+            for tag, array in enumerate(arrays, batch.tag):
+                self._put(peer, state, tag, memoryview(array).cast("B"))  # type: ignore[arg-type]
 
-    def _put(self, peer: str, one: _Correspondent, tag: int, data: memoryview) -> None:
-        one.beside[tag] = len(data)
-        one.beside_bytes += len(data)
-        done = partial(self._went, peer, one, tag)
+    def _put(self, peer: str, state: _PeerState, tag: int, data: memoryview) -> None:
+        state.announced[tag] = len(data)
+        state.announced_bytes += len(data)
+        done = partial(self._on_written, peer, state, tag)
         is_shared = len(data) >= MIN_STAGED_BYTES and self._endpoint.shares_memory(peer)
         if is_shared and not self._endpoint.is_lent(data):
             self._staging.put(peer, tag, data, done)
         else:
             self._endpoint.put(peer, tag, data, done=done, whole=True)
 
-    def _went(self, peer: str, one: _Correspondent, tag: int) -> None:
-        """Something has gone out that travels beside a letter."""
-        one.beside_bytes -= one.beside.pop(tag, 0)
-        if one.outgoing and one.beside_bytes < _BESIDE_BYTES_MAX:
+    def _on_written(self, peer: str, state: _PeerState, tag: int) -> None:
+        """An array has been written."""
+        state.announced_bytes -= state.announced.pop(tag, 0)
+        if state.outgoing and state.announced_bytes < _ANNOUNCED_BYTES_MAX:
             self._write_soon(peer)
 
-    # In --------------------------------------------------------------------------------------------------
+    # Receiving -------------------------------------------------------------------------------------------
 
-    def _expect_messages(self, peer: str, one: _Correspondent, letter: _Letter) -> None:
-        """Wait for messages that are too long for a letter."""
-        if not 0 < letter.long_bytes <= _LONG_BYTES_MAX:
-            raise ProtocolError(f"expected messages of 1 to {_LONG_BYTES_MAX} bytes, got {letter.long_bytes}")
-        coming = _Coming(letter.number, [], letter.long_bytes, letter.long_bytes)
-        messages = np.empty(letter.long_bytes, np.uint8).data  # takes no memory before it comes
+    def _expect_messages(self, peer: str, state: _PeerState, batch: _Batch) -> None:
+        """Receive messages that are too long for a control message."""
+        if not 0 < batch.long_bytes <= _LONG_BATCH_BYTES_MAX:
+            raise ProtocolError(
+                f"expected messages of 1 to {_LONG_BATCH_BYTES_MAX} bytes, got {batch.long_bytes}"
+            )
+        incoming = _IncomingBatch(batch.number, [], batch.long_bytes, batch.long_bytes)
+        messages = np.empty(batch.long_bytes, np.uint8).data  # uses no memory before it is written
 
-        def came(_: int, length: int) -> None:
-            coming.missing_bytes -= length
-            if not coming.missing_bytes:
-                coming.messages, beside = self._unpacker.unpack(messages)
-                self._expect_arrays(peer, one, coming, beside, letter.tag + 1)
-                self._hand_on(peer, one)
+        def on_data(_: int, length: int) -> None:
+            incoming.missing_bytes -= length
+            if not incoming.missing_bytes:
+                incoming.messages, beside = self._unpacker.unpack(messages)
+                self._expect_arrays(peer, state, incoming, beside, batch.tag + 1)
+                self._deliver(peer, state)
 
-        one.coming.append(coming)
-        self._expect(peer, letter.tag, messages, came)
+        state.incoming.append(incoming)
+        self._expect(peer, batch.tag, messages, on_data)
 
     def _expect_arrays(
-        self, peer: str, one: _Correspondent, coming: _Coming, beside: list[Array], tag: int
+        self, peer: str, state: _PeerState, incoming: _IncomingBatch, arrays: list[Array], tag: int
     ) -> None:
-        def came(_: int, length: int) -> None:
-            coming.missing_bytes -= length
-            if not coming.missing_bytes:
-                self._hand_on(peer, one)
+        def on_data(_: int, length: int) -> None:
+            incoming.missing_bytes -= length
+            if not incoming.missing_bytes:
+                self._deliver(peer, state)
 
-        for array in beside:
-            coming.missing_bytes += array.nbytes
-            coming.size_bytes += array.nbytes
-        shown = partial(self._shown, peer, one, coming, beside[0]) if len(beside) == 1 else None
-        for place, array in enumerate(beside, tag):
-            self._expect(peer, place, memoryview(array), came, shown)  # type: ignore[arg-type]
+        for array in arrays:
+            incoming.missing_bytes += array.nbytes
+            incoming.size_bytes += array.nbytes
+        shown = partial(self._shown, peer, state, incoming, arrays[0]) if len(arrays) == 1 else None
+        for place, array in enumerate(arrays, tag):
+            self._expect(peer, place, memoryview(array), on_data, shown)  # type: ignore[arg-type]
 
     def _shown(
-        self, peer: str, one: _Correspondent, coming: _Coming, array: Array, offset: int, source: memoryview
+        self,
+        peer: str,
+        state: _PeerState,
+        incoming: _IncomingBatch,
+        array: Array,
+        offset: int,
+        source: memoryview,
     ) -> None:
-        """The one array beside a letter, or some of it, lies in the sender's memory, and is there for now."""
-        coming.missing_bytes -= len(source)
-        is_first = bool(one.coming) and one.coming[0] is coming
-        is_next = is_first and not one.due and len(source) == array.nbytes  # so it is handed on right here
+        """The one array of a batch, or a part of it, can be read in the sender's memory for now."""
+        incoming.missing_bytes -= len(source)
+        is_first = bool(state.incoming) and state.incoming[0] is incoming
+        is_next = is_first and not state.due and len(source) == array.nbytes  # so it is delivered right here
         if is_next:
             view = np.frombuffer(source, array.dtype).reshape(array.shape)
             view.flags.writeable = False
-        if not (is_next and self._show(peer, coming.messages[-1], array, view)):
+        if not (is_next and self._show(peer, incoming.messages[-1], array, view)):
             memoryview(array).cast("B")[offset : offset + len(source)] = source  # type: ignore[arg-type]
-        if not coming.missing_bytes:
-            self._hand_on(peer, one, at_once=is_next)
+        if not incoming.missing_bytes:
+            self._deliver(peer, state, at_once=is_next)
 
     def _expect(
-        self, peer: str, tag: int, into: memoryview, came: OnData, shown: OnShared | None = None
+        self, peer: str, tag: int, into: memoryview, on_data: OnData, shown: OnShared | None = None
     ) -> None:
         try:
-            self._endpoint.expect(peer, tag, into, came, shown)
-        except ValueError as error:  # of its peers' tags a node knows only what they say
+            self._endpoint.expect(peer, tag, into, on_data, shown)
+        except ValueError as error:  # the tag was chosen by the peer
             raise ProtocolError(str(error)) from None
 
-    def _hand_on(self, peer: str, one: _Correspondent, *, at_once: bool = False) -> None:
-        """Hand on what has come, in order; one message that is refused is not the fault of the others.
+    def _deliver(self, peer: str, state: _PeerState, *, at_once: bool = False) -> None:
+        """Deliver complete batches in order; a message that is rejected does not stop those after it.
 
-        Where that takes long, the rest is put off until what came of the first messages has gone out, so that
-        the other node has work meanwhile; but not if all are to be handed on at once.
+        If that takes long, the rest is deferred until the replies to the first messages have been written, so
+        that the peer has work meanwhile; but not if `at_once`.
         """
-        while one.coming and not one.coming[0].missing_bytes:
-            coming = one.coming.popleft()
-            for messages in one.channel.take(coming.number, coming.messages):
-                one.due.extend(messages)
-            one.untold += 1
-            one.untold_bytes += coming.size_bytes
-        refused: ProtocolError | None = None
+        while state.incoming and not state.incoming[0].missing_bytes:
+            incoming = state.incoming.popleft()
+            for messages in state.channel.take(incoming.number, incoming.messages):
+                state.due.extend(messages)
+            state.unacked += 1
+            state.unacked_bytes += incoming.size_bytes
+        rejection: ProtocolError | None = None
         limit_s = monotonic() + self._stretch_s
-        while one.due and self._known.get(peer) is one:
+        while state.due and self._known.get(peer) is state:
             try:
-                self._on_message(peer, one.due.popleft())
+                self._on_message(peer, state.due.popleft())
             except ProtocolError as error:
-                refused = refused or error
-            if one.due and not at_once and monotonic() >= limit_s:
-                self._put_off(peer, one)
+                rejection = rejection or error
+            if state.due and not at_once and monotonic() >= limit_s:
+                self._defer(peer, state)
                 break
-        if one.untold >= _UNTOLD_MAX or one.untold_bytes >= _UNTOLD_BYTES_MAX:
+        if state.unacked >= _UNACKED_BATCHES_MAX or state.unacked_bytes >= _UNACKED_BYTES_MAX:
             self._write_soon(peer)
-        if one.untold_bytes >= _LATE_BYTES and one.outgoing:
+        if state.unacked_bytes >= _PROMPT_REPLY_BYTES and state.outgoing:
             self._write_all()
-        if refused is not None:
-            raise refused
+        if rejection is not None:
+            raise rejection
 
-    def _put_off(self, peer: str, one: _Correspondent) -> None:
-        """Let go out what there is, and then hand on the rest."""
+    def _defer(self, peer: str, state: _PeerState) -> None:
+        """Write what is queued, then deliver the rest."""
         self._write_all()
-        if not one.is_put_off:
-            one.is_put_off = True
-            self._endpoint.call(self._go_on, peer, one)
+        if not state.is_deferred:
+            state.is_deferred = True
+            self._endpoint.call(self._resume, peer, state)
 
-    def _go_on(self, peer: str, one: _Correspondent) -> None:
-        one.is_put_off = False
+    def _resume(self, peer: str, state: _PeerState) -> None:
+        state.is_deferred = False
         try:
-            self._hand_on(peer, one)
+            self._deliver(peer, state)
         except ProtocolError as error:
             self._endpoint.accuse(peer, error)
 
 
-def _taken(messages: deque[Any]) -> Iterator[Any]:
-    """Yield messages, each no longer kept when it is."""
+def _drained(messages: deque[Any]) -> Iterator[Any]:
+    """Yield messages, removing each from the queue first."""
     while messages:
         yield messages.popleft()

@@ -1,7 +1,7 @@
-"""A namespace of a parameter server, as a program uses it: pushes, pulls, filters, and who takes part.
+"""A namespace of a parameter server as programs use it: pushes, pulls, filters and participation.
 
-It checks what the program gives and hands it on as requests. It knows no server, and does not know which
-requests are under way.
+It checks the program's arguments and turns them into requests. It knows no servers, and not which requests
+are in flight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from offbeat.runtime.ps.requests import Requests
 
 
 class Namespace:
-    """Keys 0 to `keys` - 1 of a parameter server, with a row of numbers each; `PS.namespace` makes it.
+    """Keys 0 to `keys` - 1 of a parameter server, with a row of numbers each; `PS.namespace` creates it.
 
     Attributes:
         name, keys: of the namespace.
@@ -57,8 +57,8 @@ class Namespace:
         self._shape = (width,) if width else ()
         self._dtype = np.dtype(dtype)
         self._values_bytes = self._dtype.itemsize * max(width, 1)  # of a row
-        self._row_bytes = max(self._values_bytes, np.dtype(np.int64).itemsize)  # or its key's
-        self._a_push = f"a push to {self.name}"
+        self._row_bytes = max(self._values_bytes, np.dtype(np.int64).itemsize)  # or of its key, if larger
+        self._push_label = f"a push to {self.name}"
         requests.set_row_bytes(self.name, self._values_bytes)
 
     def push(
@@ -76,52 +76,53 @@ class Namespace:
     ) -> Future:
         """Send rows for some keys.
 
-        It returns at once, unless more than 128 MiB that this client has pushed are not acknowledged then:
-        it waits until there is room for this push, 60 s at most. A push that is larger goes alone, and one to
-        a namespace that aggregates does not wait for those to others. It does not wait in what `when_done`
-        calls, nor for requests that have to be done before.
+        It returns at once, unless more than 128 MiB that this client has pushed are not acknowledged: then it
+        waits until there is room for this push, 60 s at most. A larger push goes alone, and a push to a
+        namespace that aggregates does not wait for pushes to other namespaces. It does not wait in functions
+        that `when_done` calls, nor for the requests in `after`.
 
         Args:
-            values: one row a key, (K,) or (K, width). They must not change until the push is done.
-            keys: (K,) whole numbers, ascending, each once; by default neighbours from `first` on.
-            first, last: the range that the push is of, keys `first` to `last` - 1, where `keys` may list
-                some of them or none; by default it goes from the first to the last that are listed. Where
-                pushes are aggregated, it is this range that all have to push.
-            weight: where pushes are aggregated, of how many the rows are the sum already: a mean is divided
-                by the sum of all weights, what counts by itself by its own. With 0, and no keys of a whole
-                range, this client has nothing at this time; where nobody has anything, nothing is applied.
-            settings: numbers of the namespace's update that hold for this push, such as `{"lr": 0.05}`; by
-                default those with which the namespace was made. Of a sum or a mean, those of the first
-                client, by number, that has a weight above 0.
-            time: of this push, later than those of all pushes of this client to the namespace before it; by
-                default the next one. Where pushes are aggregated, what is summed is what has one time, and
-                who leaves a time out and pushes later has nothing of it: all may push at a clock's time what
-                they have of that clock. The future fails if others began without this client and are beyond
-                that time, or if an earlier request of a later time went first.
+            values: one row per key, (K,) or (K, width). They must not change until the push is done.
+            keys: (K,) integers, ascending, without duplicates; by default neighbours from `first` on.
+            first, last: the range of the push, keys `first` to `last` - 1, of which `keys` may list some or
+                none; by default from the first to the last key that is listed. Where pushes are aggregated,
+                all participants have to push this range.
+            weight: where pushes are aggregated, how many pushes the rows already are the sum of: a mean is
+                divided by the sum of all weights, with "each" a push by its own. With 0, and no keys of a
+                whole range, this client contributes nothing at this time; if no client contributes, nothing
+                is applied.
+            settings: numbers of the namespace's update that apply to this push, such as `{"lr": 0.05}`; by
+                default those with which the namespace was created. For a sum or a mean, those of the first
+                client, by number, with a weight above 0 apply.
+            time: of this push, later than those of all previous pushes of this client to the namespace; by
+                default the next one. Where pushes are aggregated, pushes of one time are summed; a client
+                that skips a time and pushes later contributes nothing to it, so all clients may push at a
+                clock's time what they have for that clock. The future fails if other clients began without
+                this one and are beyond that time, or if an earlier request with a later time was sent first.
             after: requests that have to be done before this one is sent.
-            may_wait: as above; else what there is no room for waits in this client's memory.
+            may_wait: wait for room as above; otherwise a push without room is kept in this client's memory.
 
         Raises:
-            ValueError: rows or keys that the namespace has not got, or more than 2 GiB with `keys`; a weight
-                below 0, or one other than 1 where nothing is aggregated; settings that the update does not
-                take, and a function takes none; a time below 1.
+            ValueError: rows or keys that the namespace does not have, or more than 2 GiB with `keys`; a
+                weight below 0, or one other than 1 where nothing is aggregated; settings that the update does
+                not have, or any for a function; a time below 1.
             OffbeatError: this client is out of the parameter server; there was no room in 60 s, and nothing
-                was pushed; says which servers have not answered.
+                was pushed; names the servers that have not answered.
         """
         rows = self._rows(values)
         is_plain = keys is None and last is None and time is None and weight == 1.0 and settings is None
         if is_plain and may_wait and after == () and self._combines and rows.nbytes <= SMALL_BYTES_MAX:
             is_within = 0 <= first < first + len(rows) <= self.keys
-            if is_within and not self._requests.is_in_iteration:  # these are many
-                return self._requests.push_at_once(self._a_push, self.name, Entries(first, rows))
+            if is_within and not self._requests.is_in_iteration:  # the fast path: such pushes are many
+                return self._requests.push_at_once(self._push_label, self.name, Entries(first, rows))
         self._check_size(1 if keys is None else len(rows))
         listed = None if keys is None else self._listed(keys)
         if listed is not None and len(listed) != len(rows):
             raise ValueError(f"expected a row for each key, got {len(listed)} keys and {len(rows)} rows")
         if last is None:
             if not len(rows):
-                return self._nothing(None, after)
-            first, last = (first, first + len(rows)) if listed is None else _ends(listed)
+                return self._finished(None, after)
+            first, last = (first, first + len(rows)) if listed is None else _bounds(listed)
         begin, end = self._range(first, last)
         content = Entries(begin, rows, listed)
         if listed is None:
@@ -145,22 +146,22 @@ class Namespace:
         time: int | None = None,
         after: Iterable[Future] = (),
     ) -> Future:
-        """Replace the rows of neighbouring keys, and what the update keeps besides them, whatever it is.
+        """Replace the rows of neighbouring keys, and the states that the update keeps for them.
 
-        It is one of this client's pushes of these keys: it comes behind those before it, once, and to all
-        replicas. Where pushes are aggregated, it is this client's push of its time: if any of that time is a
-        put, the put of the first client, by number, is applied, and nothing else of that time.
+        It counts as one of this client's pushes of these keys: it is applied after the previous ones, once,
+        and on all replicas. Where pushes are aggregated, it is this client's push of its time: if any push of
+        that time is a put, the put of the first client, by number, is applied, and nothing else of that time.
 
         Args:
-            values: one row a key, (K,) or (K, width). They must not change until it is done.
+            values: one row per key, (K,) or (K, width). They must not change until it is done.
             first: the first key.
-            states: by the names that the update has for them, rows beside those of `values`; zero for those
-                that are left out.
+            states: by the update's names for them, rows of the same shape as `values`; zero for those that
+                are left out.
             time: as for `push`.
             after: requests that have to be done before this one is sent.
 
         Raises:
-            ValueError: rows, keys or states that the namespace has not got; a time below 1.
+            ValueError: rows, keys or states that the namespace does not have; a time below 1.
             OffbeatError: as for `push`.
         """
         rows = self._rows(values)
@@ -168,11 +169,11 @@ class Namespace:
         given = {name: _array(one, name, self._dtype) for name, one in (states or {}).items()}
         for name, one in given.items():
             if one.shape != rows.shape:
-                raise ValueError(f"expected {name} of shape {rows.shape}, beside the values, got {one.shape}")
+                raise ValueError(f"expected {name} of shape {rows.shape}, like the values, got {one.shape}")
         if not isinstance(self._update, Function):
             check_states(self._update, given)
         if not len(rows):
-            return self._nothing(None, after)
+            return self._finished(None, after)
         begin, end = self._range(first, first + len(rows))
         return self._push(Entries(begin, rows, None, Terms(states=given)), begin, end, time, after)
 
@@ -186,26 +187,26 @@ class Namespace:
         times: bool = False,
         after: Iterable[Future] = (),
     ) -> Future:
-        """Fetch the rows of some keys; those that nobody has pushed are zero.
+        """Fetch the rows of some keys; those of keys that were never pushed are zero.
 
-        It waits for room as `push` does, while more than 128 MiB have been asked for and have not come.
+        It waits for room as `push` does, while more than 128 MiB have been requested and have not arrived.
 
         Args:
-            keys: (K,) whole numbers, ascending, each once; by default all from `first` to `last` - 1.
+            keys: (K,) integers, ascending, without duplicates; by default all from `first` to `last` - 1.
             first, last: see `keys`; by default all keys.
-            states: what the update keeps besides the rows, too, by name, and the rows as "values": a
-                dictionary takes the place of the rows in what is returned.
-            times: the times of this client's own pushes that are in these very rows, too. Then the future is
-                of a pair, whose second are `Piece`s (first, last, time), ascending: keys `first` to
-                `last` - 1 hold this client's pushes up to `time`. Keys that hold none are in no piece. Where
-                keys are listed, pieces are also of those between them.
+            states: also return the states that the update keeps, by name, and the rows as "values": the
+                result is a dictionary instead of the rows.
+            times: also return the times of this client's own pushes that are contained in these rows. The
+                future is then of a pair whose second item are `Piece`s (first, last, time), ascending: keys
+                `first` to `last` - 1 contain this client's pushes up to `time`. Keys without any are in no
+                piece. If keys are listed, pieces also cover those between them.
             after: requests that have to be done before this one is sent.
 
         Returns:
-            A future of the rows, (K,) or (K, width); or as `states` and `times` say.
+            A future of the rows, (K,) or (K, width); or as `states` and `times` specify.
 
         Raises:
-            ValueError: keys that the namespace has not got, or more than 2 GiB with `keys`.
+            ValueError: keys that the namespace does not have, or more than 2 GiB with `keys`.
             OffbeatError: this client is out of the parameter server; there was no room in 60 s.
         """
         given = None if keys is None else _array(keys, "keys")
@@ -215,9 +216,9 @@ class Namespace:
         if listed is not None and not len(listed):
             rows = np.zeros((0, *self._shape), self._dtype)
             empty = dict.fromkeys(("values", *self._states), rows) if states else rows
-            return self._nothing((empty, ()) if times else empty, after)
+            return self._finished((empty, ()) if times else empty, after)
         begin, end = (
-            self._range(first, self.keys if last is None else last) if listed is None else _ends(listed)
+            self._range(first, self.keys if last is None else last) if listed is None else _bounds(listed)
         )
         return self._requests.pull(
             f"a pull from {self.name}",
@@ -234,9 +235,10 @@ class Namespace:
         )
 
     def report(self) -> dict[str, dict[str, Passed]]:
-        """Return how many bytes each filter was given and gave at this client, by kind of message and filter.
+        """Return the bytes before and after each filter at this client, by kind of message and filter.
 
-        The kinds are "push"; "ask" for the keys that pulls list; "pull heard" for what is undone here.
+        The kinds are "push"; "ask" for the keys that pulls list; "pull heard" for filters that are undone
+        here.
         """
         found: dict[str, dict[str, Passed]] = self._requests.in_order(
             lambda: self._requests.node.filtering.report(self.name)
@@ -244,31 +246,32 @@ class Namespace:
         return found
 
     def set_margin(self, margin: float) -> None:
-        """Let the KKT filter go by another margin in what is pulled from now on; see `numerics.filters.KKT`.
+        """Set the margin of the KKT filter for values pulled from now on; see `numerics.filters.KKT`.
 
-        Where pushes are aggregated, all who take part have to skip the same keys: a sum that lacks the share
-        of one is no gradient. They do if each key is pushed and then pulled once between two changes of the
-        margin, and each waits for all of it before the next change.
+        Where pushes are aggregated, all participants have to skip the same keys: a sum that lacks one
+        participant's share is no gradient. They do if each key is pushed and then pulled once between two
+        changes of the margin, and each participant waits for all of it before the next change.
 
         Args:
-            margin: at least 0; infinite, as at first, for skipping nothing until there is another one.
+            margin: at least 0; infinite, the initial value, skips nothing.
 
         Raises:
-            ValueError: the namespace has no such filter, or no such margin.
+            ValueError: the namespace has no such filter, or the margin is invalid.
             OffbeatError: this client is out of the parameter server.
         """
         self._requests.in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
 
     def active(self, keys: ArrayLike) -> NDArray[np.bool_]:
-        """Return which keys the KKT filter does not leave out of pushes: of others, nothing need be computed.
+        """Return which keys the KKT filter does not skip in pushes: for the others nothing needs to be
+        computed.
 
-        What is not pushed at all is not in the report as left out.
+        Keys that are not pushed at all do not count as skipped in the report.
 
         Args:
-            keys: (K,), ascending, each once.
+            keys: (K,), ascending, without duplicates.
 
         Raises:
-            ValueError: keys that the namespace has not got, or it has no such filter.
+            ValueError: keys that the namespace does not have, or it has no such filter.
             OffbeatError: this client is out of the parameter server.
         """
         listed = self._listed(keys)
@@ -278,18 +281,19 @@ class Namespace:
         return found
 
     def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> int:
-        """Take part in a namespace that aggregates, and wait until so many clients do, this one among them.
+        """Take part in a namespace that aggregates, and wait until there are so many participants, this one
+        included.
 
-        Who pushes without having said so takes part from then on. Clients that are to begin together call
-        this before any of them pushes.
+        A client that pushes without this call takes part from then on. Clients that are to begin together
+        call this before any of them pushes.
 
         Returns:
-            The time of this client's first push: 1 if nobody has pushed before, or one that is later than
-            those of all pushes of others.
+            The time of this client's first push: 1 if nothing was pushed before, otherwise one that is later
+            than those of all pushes of other clients.
 
         Raises:
-            OffbeatError: it does not aggregate, this client has withdrawn, or so many did not come within
-                `timeout_s` seconds.
+            OffbeatError: the namespace does not aggregate, this client has withdrawn, or there were fewer
+                participants after `timeout_s` seconds.
         """
         requests, views, name = self._requests, self._requests.views, self.name
 
@@ -303,7 +307,7 @@ class Namespace:
             is_complete,
             f"{clients} clients to take part in {name}",
             timeout_s,
-            problem=f"nobody takes part in {name}",
+            problem=f"cannot take part in {name}",
         )
         return views.participants(name)[requests.number]
 
@@ -313,23 +317,23 @@ class Namespace:
         return tuple(sorted(self._requests.views.participants(self.name)))
 
     def wait_until_left(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until nobody takes part any more: all that was pushed is done then.
+        """Wait until no participant is left: everything that was pushed is done then.
 
         Raises:
-            OffbeatError: that took longer than `timeout_s` seconds; names who is left.
+            OffbeatError: that took longer than `timeout_s` seconds; names the participants that are left.
         """
         try:
             self._requests.views.wait_for(
-                lambda: not self.participants, f"all to leave {self.name}", timeout_s
+                lambda: not self.participants, f"all participants to leave {self.name}", timeout_s
             )
         except OffbeatError as error:
             left = ", ".join(f"client {one}" for one in self.participants)
-            raise OffbeatError(f"{error}; {left or 'nobody'} is left") from None
+            raise OffbeatError(f"{error}; participants left: {left or 'none'}") from None
 
     def withdraw(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Push no more to a namespace that aggregates, so that nobody waits for this client.
+        """Stop pushing to a namespace that aggregates, so that its sums no longer wait for this client.
 
-        It cannot come back.
+        It cannot take part again.
 
         Raises:
             OffbeatError: pushes to it are not done.
@@ -337,7 +341,9 @@ class Namespace:
         self._requests.withdraw(self.name).result(timeout_s)
 
     def withdraw_after(self, requests: Iterable[Future]) -> Future:
-        """Withdraw once these requests are done, without waiting for it; if one fails, so does the future."""
+        """Withdraw once these requests are done, without waiting for it; if one fails, the future
+        fails too.
+        """
         return self._requests.withdraw(self.name, requests)
 
     def _push(
@@ -354,7 +360,7 @@ class Namespace:
             raise ValueError(f"expected a time of 1 to 2**63 - 1, got {time}")
         chosen = None if time is None else operator.index(time)
         return self._requests.push(
-            self._a_push,
+            self._push_label,
             self.name,
             content,
             first,
@@ -378,25 +384,25 @@ class Namespace:
         if settings is None:
             return Terms(float(weight))
         if isinstance(self._update, Function):
-            raise ValueError(f"expected no settings for a function of your own, got {dict(settings)}")
+            raise ValueError(f"expected no settings for a user-defined function, got {dict(settings)}")
         changed = with_settings(self._update, settings)
         return Terms(float(weight), {name: getattr(changed, name) for name in settings})
 
     def _check_size(self, rows: int) -> None:
-        """See whether so many rows, or their keys, can be one array; neighbours travel in pieces anyway."""
+        """Check that so many rows, or their keys, fit into one array; ranges travel in pieces anyway."""
         if rows * self._row_bytes > ARRAY_BYTES_MAX:
             raise ValueError(
                 f"expected at most {ARRAY_BYTES_MAX} bytes of rows or of keys at once, "
-                f"got {rows * self._row_bytes}; push or pull ranges of keys, one after the other"
+                f"got {rows * self._row_bytes}; push or pull smaller ranges of keys, one after the other"
             )
 
     def _listed(self, keys: ArrayLike) -> Keys:
         found = _array(keys, "keys")
         if found.dtype.kind not in "iu" and len(found):
-            raise ValueError(f"expected whole numbers as keys, got {found.dtype}")
+            raise ValueError(f"expected integers as keys, got {found.dtype}")
         listed: Keys = found.astype(np.int64, copy=False)
-        if wrong := problem_of(Entries(0, listed, listed), 0, self.keys):
-            raise ValueError(f"{wrong}; sort them, and add up what is for the same key")
+        if problem := problem_of(Entries(0, listed, listed), 0, self.keys):
+            raise ValueError(f"{problem}; sort the keys, and add up rows of equal keys")
         return listed
 
     def _range(self, first: int, last: int) -> tuple[int, int]:
@@ -406,15 +412,15 @@ class Namespace:
 
     @property
     def _states(self) -> tuple[str, ...]:
-        """What is kept besides the values, as far as is known here."""
+        """Names of the states that the update keeps; none for a function, whose states are unknown here."""
         return () if isinstance(self._update, Function) else tuple(self._update.states)
 
-    def _nothing(self, value: Any, after: Iterable[Future]) -> Future:
+    def _finished(self, value: Any, after: Iterable[Future]) -> Future:
         return self._requests.when_done(after, lambda: value)
 
 
 def _array(given: ArrayLike, name: str, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-    """Return keys or numbers as an array; a tensor as its values, whether it requires a gradient or not."""
+    """Return keys or numbers as an array; of a tensor its values, whether it requires a gradient or not."""
     try:
         return np.ascontiguousarray(given.detach() if hasattr(given, "detach") else given, dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -423,5 +429,5 @@ def _array(given: ArrayLike, name: str, dtype: np.dtype[Any] | None = None) -> N
         raise ValueError(f"{what}, got a {kind}: {error}") from error
 
 
-def _ends(listed: Keys) -> tuple[int, int]:
+def _bounds(listed: Keys) -> tuple[int, int]:
     return int(listed[0]), int(listed[-1]) + 1

@@ -1,6 +1,6 @@
-"""A node of a parameter server, whichever it is: its links, its line to the manager, its messages to others.
+"""A node of a parameter server, server or client: its links, its line to the manager, its messages to others.
 
-This module never decides who holds what: the manager's views say that.
+This module never decides which server holds what: the manager's views do.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.shared_memory import MAX_UNREAD_BYTES, UNREAD_BYTES
 from offbeat.runtime.transport.staging import MIN_STAGED_BYTES
 
-# Who is lost, the manager judges: nodes keep their sessions with servers for as long as its view has these,
-# and with itself for far longer than it waits for them.
+# The manager decides which nodes are lost: nodes keep their sessions with servers for as long as these are in
+# its view, and their session with the manager for far longer than it waits for them.
 _MANAGER_SILENT_S: Final = 600.0
-_GONE_S: Final = 10.0  # for which a server that is out may be silent before its session is given up
+_GONE_S: Final = 10.0  # how long a removed server may be silent before its session is closed
 _RETRY_S: Final = 0.2  # after which a node that refused a connection is tried again
 _GOODBYE_S: Final = 5.0
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a parameter server is, and what lets a node in. Whoever has it may do anything there.
+    """The location and the credentials of a parameter server. They permit everything on it.
 
     Attributes:
         job: its id.
@@ -75,8 +75,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         """Read a cluster file.
 
         Raises:
-            FileNotFoundError: there is none.
-            OffbeatError: it is no cluster file.
+            FileNotFoundError: there is no such file.
+            OffbeatError: it is not a cluster file.
         """
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
@@ -91,7 +91,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return places.own_address(hosts[0]) if hosts else "127.0.0.1"
 
     def write(self, path: str | Path) -> None:
-        """Write a cluster file, which nobody else on this host may read."""
+        """Write a cluster file that no other user of this host may read."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "wb") as file:
             file.write(msgspec.json.encode(self) + b"\n")
@@ -100,7 +100,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 class Node:
     """A server or a client.
 
-    All callbacks run in the links' thread, and so must what is called here, but for `close`.
+    All callbacks run in the links' thread, and all methods except `close` must be called there.
 
     Args:
         name: "server-3" or "client-7".
@@ -108,12 +108,12 @@ class Node:
         host: the address to listen on and to be reached at.
         on_view: there is a new view.
         on_message: (node, message) from a server or a client; may raise ProtocolError.
-        on_refused: a namespace cannot be as this node wants it.
-        on_group: the manager has said something of a group of workers.
+        on_refused: the manager has refused a namespace that this node requested.
+        on_group: the manager has sent an action for a group of workers.
         place, gather, show: see `Post`.
         on_close: the job to which the servers belong is over.
-        on_gone: this node takes part no more, with the cause; called once.
-        functions: import paths of the user's own updates that a server has.
+        on_gone: this node is no longer part of the cluster, with the cause; called once.
+        functions: import paths of the user-defined updates that a server has.
         unix: nodes on this host may reach it over Unix sockets, instead of TCP.
     """
 
@@ -138,9 +138,9 @@ class Node:
         self.name = name
         self._on_view, self._on_gone = on_view, on_gone
         self._on_refused, self._on_group, self._on_close = on_refused, on_group, on_close
-        self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers that are there
-        self._gone: set[str] = set()  # servers and clients that were there
-        self._missed: set[str] = set()  # servers from which nothing comes, as the manager was told
+        self._addresses: dict[str, tuple[str, ...]] = {}  # of the servers in the view
+        self._gone: set[str] = set()  # servers and clients that have left or are lost
+        self._reported_missing: set[str] = set()  # servers reported to the manager as unreachable
         self._is_over = False
         is_server = name.startswith("server-")
         self.endpoint = Endpoint(
@@ -168,27 +168,27 @@ class Node:
         self._functions = functions
 
     def join(self) -> None:
-        """Say to the manager that this node is there; nothing is called back before."""
+        """Report this node to the manager; no callback is called before."""
         addresses = self.endpoint.addresses
         self.tell(NodeJoined(now_s=0.0, node=self.name, addresses=addresses, functions=self._functions))
 
     def tell(self, *events: Event) -> None:
-        """Say something to the manager; never blocks."""
+        """Send events to the manager; never blocks."""
         self._line.tell(*events)
 
     def send(self, to: str, message: Any) -> None:
-        """Send a message to a server or a client, as its namespace's filters make it."""
+        """Send a message to a server or a client, encoded by its namespace's filters."""
         self.post.send(to, self.filtering.encoded(to, message))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array for what is sent, whose values are anything.
+        """Return an uninitialized array for data that will be sent.
 
-        If it is large, nodes on this host read it where it lies.
+        If it is large, nodes on this host read it in place.
         """
         return self._buffers.array(shape, dtype)
 
     def close(self) -> None:
-        """Leave in order."""
+        """Leave the cluster and close the links."""
         if not self._is_over:
             self._is_over = True
             self.tell(NodeLeft(now_s=0.0, node=self.name))
@@ -205,7 +205,7 @@ class Node:
     def _hear(self, peer: str, payload: bytes) -> None:
         if peer != Coordinator.NAME:
             if peer not in self._gone:
-                if self._missed:
+                if self._reported_missing:
                     self._reachable(peer)
                 self.post.hear(peer, payload)
             return
@@ -247,16 +247,16 @@ class Node:
         if peer == Coordinator.NAME:
             self._line.lost(error)
             return
-        if error.failure == "no files":  # whoever the peer is, it is not the peer's fault
+        if error.failure == "no files":  # a limit of this process, not the peer's fault
             self._end(str(error))
             return
-        self.post.lost(peer)  # what is to be sent to a client waits for it until the manager says it is gone
+        self.post.lost(peer)  # messages to a client are kept until the manager reports it gone
         if peer in self._addresses:
             self._unreachable(peer, str(error))
             if error.was_open:
-                self._reach(peer)
+                self._reconnect(peer)
             else:
-                self.endpoint.later(_RETRY_S, partial(self._reach, peer))
+                self.endpoint.later(_RETRY_S, partial(self._reconnect, peer))
 
     def _left(self, peer: str) -> None:
         if peer == Coordinator.NAME:
@@ -264,25 +264,25 @@ class Node:
         else:
             self._forget(peer)
 
-    def _reach(self, peer: str) -> None:
-        """Connect to a server anew."""
+    def _reconnect(self, peer: str) -> None:
+        """Connect to a server again."""
         if peer in self._addresses and not self._is_over:
             self.endpoint.introduce(peer, self._addresses[peer], lasting=True, silent_s=inf)
             self.post.again(peer)
 
     def _unreachable(self, peer: str, cause: str) -> None:
-        """Nothing comes from a server that is said to be there, or from the manager."""
+        """Report a server of the view, or note the manager, from which nothing is received."""
         if not self._is_over and (peer in self._addresses or peer == Coordinator.NAME):
-            self._notes.begin(_spoken_name(peer), cause)
-        if peer in self._addresses and peer not in self._missed:
-            self._missed.add(peer)
+            self._notes.begin(_display_name(peer), cause)
+        if peer in self._addresses and peer not in self._reported_missing:
+            self._reported_missing.add(peer)
             self.tell(ServerMissed(now_s=0.0, node=self.name, server=_number(peer), cause=cause))
 
     def _reachable(self, peer: str) -> None:
-        """Something comes again, or the server is out."""
-        self._notes.end(_spoken_name(peer))
-        if peer in self._missed:
-            self._missed.discard(peer)
+        """End the outage of a server: something was received, or it is no longer in the view."""
+        self._notes.end(_display_name(peer))
+        if peer in self._reported_missing:
+            self._reported_missing.discard(peer)
             self.tell(ServerReached(now_s=0.0, node=self.name, server=_number(peer)))
 
     def _forget(self, peer: str) -> None:
@@ -295,7 +295,7 @@ class Node:
             self._on_gone(cause)
 
 
-def _spoken_name(peer: str) -> str:
+def _display_name(peer: str) -> str:
     return "the manager" if peer == Coordinator.NAME else peer
 
 

@@ -1,8 +1,8 @@
-"""The messages of a parameter server as bytes, and the arrays that travel beside them.
+"""Messages of a parameter server as bytes, and the arrays that are sent separately.
 
-A message is msgpack: a number for its kind, and its fields by name. Small arrays are in it as they are; of
-larger ones it says what they are, and their bytes go straight from array to array. Nothing is unpickled, and
-no memory is taken for more than a message may have.
+A message is msgpack: a number for its kind, and its fields by name. Small arrays are included; of larger
+ones the message has type and shape, and their bytes are sent straight from array to array. Nothing is
+unpickled, and no memory is allocated beyond what a message may have.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from offbeat.policies.ps.messages import ToClient, ToServer
 from offbeat.runtime.transport.buffer_pool import Buffers
 from offbeat.wire.known import make_known
 
-INLINE_BYTES: Final = 32 * 1024  # arrays that are smaller are in the message itself
+INLINE_BYTES: Final = 32 * 1024  # smaller arrays are included in the message
 ARRAY_BYTES_MAX: Final = 2**31
-_LOT_BYTES: Final = 256 * 1024
-_BESIDE_BYTES_MAX: Final = 2**33  # of all arrays of a message
+_BATCH_BYTES: Final = 256 * 1024
+_SEPARATE_BYTES_MAX: Final = 2**33  # of all arrays of a message
 
 TO_SERVER: Final[tuple[type, ...]] = get_args(ToServer)
 TO_CLIENT: Final[tuple[type, ...]] = get_args(ToClient)
@@ -36,22 +36,22 @@ _DTYPES: Final = tuple(
     np.dtype(name) for name in ("float32", "float64", "int64", "int32", "uint8", "uint64", "bool")
 )
 _DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_ARRAY, _ENTRIES, _ENCODED, _ON_TERMS = 1, 2, 3, 4
-_HEAD: Final = struct.Struct("<BBBxQQ")  # dtype, dimensions, whether it is beside; rows, and numbers in a row
+_ARRAY, _ENTRIES, _ENCODED, _WITH_TERMS = 1, 2, 3, 4
+_HEAD: Final = struct.Struct("<BBBxQQ")  # dtype, dimensions, sent separately or not; rows, numbers in a row
 _FIRST: Final = struct.Struct("<qB")  # of Entries: the first key, and whether keys are listed
 _MALFORMED: Final = (
     *(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, struct.error, ValueError),
-    MemoryError,  # what is claimed is more than there is; who claims it is to blame
+    MemoryError,  # a message may claim more than there is, which is its sender's fault
 )
 
 Array = NDArray[Any]
 
 
 class Encoded:
-    """What filters have made of values: keys and rows as far as they are left, and what undoes the rest.
+    """Values encoded by filters: the keys and rows that remain, and what is needed to decode the rest.
 
     Attributes:
-        terms: of the `Entries` that they were; no filter changes them.
+        terms: of the `Entries` that were encoded; no filter changes them.
     """
 
     __slots__ = ("body", "keys", "notes", "terms", "values")
@@ -68,98 +68,99 @@ class Encoded:
 
 
 class Packed(NamedTuple):
-    """Messages as bytes, and the arrays whose bytes are to follow, in order."""
+    """Messages as bytes, and the arrays whose bytes follow, in order."""
 
     messages: msgspec.Raw
     beside: list[Array]
 
 
 class Packer:
-    """Makes bytes of messages."""
+    """Serializes messages."""
 
     def __init__(self) -> None:
-        self._beside: list[Array] = []
+        self._separate: list[Array] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._extend)
 
     def pack(self, messages: Iterable[ToServer | ToClient]) -> Iterator[Packed]:
-        """Yield messages, together with those that follow as long as that is not too much.
+        """Yield batches of serialized messages, each up to a size limit.
 
-        One with arrays beside it is the last one of its lot, so that nobody waits for more than its own.
+        A message with separate arrays is the last one of its batch, so that no other message waits for its
+        arrays.
 
         Raises:
-            TypeError: an array of a kind that is not sent.
+            TypeError: an array of a type that is not supported.
         """
-        lot: list[msgspec.Raw] = []
+        batch: list[msgspec.Raw] = []
         size = 0
         for message in messages:
             beside: list[Array] = []
-            self._beside = beside
+            self._separate = beside
             data = self._encoder.encode((_CODES[type(message)], message))
-            lot.append(msgspec.Raw(data))
+            batch.append(msgspec.Raw(data))
             size += len(data)
-            if beside or size > _LOT_BYTES:
-                yield Packed(msgspec.Raw(self._encoder.encode(lot)), beside)
-                lot, size = [], 0
-        if lot:
-            yield Packed(msgspec.Raw(self._encoder.encode(lot)), [])
+            if beside or size > _BATCH_BYTES:
+                yield Packed(msgspec.Raw(self._encoder.encode(batch)), beside)
+                batch, size = [], 0
+        if batch:
+            yield Packed(msgspec.Raw(self._encoder.encode(batch)), [])
 
-    def _extend(self, thing: Any) -> Ext:
-        if isinstance(thing, Entries):
-            pieces = [_FIRST.pack(thing.first, thing.keys is not None)]
-            if thing.keys is not None:
-                self._describe(thing.keys, pieces)
-            self._describe(thing.values, pieces)
+    def _extend(self, value: Any) -> Ext:
+        if isinstance(value, Entries):
+            pieces = [_FIRST.pack(value.first, value.keys is not None)]
+            if value.keys is not None:
+                self._append_array(value.keys, pieces)
+            self._append_array(value.values, pieces)
             entries = Ext(_ENTRIES, b"".join(pieces))
-            return entries if thing.terms is None else self._with_terms(entries, thing.terms)
-        if isinstance(thing, np.ndarray):
+            return entries if value.terms is None else self._with_terms(entries, value.terms)
+        if isinstance(value, np.ndarray):
             pieces = []
-            self._describe(thing, pieces)
+            self._append_array(value, pieces)
             return Ext(_ARRAY, b"".join(pieces))
-        if isinstance(thing, Encoded):
-            plain = (thing.keys, thing.values, thing.body, thing.notes)
+        if isinstance(value, Encoded):
+            plain = (value.keys, value.values, value.body, value.notes)
             encoded = Ext(_ENCODED, self._encoder.encode(plain))
-            return encoded if thing.terms is None else self._with_terms(encoded, thing.terms)
-        raise TypeError(f"expected plain data, arrays and Entries, got {type(thing).__name__}")
+            return encoded if value.terms is None else self._with_terms(encoded, value.terms)
+        raise TypeError(f"expected plain data, arrays and Entries, got {type(value).__name__}")
 
     def _with_terms(self, content: Ext, terms: Terms) -> Ext:
         plain = (content, terms.weight, terms.settings, terms.states)
-        return Ext(_ON_TERMS, self._encoder.encode(plain))
+        return Ext(_WITH_TERMS, self._encoder.encode(plain))
 
-    def _describe(self, array: Array, pieces: list[Any]) -> None:
+    def _append_array(self, array: Array, pieces: list[Any]) -> None:
         code = _DTYPE_CODES.get(array.dtype)
         if code is None or not 1 <= array.ndim <= 2:
             raise TypeError(
                 f"expected an array of one or two dimensions of {', '.join(map(str, _DTYPES))}, "
                 f"got {array.ndim} of {array.dtype}"
             )
-        is_beside = array.nbytes >= INLINE_BYTES
+        is_separate = array.nbytes >= INLINE_BYTES
         width = array.shape[1] if array.ndim == 2 else 1
-        pieces.append(_HEAD.pack(code, array.ndim, is_beside, len(array), width))
-        if is_beside:
-            self._beside.append(np.ascontiguousarray(array))
+        pieces.append(_HEAD.pack(code, array.ndim, is_separate, len(array), width))
+        if is_separate:
+            self._separate.append(np.ascontiguousarray(array))
         else:
             pieces.append(array.tobytes())
 
 
 class Unpacker:
-    """Makes messages of bytes.
+    """Deserializes messages.
 
     Args:
-        kinds: of the messages that may come.
+        kinds: of the messages that are accepted.
     """
 
     def __init__(self, kinds: Collection[type]) -> None:
-        self._beside: list[Array] = []
+        self._separate: list[Array] = []
         self._buffers = Buffers()
         self._encoded = msgspec.msgpack.Decoder(
             tuple[Any, Any, bytes | None, dict[str, dict[str, Any]]], ext_hook=self._extend
         )
-        self._on_terms = msgspec.msgpack.Decoder(
+        self._with_terms_decoder = msgspec.msgpack.Decoder(
             tuple[Any, float, dict[str, float | list[float]] | None, dict[str, Any] | None],
             ext_hook=self._extend,
         )
-        self._lots = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
-        self._beside_bytes = 0
+        self._batches = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]])
+        self._separate_bytes = 0
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
             code: msgspec.msgpack.Decoder(kind, ext_hook=self._extend)
             for kind, code in _CODES.items()
@@ -167,15 +168,15 @@ class Unpacker:
         }
 
     def unpack(self, data: msgspec.Raw | memoryview) -> tuple[list[Any], list[Array]]:
-        """Return messages, and the arrays in them that are still to be filled, in order.
+        """Return the messages, and the arrays in them that are still to be received, in order.
 
         Raises:
-            ProtocolError: these are not the bytes of messages that may come.
+            ProtocolError: these are not the bytes of messages that are accepted.
         """
-        self._beside, self._beside_bytes = [], 0
+        self._separate, self._separate_bytes = [], 0
         decoders = self._decoders
         try:
-            return [decoders[code].decode(rest) for code, rest in self._lots.decode(data)], self._beside
+            return [decoders[code].decode(rest) for code, rest in self._batches.decode(data)], self._separate
         except KeyError as error:
             raise ProtocolError(f"expected messages of the kinds {sorted(decoders)}, got {error}") from None
         except _MALFORMED as error:
@@ -190,14 +191,14 @@ class Unpacker:
         if code == _ENCODED:
             keys, values, body, notes = self._encoded.decode(data)
             if not all(one is None or isinstance(one, np.ndarray) for one in (keys, values)):
-                raise ValueError("expected arrays as what filters have left of keys and values")
-            if not all(_is_noted(one) for note in notes.values() for one in note.values()):
+                raise ValueError("expected keys and values that filters have left to be arrays or None")
+            if not all(_is_valid_note(one) for note in notes.values() for one in note.values()):
                 raise ValueError(
-                    "expected numbers and texts, or lists of whole numbers, as what filters note"
+                    "expected the notes of filters to be numbers, strings, bytes or lists of integers"
                 )
             return Encoded(keys, values, body, notes)
-        if code == _ON_TERMS:
-            return self._taken_on_terms(data)
+        if code == _WITH_TERMS:
+            return self._decode_with_terms(data)
         if code != _ENTRIES:
             raise ValueError(f"expected an array or Entries, got extension {code}")
         first, is_listed = _FIRST.unpack_from(data)
@@ -207,17 +208,17 @@ class Unpacker:
             raise ValueError(f"expected Entries in {end} bytes, got {len(data)}")
         return Entries(first, values, keys)
 
-    def _taken_on_terms(self, data: memoryview) -> Entries | Encoded:
-        content, weight, settings, states = self._on_terms.decode(data)
+    def _decode_with_terms(self, data: memoryview) -> Entries | Encoded:
+        content, weight, settings, states = self._with_terms_decoder.decode(data)
         if not isinstance(content, Entries | Encoded) or content.terms is not None:
-            raise ValueError("expected values with the terms of a push, got something else")
+            raise ValueError("expected values with the terms of a push, got another object")
         if not all(isinstance(rows, np.ndarray) for rows in (states or {}).values()):
             raise ValueError("expected arrays as states")
         content.terms = Terms(weight, settings, states)
         return content
 
     def _array(self, data: memoryview, begin: int) -> tuple[Array, int]:
-        code, dimensions, is_beside, rows, width = _HEAD.unpack_from(data, begin)
+        code, dimensions, is_separate, rows, width = _HEAD.unpack_from(data, begin)
         if code >= len(_DTYPES) or not 1 <= dimensions <= 2:
             raise ValueError(f"expected an array of a known kind, got {code} with {dimensions} dimensions")
         dtype = _DTYPES[code]
@@ -226,12 +227,12 @@ class Unpacker:
         begin += _HEAD.size
         if size > ARRAY_BYTES_MAX:
             raise ValueError(f"expected an array of at most {ARRAY_BYTES_MAX} bytes, got {size}")
-        if is_beside:
-            self._beside_bytes += size
-            if self._beside_bytes > _BESIDE_BYTES_MAX:
-                raise ValueError(f"expected arrays of at most {_BESIDE_BYTES_MAX} bytes in a message")
+        if is_separate:
+            self._separate_bytes += size
+            if self._separate_bytes > _SEPARATE_BYTES_MAX:
+                raise ValueError(f"expected arrays of at most {_SEPARATE_BYTES_MAX} bytes in a message")
             array = self._buffers.array(shape, dtype)
-            self._beside.append(array)
+            self._separate.append(array)
             return array, begin
         if begin + size > len(data):
             raise ValueError(f"expected {size} bytes of an array, got {len(data) - begin}")
@@ -239,7 +240,7 @@ class Unpacker:
         return flat.reshape(shape), begin + size
 
 
-def _is_noted(thing: Any) -> bool:
-    if isinstance(thing, list):
-        return all(isinstance(one, int) for one in thing)
-    return isinstance(thing, int | float | str | bytes)
+def _is_valid_note(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(one, int) for one in value)
+    return isinstance(value, int | float | str | bytes)

@@ -1,6 +1,6 @@
-"""Small pushes of neighbouring keys made one: what one costs is mostly not its numbers.
+"""Coalescing small pushes of adjacent keys into one: their cost is mostly per message, not per byte.
 
-A large one goes alone. It waits here, too, for a pull right behind it may go out as one with it.
+A large push is sent alone. It is kept here too, as a pull that follows it directly may be merged with it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from offbeat.numerics.ps.entries import Entries
 from offbeat.numerics.ps.tables import Empty
 from offbeat.runtime.ps.future import Future
 
-COMBINED_BYTES_MAX: Final = 4 * 1024 * 1024  # of numbers: what a server takes up in one go anyway
-SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 16  # of a push that may go out as one with others
+COMBINED_BYTES_MAX: Final = 4 * 1024 * 1024  # of numbers: as much as a server processes at a time anyway
+SMALL_BYTES_MAX: Final = COMBINED_BYTES_MAX // 16  # of a push that may be merged with others
 
 
 class Combiner:
-    """Pushes that wait to go out as one, each of which borders on those before it.
+    """Pushes waiting to be sent as one, each adjacent to those before it.
 
     Args:
-        empty: (shape, dtype): memory for what is made one, as `np.empty` gives it.
+        empty: (shape, dtype): returns memory for the merged push, as `np.empty` does.
     """
 
     def __init__(self, empty: Empty = np.empty) -> None:
@@ -30,16 +30,16 @@ class Combiner:
         self._name = ""
         self._pushes: deque[tuple[Entries, Future]] = deque()  # by their keys, ascending
         self._first = self._last = self._bytes = 0
-        self._is_large = False  # the one that is here
+        self._is_large = False  # a single large push is waiting
 
     def __len__(self) -> int:
-        """How many there are."""
+        """How many pushes are waiting."""
         return len(self._pushes)
 
     def take(self, content: Entries, future: Future) -> bool:
-        """Take a push of neighbouring keys, if it goes with those that are here; return whether it does.
+        """Add a push of adjacent keys if it can be merged with those waiting; return whether it was added.
 
-        If it does not, they have to go out before it.
+        If it was not, those waiting have to be sent before it.
         """
         assert future.span is not None
         name, first, last = future.span
@@ -64,19 +64,20 @@ class Combiner:
         return True
 
     def give(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:
-        """Return the first of them, by keys, as one push: namespace, content, last key + 1, who waits for it.
+        """Remove the first pushes, by keys; return them as one: namespace, combined, last key + 1, their
+        futures.
 
         Args:
-            count: how many, of those that are here; by default all.
+            count: how many of those waiting; by default all.
         """
         pushes = self._pushes
         taken = [pushes.popleft() for _ in range(len(pushes) if count is None else count)]
-        whole = taken[0][0]
+        combined = taken[0][0]
         last = taken[-1][0].first + len(taken[-1][0])
         if len(taken) > 1:
             parts = [content.values for content, _ in taken]
-            into = self._empty((last - self._first, *parts[0].shape[1:]), parts[0].dtype)
-            whole = Entries(self._first, np.concatenate(parts, out=into))
+            merged = self._empty((last - self._first, *parts[0].shape[1:]), parts[0].dtype)
+            combined = Entries(self._first, np.concatenate(parts, out=merged))
         self._first = last
-        self._bytes -= whole.values.nbytes
-        return self._name, whole, last, [future for _, future in taken]
+        self._bytes -= combined.values.nbytes
+        return self._name, combined, last, [future for _, future in taken]

@@ -1,7 +1,8 @@
-"""What a client has asked a parameter server for and is not done: kept in order, sent, answered, failed.
+"""The requests of a parameter server's client that are not done: queued, sent, completed, failed.
 
-Who gets which part of a request, and when it is done, `policies.client` decides. Of a namespace, this module
-knows the name and in which pieces its rows travel; it does not check which keys and rows the namespace has.
+`policies.client` decides which server receives which part of a request, and when it is done. Of a namespace,
+this module knows the name and the size of the pieces in which its rows travel; it does not check keys or rows
+against the namespace.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from offbeat.runtime.ps.pull_buffer import Answer
 from offbeat.runtime.ps.push_coalescer import Combiner
 from offbeat.runtime.transport.buffer_pool import Buffers
 
-# Neighbouring rows travel in pieces. What is pulled is copied twice, and of little, more is still in a cache
-# then; of pushes, there is more to do for each piece. Over shared memory, with pieces of 4 and 2 MiB: 72 and
-# 85 pulls of 64 MB a second, 126 and 112 pushes.
+# Neighbouring rows travel in pieces. Pulled rows are copied twice, and the smaller a piece, the more of it is
+# still in a cache the second time; pushes have a higher cost per piece. Over shared memory, with pieces of
+# 4 and 2 MiB: 72 and 85 pulls of 64 MB a second, 126 and 112 pushes.
 _PUSHED_BYTES: Final = 4 * 1024 * 1024
 _PULLED_BYTES: Final = 2 * 1024 * 1024
-_HALVED_MIN: Final = 32  # small pushes that go out in two halves
+_SMALL_PUSHES_TO_HALVE_MIN: Final = 32  # small pushes that are sent in two halves
 _CALLEE: Final = "servers"
-# Of pushes that are not acknowledged, and of answers to pulls that have not come. A node is told of 8 MiB
-# beside letters at a time, so this keeps a chain of servers busy, and servers keep no more for a client.
+# Of pushes that are not acknowledged, and of answers to pulls that have not arrived. `Post` announces 8 MiB
+# of arrays to a node at a time, so this keeps a chain of servers busy, and servers keep no more for a client.
 _UNACKED_BYTES_MAX: Final = 128 * 1024 * 1024
-_PLAIN: Final = ""  # the account of what waits for no other client
+_SHARED_ACCOUNT: Final = ""  # the account of requests that wait for no other client
 
 
 @dataclass(slots=True, eq=False)
 class _Iteration:
-    """Requests that belong together, and wait for the iterations before them.
+    """Requests that belong together, and wait for earlier iterations.
 
     Attributes:
         begins: done when it may run.
-        open_count: the requests that are not done, and one while there may be more.
+        open_count: how many of its requests are not done, plus one while more may be added.
     """
 
     begins: Future
@@ -61,7 +62,7 @@ class _Iteration:
 
 
 class _Room(NamedTuple):
-    """What a request takes of a window; see `Window`."""
+    """What a request occupies of a window; see `Window`."""
 
     window: Window
     account: str
@@ -70,18 +71,18 @@ class _Room(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that was not sent yet.
+    """A request that has not been sent.
 
     Attributes:
-        make: makes it, in the client; None where there is nothing to send.
-        finish: what the future comes to, where there is nothing to send.
-        before: what has to be done before; the beginning of its iteration, too.
-        answer: what is put together of a pull.
-        part: content of a push that may go out as one with others.
-        room: that it needs; None where there is nothing to send.
-        is_admitted: it has it.
-        is_held: it waits for nothing but that.
-        no_wait: done when it does not, or no more; None where no thread waits for that.
+        make: creates it in the client; None if there is nothing to send.
+        finish: returns the result of the future if there is nothing to send.
+        before: futures that have to be done before, including the beginning of its iteration.
+        answer: of a pull.
+        part: content of a push that may be merged with others.
+        room: that it needs; None if there is nothing to send.
+        is_admitted: it has its room.
+        is_held: it waits for nothing but its room.
+        no_wait: done once it does not wait for room; None if no thread waits for that.
     """
 
     make: Callable[[], tuple[int, list[Send | Done | Failed]]] | None
@@ -98,20 +99,20 @@ class _Request:
 
 
 class _Current(threading.local):
-    """To which iteration belongs what a thread asks for."""
+    """The iteration to which the requests of a thread belong."""
 
     iteration: _Iteration | None = None
 
 
 class _Sent(NamedTuple):
-    """A request that was sent, and of which something has not been answered.
+    """A request that has been sent and not completely answered.
 
     Attributes:
-        futures: of those who wait for it.
-        room: that all of them have.
-        answer: what is put together of a pull, or of what a push brings.
-        behind: pushes that are in what a pull brings, and have to be done before it is.
-        pulls: of parts of what a push brings.
+        futures: that it completes.
+        room: that it occupies, for each future.
+        answer: of a pull, or of a push that wants values.
+        behind: pushes that a pull's result contains; they have to be done before it is.
+        pulls: that are answered with parts of the values of a push.
     """
 
     futures: Sequence[Future]
@@ -122,26 +123,26 @@ class _Sent(NamedTuple):
 
 
 class Requests:
-    """All requests of one client, and the node through which they go.
+    """All requests of one client, and the node that sends them.
 
     Methods may be called by any thread.
 
     Args:
         number: the client's.
         cluster, host: see `Node`.
-        start_s: for how many seconds to wait for the cluster's servers.
-        on_group: the manager has said something of a group of workers; in the links' thread.
-        on_end: this client is out of the parameter server, with the cause; called once, before requests fail
-            for it.
+        start_s: how many seconds to wait for the cluster's servers.
+        on_group: the manager has sent an action for a group of workers; called in the links' thread.
+        on_end: this client is out of the parameter server, with the cause; called once, before its requests
+            fail.
 
     Attributes:
         number: as given.
         node: its links and its line to the manager.
-        views: what the manager has told it.
-        tau: as `set_tau` has set it last; None at first.
+        views: what the manager has published.
+        tau: the latest value given to `set_tau`; None at first.
 
     Raises:
-        OffbeatError: the cluster cannot be reached, or has not got all its servers within `start_s`.
+        OffbeatError: the cluster cannot be reached, or does not have all its servers within `start_s`.
     """
 
     def __init__(
@@ -157,14 +158,14 @@ class Requests:
         self.number, self._on_end = number, on_end
         self.views = Views()
         self._client = Client(number, _cut, self._pieces)
-        self._piece_keys: dict[str, tuple[int, int]] = {}  # by namespace: of a piece, pushed and pulled
+        self._piece_keys: dict[str, tuple[int, int]] = {}  # by namespace: keys per piece, pushed and pulled
         self._asked: dict[int, _Sent] = {}  # by the client's number
-        self._buffers = Buffers()  # for what is pulled: a program that is through with it gives it back
+        self._buffers = Buffers()  # for pulled rows; reused once the program has released them
         self._combined = Combiner(lambda shape, dtype: self.node.empty(shape, dtype))
-        self._behind_combined: list[_Request] = []  # to be sent right after what is combined
-        self._waiting: set[Future] = set()  # for others, for their iteration, or for room
+        self._behind_combined: list[_Request] = []  # to be sent right after the combined pushes
+        self._waiting: set[Future] = set()  # for other requests, their iteration, or room
         self._pushed, self._pulled = Window(_UNACKED_BYTES_MAX), Window(_UNACKED_BYTES_MAX)
-        self._room_s = TIMEOUT_S  # for which a caller waits for room
+        self._room_s = TIMEOUT_S  # how long a caller waits for room
         self._graph = TaskGraph()
         self.tau: int | None = None
         self._scheduler = IterationScheduler(self._graph, None)
@@ -186,7 +187,7 @@ class Requests:
         self.node.join()
         try:
             views = self.views
-            views.wait_for(lambda: views.latest is not None, "all servers that it is to begin with", start_s)
+            views.wait_for(lambda: views.latest is not None, "all initial servers", start_s)
         except BaseException:
             self.node.close()
             raise
@@ -206,25 +207,26 @@ class Requests:
     ) -> Future:
         """Push what `content` has for keys `first` to `last` - 1 of a namespace.
 
-        While too much that was pushed is not acknowledged, this waits for room; but not in the links' thread,
-        nor for requests before it.
+        While too many pushed bytes are not acknowledged, this waits for room; but not in the links' thread,
+        nor for the requests in `after`.
 
         Args:
-            what: it is, as errors say it.
+            what: description of the push, for errors.
             name: of the namespace.
-            content: must not change until it is done.
-            first, last: all keys of `content` are among these.
-            time: that it is to have; None for the next one.
+            content: must not change until the push is done.
+            first, last: the range, which includes all keys of `content`.
+            time: of the push; None for the next one.
             after: requests that have to be done before it is sent.
-            may_combine: it may go out as one with others; it is of all these keys, and `time` is None.
-            may_wait: else it is kept here until there is room.
+            may_combine: it may be merged with other pushes; `content` is then of all these keys, and `time`
+                is None.
+            may_wait: wait for room; otherwise the push is queued here until there is room.
 
         Raises:
-            OffbeatError: this client is out of the parameter server; there was no room in time, and nothing
-                was pushed. Says which servers have not answered.
+            OffbeatError: this client is out of the parameter server; or there was no room in time, and
+                nothing was pushed. Names the servers that have not answered.
         """
         space = self.views.space(name)
-        account = name if space is not None and space.aggregates else _PLAIN
+        account = name if space is not None and space.aggregates else _SHARED_ACCOUNT
         return self._request(
             lambda: self._client.push(name, content, first, last, time),
             what,
@@ -236,17 +238,17 @@ class Requests:
         )
 
     def push_at_once(self, what: str, name: str, content: Entries) -> Future:
-        """What `push` comes to where it may combine and comes after nothing, for less: these are many.
+        """Push as `push` does with `may_combine` and without `after`, at a lower cost: such pushes are many.
 
         Raises:
             OffbeatError: as for `push`.
         """
         if self.views.failure is not None:
-            raise OffbeatError(f"{what} cannot be: {self.views.failure}")
+            raise OffbeatError(f"{what} failed: {self.views.failure}")
         first = content.first
         last = first + len(content.values)
         size_bytes = content.values.nbytes + REQUEST_BYTES
-        if self.node.endpoint.inside or not self._pushed.admit(_PLAIN, size_bytes):
+        if self.node.endpoint.inside or not self._pushed.admit(_SHARED_ACCOUNT, size_bytes):
             return self.push(what, name, content, first, last, None, (), may_combine=True)
         future = Future(what, self._unanswered, self._run_until, (name, first, last))
         self._call(self._admit_part, content, future)
@@ -269,19 +271,19 @@ class Requests:
     ) -> Future:
         """Pull the rows of keys `first` to `last` - 1 of a namespace, or of those of them that `keys` lists.
 
-        It waits for room as `push` does, while too much of what was pulled has not come.
+        It waits for room as `push` does, while too many requested bytes have not arrived.
 
         Args:
-            what: it is, as errors say it.
+            what: description of the pull, for errors.
             name: of the namespace.
-            first, last, keys: those that are listed are (K,), ascending, each once; None for all.
+            first, last, keys: listed keys are (K,), ascending, without duplicates; None for all of the range.
             after: requests that have to be done before it is sent.
             shape, dtype: of a row, and of its numbers.
             states, times: see `Answer`.
-            size_bytes: of what is to come.
+            size_bytes: of the expected result.
 
         Returns:
-            A future of what `Answer.result` returns.
+            A future of the value of `Answer.result`.
 
         Raises:
             OffbeatError: as for `push`.
@@ -291,28 +293,32 @@ class Requests:
             what,
             (name, first, last),
             after,
-            _Room(self._pulled, _PLAIN, size_bytes + REQUEST_BYTES),
+            _Room(self._pulled, _SHARED_ACCOUNT, size_bytes + REQUEST_BYTES),
             Answer(first, last, keys, shape, dtype, self._buffers, states=states, times=times),
         )
 
     def set_row_bytes(self, name: str, row_bytes: int) -> None:
-        """Let neighbouring rows of a namespace, of so many bytes each, travel in pieces."""
+        """Enable sending neighbouring rows of a namespace, of so many bytes each, in pieces."""
         self._piece_keys[name] = max(1, _PUSHED_BYTES // row_bytes), max(1, _PULLED_BYTES // row_bytes)
 
     def enlist(self, name: str) -> Future:
-        """Take part in a namespace that aggregates; the future is done once the manager is told."""
+        """Take part in a namespace that aggregates; the future is done once the request is sent to
+        the manager.
+        """
         return self.when_done([], lambda: self._take_up(self._client.enlist(name)))
 
     def withdraw(self, name: str, after: Iterable[Future] = ()) -> Future:
-        """Take part in it no more, once these requests are done; the future fails if pushes to it are not."""
+        """Stop taking part once these requests are done; the future fails if pushes to the
+        namespace are not done.
+        """
         return self.when_done(after, lambda: self._take_up(self._client.withdraw(name)))
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
-        """Return a future of what a function returns that is called when all these requests are done.
+        """Return a future of the result of a function that is called when all these requests are done.
 
         Args:
-            requests: if one of them fails, so does the future, and the function is not called.
-            function: must not wait for anything, for it is called in the thread that all requests go through.
+            requests: if one of them fails, the future fails too and the function is not called.
+            function: must not block, as it is called in the thread that processes all requests.
         """
         before = list(requests)
 
@@ -325,19 +331,19 @@ class Requests:
         return future
 
     def in_order(self, function: Callable[[], Any]) -> Any:
-        """Return what a function returns in the links' thread, after what was asked for before.
+        """Call a function in the links' thread, after all requests made before; return its result.
 
         Args:
-            function: must not wait for anything.
+            function: must not block.
 
         Raises:
             OffbeatError: this client is out of the parameter server; the function was not called in time.
-            Exception: whatever the function raises.
+            Exception: any that the function raises.
         """
         return self.when_done([], function).result()
 
     def set_tau(self, tau: int | None) -> None:
-        """Bound the delay of iterations that begin later, as `PS.tau` says.
+        """Bound the delay of iterations that begin later, see `PS.tau`.
 
         Raises:
             ValueError: it is negative.
@@ -349,8 +355,8 @@ class Requests:
 
     @contextmanager
     def iteration(self) -> Iterator[Future]:
-        """Let all requests that this thread makes in the block be one iteration, as `PS.iteration` says."""
-        begins = Future("an iteration", lambda: "others before it are not finished", self._run_until)
+        """Make all requests of this thread in the block one iteration, see `PS.iteration`."""
+        begins = Future("an iteration", lambda: "earlier iterations are not finished", self._run_until)
         iteration = _Iteration(begins)
         self._call(self._issue_iteration, iteration)
         self._current.iteration = iteration
@@ -362,25 +368,25 @@ class Requests:
 
     @property
     def is_in_iteration(self) -> bool:
-        """Whether what the calling thread asks for belongs to an iteration."""
+        """Whether requests of the calling thread belong to an iteration."""
         return self._iteration is not None
 
     def close(self) -> None:
-        """Leave; requests that are not done fail."""
+        """Leave the parameter server; requests that are not done fail."""
         self.node.close()
         self._end("this client was closed")
 
     def _unanswered(self, name: str, first: int, last: int) -> str:
-        """Return which servers have not answered for keys `first` to `last` - 1, as errors say it."""
+        """Return which servers have not answered for keys `first` to `last` - 1, as text for errors."""
         servers = self._client.waits_for(name, first, last)
         return self.views.unanswered(servers) if servers else self.views.masters(name, first, last)
 
     @property
     def _iteration(self) -> _Iteration | None:
-        """To which what the calling thread asks for belongs."""
+        """The iteration to which requests of the calling thread belong."""
         iteration = self._current.iteration
         if iteration is not None and self.node.endpoint.inside:
-            return None  # a thread that waits within it has been lent for what others have asked for
+            return None  # the waiting thread is running the links, for requests of other threads
         return iteration
 
     def _request(
@@ -396,12 +402,12 @@ class Requests:
         may_wait: bool = True,
     ) -> Future:
         if self.views.failure is not None:
-            raise OffbeatError(f"{what} cannot be: {self.views.failure}")
+            raise OffbeatError(f"{what} failed: {self.views.failure}")
         future = Future(what, self._unanswered, self._run_until, span)
         iteration = self._iteration
         before = list(after) if iteration is None else [*after, iteration.begins]
         request = _Request(make, future, iteration, before, answer, part, room=room)
-        if may_wait and not self.node.endpoint.inside:  # else, there might be some before it without room
+        if may_wait and not self.node.endpoint.inside:  # else, it might overtake one that waits for room
             window, account, size_bytes = room
             if all(one.is_done for one in before) and window.admit(account, size_bytes):
                 request.is_admitted = True
@@ -412,7 +418,7 @@ class Requests:
         return future
 
     def _wait_for_room(self, request: _Request) -> None:
-        """Hand a request over, and wait until it has room, or waits for something else.
+        """Queue a request, and wait until it has room or waits for something else.
 
         Raises:
             OffbeatError: there was no room in time; the request will not be sent.
@@ -445,13 +451,13 @@ class Requests:
             request.no_wait.finish(None)
 
     def _release(self, room: _Room, count: int = 1) -> None:
-        """Give back the room of requests that have been answered, or will not be sent."""
+        """Release the room of requests that have been answered, or will not be sent."""
         room.window.release(room.account, room.size_bytes, count)
         if room.window.holds:
             self._call(self._admit_held, room.window)
 
     def _admit_held(self, window: Window) -> None:
-        """Send what there is room for now."""
+        """Send the requests for which there is room now."""
         for request in window.admit_held():
             request.is_held, request.is_admitted = False, True
             if request.no_wait is not None:
@@ -459,7 +465,7 @@ class Requests:
             self._advance(request)
 
     def _give_up(self, request: _Request) -> OffbeatError | None:
-        """Drop a request that waits for room, if it still does; return the error then."""
+        """Drop a request if it still waits for room; return the error in that case."""
         assert request.room is not None
         window, account, _ = request.room
         if not window.drop(account, request):
@@ -467,18 +473,18 @@ class Requests:
         self._call(self._admit_held, window)
         self._waiting.discard(request.future)
         error = OffbeatError(
-            f"{request.future.what} was not sent: for {self._room_s:g} s there was no room for it, as of "
-            f"{window.bytes_max} bytes that may be under way, {self._unacked(window)}"
+            f"{request.future.what} was not sent: timed out after {self._room_s:g} s waiting for room; of "
+            f"{window.bytes_max} bytes that may be in flight, {self._unacked(window)}"
         )
         request.future.finish(None, error)
         return error
 
     def _unacked(self, window: Window) -> str:
-        """What is under way, and whom the first of it waits for, as errors say it."""
+        """Bytes in flight, and what the first request in flight waits for, as text for errors."""
         is_push = window is self._pushed
         futures = (sent.futures[0] for sent in self._asked.values())
         first = next((one for one in futures if one.is_sent_push == is_push), None)
-        text = f"{window.unacked_bytes} {'are not acknowledged' if is_push else 'have not come'}"
+        text = f"{window.unacked_bytes} {'are not acknowledged' if is_push else 'have not arrived'}"
         return text if first is None else f"{text}; the first is {first.what}: {first.waits_for()}"
 
     def _admit_part(self, content: Entries, future: Future) -> None:
@@ -488,10 +494,11 @@ class Requests:
             self._combine(content, future)
 
     def _advance(self, request: _Request) -> None:
-        """Send a request, once what has to be done before it is done.
+        """Send a request once the requests in `before` are done.
 
-        A pull need not wait for pushes that are under way to its keys: what this client sends, a master of
-        keys takes in that order, whatever becomes of masters. So it goes out behind them, and holds them.
+        A pull need not wait for pushes to its keys that are in flight: a master processes the messages of one
+        client in the order in which they were sent, even if the master changes. So the pull is sent after
+        them, and its result contains them.
         """
         future = request.future
         self._waiting.discard(future)
@@ -500,7 +507,7 @@ class Requests:
         behind = []
         for one in request.before:
             if not one.is_done:
-                if self._holds(request, one):
+                if self._would_contain(request, one):
                     behind.append(one)
                     continue
                 self._waiting.add(future)
@@ -526,23 +533,23 @@ class Requests:
             return
         self._send_combined()
         try:
-            number, said = request.make()
-        except (ProtocolError, ValueError) as error:  # it has withdrawn, or the time has been
+            number, actions = request.make()
+        except (ProtocolError, ValueError) as error:  # the client has withdrawn, or the time is over
             self._fail(request, error)
             return
         future.is_sent_push = request.answer is None
         assert request.room is not None
         self._asked[number] = _Sent((future,), request.room, request.answer, behind)
-        self._take_up(said)
+        self._take_up(actions)
 
     def _fail(self, request: _Request, error: Exception) -> None:
-        """Fail a request that was not sent."""
+        """Fail a request that has not been sent."""
         if request.room is not None and request.is_admitted:
             self._release(request.room)
         request.future.finish(None, error)
 
     def _has_room(self, request: _Request) -> bool:
-        """Admit a request that is to be sent now, if there is room for it; else keep it until there is."""
+        """Admit a request that is to be sent now if there is room for it; else hold it until there is."""
         assert request.room is not None
         window, account, size_bytes = request.room
         if window.admit(account, size_bytes):
@@ -553,8 +560,8 @@ class Requests:
         self._waiting.add(request.future)
         return False
 
-    def _holds(self, request: _Request, push: Future) -> bool:
-        """Whether what a request brings holds a push that is not done, if it is sent now."""
+    def _would_contain(self, request: _Request, push: Future) -> bool:
+        """Whether the result of a request, if it is sent now, contains a push that is not done."""
         if request.answer is None or not push.is_sent_push:
             return False
         assert request.future.span is not None
@@ -564,7 +571,9 @@ class Requests:
         return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
     def _combine(self, content: Entries, future: Future) -> None:
-        """Let a push go out as one with others; those with which it does not go before it."""
+        """Queue a push to be merged with adjacent ones; if it is not adjacent, those queued are
+        sent first.
+        """
         future.is_sent_push = True
         if not self._combined.take(content, future):
             self._send_combined()
@@ -572,33 +581,35 @@ class Requests:
         self.node.post.write_soon()
 
     def _send_some(self) -> None:
-        """Send what waits to go out as one; half of it first, if nothing is under way: so both have work."""
+        """Send the combined pushes; in two halves if nothing is in flight, so that client and
+        servers overlap.
+        """
         count = len(self._combined)
-        if not self._asked and count >= _HALVED_MIN:
+        if not self._asked and count >= _SMALL_PUSHES_TO_HALVE_MIN:
             self._call(self._send_combined)
             count //= 2
         self._send_combined(count)
 
     def _send_combined(self, count: int | None = None) -> None:
-        """Send what waits to go out as one, or so many of it; it brings what pulls behind it want."""
-        if not len(self._combined):  # it has gone already
+        """Send the combined pushes, or the first `count`; their values answer the pulls that follow them."""
+        if not len(self._combined):  # they were sent already
             return
         name, content, last, futures = self._combined.give(count)
         behind, self._behind_combined = self._behind_combined, []
-        pulls, others = _tiles((name, content.first, last), behind)
+        pulls, rest = _split_covering((name, content.first, last), behind)
         self._waiting.difference_update(pull.future for pull in pulls)
-        answer = _whole(pulls, content.first, last) if pulls else None
-        number, said = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
-        room = _Room(self._pushed, _PLAIN, content.values.nbytes + len(futures) * REQUEST_BYTES)
+        answer = _joint_answer(pulls, content.first, last) if pulls else None
+        number, actions = self._client.push(name, content, content.first, last, wants_values=bool(pulls))
+        room = _Room(self._pushed, _SHARED_ACCOUNT, content.values.nbytes + len(futures) * REQUEST_BYTES)
         self._asked[number] = _Sent(futures, room, answer, pulls=pulls)
-        self._take_up(said)
-        for request in others:
+        self._take_up(actions)
+        for request in rest:
             self._advance(request)
 
     def _pieces(
         self, name: str, content: Entries | Keys | None, first: int, last: int
     ) -> Iterable[tuple[int, int]]:
-        """Neighbouring keys travel in pieces that a server takes up while the next one comes."""
+        """Split neighbouring keys into pieces: a server processes one while the next is received."""
         steps = self._piece_keys.get(name)
         step = last if steps is None else steps[content is None]
         if (
@@ -609,25 +620,25 @@ class Requests:
             return ((first, last),)
         return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
 
-    def _take_up(self, said: Iterable[Send | Done | Failed]) -> None:
-        for one in said:
-            if isinstance(one, Done):
-                self._finish(self._asked.pop(one.number), one)
-            elif isinstance(one, Failed):
-                sent = self._asked.pop(one.number)
+    def _take_up(self, actions: Iterable[Send | Done | Failed]) -> None:
+        for action in actions:
+            if isinstance(action, Done):
+                self._finish(self._asked.pop(action.number), action)
+            elif isinstance(action, Failed):
+                sent = self._asked.pop(action.number)
                 self._release(sent.room, len(sent.futures))
                 for future in sent.futures:
-                    refused = OffbeatError(f"{future.what} was refused: {one.reason}")
-                    future.finish(None, one.error or refused)
-                for pull in sent.pulls:  # fails for that, or goes out alone
+                    refused = OffbeatError(f"{future.what} was refused: {action.reason}")
+                    future.finish(None, action.error or refused)
+                for pull in sent.pulls:  # it fails for the same reason, or is sent alone
                     self._advance(pull)
-            elif one.to == MANAGER:
-                self.node.tell(self._told(one.message))
+            elif action.to == MANAGER:
+                self.node.tell(self._manager_event(action.message))
             else:
-                self.node.send(one.to, one.message)
+                self.node.send(action.to, action.message)
 
     def _finish(self, sent: _Sent, done: Done) -> None:
-        """A request has been answered."""
+        """Complete a request that has been answered."""
         futures, room, answer, behind, pulls = sent
         self._release(room, len(futures))
         if answer is None or pulls:
@@ -645,7 +656,7 @@ class Requests:
             self._finish_behind(futures[0], answer.result(done.parts, done.times), behind)
 
     def _finish_behind(self, future: Future, value: Any, behind: Sequence[Future]) -> None:
-        """A request has been answered: it is done, once the pushes that went before it are."""
+        """Complete a pull that has been answered, once the pushes sent before it are done."""
         for push in behind:
             if not push.is_done:
                 push.followers.append(lambda: self._finish_behind(future, value, behind))
@@ -655,8 +666,8 @@ class Requests:
                 return
         future.finish(value)
 
-    def _told(self, message: object) -> Event:
-        """What this client has to say to the manager."""
+    def _manager_event(self, message: object) -> Event:
+        """Return the event that reports a message of the client's policy to the manager."""
         node = self.node.name
         match message:
             case Enlist():
@@ -667,7 +678,7 @@ class Requests:
                 )
             case Withdraw():
                 return ClientWithdraws(now_s=0.0, node=node, namespace=message.namespace)
-        raise AssertionError(f"a client says no {type(message).__name__} to the manager")
+        raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
     def _see(self, view: View) -> None:
         self._take_up(self._client.see(view))
@@ -677,13 +688,13 @@ class Requests:
         message = self.node.filtering.decoded(peer, message)
         if isinstance(message, Pulled):
             sent = self._asked.get(message.number)
-            if sent is not None and sent.answer is not None:  # else it has come before
+            if sent is not None and sent.answer is not None:  # else it is a duplicate
                 sent.answer.came(message.first, message.last, message.content.values)
                 self.node.filtering.observe(message)
         self._take_up(self._client.hear(message))
 
     def _place(self, peer: str, message: Any, coming: Array) -> Array | None:
-        """Where rows that were pulled belong."""
+        """Return the memory into which pulled rows are to be received."""
         if not isinstance(message, Pulled) or not isinstance(message.content, Entries):
             return None
         sent = self._asked.get(message.number)
@@ -714,9 +725,9 @@ class Requests:
             iteration.begins.finish(None, OffbeatError(self.views.failure))
             return
         self._waiting.add(iteration.begins)
-        iteration.number, told = self._scheduler.issue([_CALLEE])
+        iteration.number, runs = self._scheduler.issue([_CALLEE])
         self._iterations[iteration.number] = iteration
-        self._run(told)
+        self._run(runs)
 
     def _finish_one(self, iteration: _Iteration) -> None:
         iteration.open_count -= 1
@@ -726,42 +737,42 @@ class Requests:
     def _finish_iteration(self, iteration: _Iteration) -> None:
         self._run(self._graph.returned(iteration.number, _CALLEE))
 
-    def _run(self, told: list[Told]) -> None:
-        for one in told:
-            if isinstance(one, Run):
-                iteration = self._iterations.pop(one.number)
-                self._graph.started(one.number, _CALLEE)
+    def _run(self, runs: list[Told]) -> None:
+        for run in runs:
+            if isinstance(run, Run):
+                iteration = self._iterations.pop(run.number)
+                self._graph.started(run.number, _CALLEE)
                 self._waiting.discard(iteration.begins)
                 iteration.begins.finish(None)
                 if not iteration.open_count:
                     self._finish_iteration(iteration)
 
 
-def _tiles(span: Span, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
-    """Return the pulls, ascending, that have each key of a span once, and all other requests.
+def _split_covering(span: Span, requests: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+    """Split requests: pulls, ascending, that cover each key of a span exactly once, and all the rest.
 
-    If those within the span do not, none are returned as such.
+    If the pulls within the span do not cover it so, there are none of the former.
     """
     name, end, last = span
     inside: list[tuple[int, int, _Request]] = []
-    others: list[_Request] = []
+    rest: list[_Request] = []
     for request in requests:
         if request.future.span is not None and request.answer is not None and request.answer.is_plain:
-            of, begin, until = request.future.span
-            if of == name and end <= begin and until <= last:
-                inside.append((begin, until, request))
+            of, begin, stop = request.future.span
+            if of == name and end <= begin and stop <= last:
+                inside.append((begin, stop, request))
                 continue
-        others.append(request)
+        rest.append(request)
     inside.sort(key=itemgetter(0))
-    for begin, until, _ in inside:
+    for begin, stop, _ in inside:
         if begin != end:
             return [], requests
-        end = until
-    return ([pull for _, _, pull in inside], others) if end == last else ([], requests)
+        end = stop
+    return ([pull for _, _, pull in inside], rest) if end == last else ([], requests)
 
 
-def _whole(pulls: list[_Request], first: int, last: int) -> Answer:
-    """What is put together for pulls that have each of these keys once."""
+def _joint_answer(pulls: list[_Request], first: int, last: int) -> Answer:
+    """The answer of pulls that cover each of these keys exactly once."""
     answer = pulls[0].answer
     assert answer is not None
     return answer if len(pulls) == 1 else answer.like(first, last)
@@ -774,7 +785,7 @@ def _cut(content: Entries | Keys, first: int, last: int) -> Entries | Keys:
 
 
 def _size_bytes(content: Entries) -> int:
-    """What is pushed of keys, rows and states."""
+    """Bytes of the keys, rows and states of a push."""
     states = {} if content.terms is None else content.terms.states or {}
     arrays = [content.values, *states.values()] if content.keys is None else [content.values, content.keys]
     return sum(array.nbytes for array in arrays)

@@ -1,8 +1,8 @@
-"""A server of a parameter server, as a process: a `ServerNode` with links, and a table a namespace.
+"""A server of a parameter server, as a process: a `ServerNode` with links, and a table for each namespace.
 
 Run as `python -m offbeat.runtime.server`: it reads its configuration, one JSON object, from standard input,
-answers with one line when it is there, and serves until it is told to leave (SIGTERM, SIGINT) or is not part
-of the cluster any more.
+answers with one line when it is ready, and serves until it is asked to leave (SIGTERM, SIGINT) or is no
+longer part of the cluster.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from offbeat.runtime.processes.waiting import Condition
 from offbeat.runtime.ps.node import Cluster, Node
 from offbeat.runtime.ps.packing import Array, Encoded
 
-_LEAVE_S: Final = 60.0  # for which a server that wants to leave waits until others have all that it holds
+_LEAVE_S: Final = 60.0  # how long a leaving server waits until other servers have all data that it holds
 
 
 class ServerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a server is told.
+    """The configuration of a server process.
 
     Attributes:
         cluster: where the manager is.
         host: the address to listen on and to be reached at.
         server: its id, which no other has or had; drawn where it is None.
-        functions: import paths of the user's own updates.
+        functions: import paths of user-defined updates.
         unix: nodes on this host may reach it over Unix sockets, instead of TCP.
     """
 
@@ -55,8 +55,8 @@ class Tables:
     """All values of one server.
 
     Args:
-        functions: the user's own updates, by import path.
-        empty: (shape, dtype): memory for what is read, as `np.empty` gives it.
+        functions: user-defined updates, by import path.
+        empty: (shape, dtype): returns memory for values that are read, as `np.empty` does.
     """
 
     def __init__(self, functions: Mapping[str, Any], empty: Empty) -> None:
@@ -64,7 +64,7 @@ class Tables:
         self._tables: dict[str, ArrayTable] = {}
 
     def table(self, space: Space) -> ArrayTable:
-        """Return a namespace's table, made if need be."""
+        """Return a namespace's table, created if needed."""
         found = self._tables.get(space.name)
         if found is None:
             found = self._tables[space.name] = make_table(
@@ -81,7 +81,7 @@ class Server:
 
     Raises:
         OffbeatError: a function cannot be imported.
-        OSError: it is impossible to listen there.
+        OSError: it cannot listen at this address.
     """
 
     def __init__(self, configuration: ServerConfiguration) -> None:
@@ -90,7 +90,7 @@ class Server:
         self.server = 1000 + secrets.randbelow(2**31) if server is None else server
         tables = Tables(functions, lambda shape, dtype: self._node.empty(shape, dtype))
         self._core = ServerNode(self.server, tables)
-        self._held: dict[str, list[Any]] = {}  # by node: what waits for a view to come, and all behind it
+        self._held: dict[str, list[Any]] = {}  # by node: messages that wait for a view, and all later ones
         self._changed = Condition()
         self._is_leaving = self._is_in = self._is_out = self._is_last = self._is_closed = False
         self._gone: str | None = None
@@ -106,13 +106,13 @@ class Server:
             functions=configuration.functions,
             unix=configuration.unix,
         )
-        self._node.join()  # now that what is called back finds it
+        self._node.join()  # only now: the callbacks use the attributes above
 
     def serve(self) -> None:
-        """Run until it has left, its job is over, or it is not part of the cluster any more.
+        """Run until it has left, its job is over, or it is no longer part of the cluster.
 
         Raises:
-            OffbeatError: it was not asked to leave, and is out.
+            OffbeatError: it is no longer part of the cluster, and was not asked to leave.
         """
         try:
             with self._changed:
@@ -131,7 +131,7 @@ class Server:
             self._node.close()
 
     def leave(self) -> None:
-        """Leave as soon as others, if there are any, have all that is held here.
+        """Leave as soon as other servers, if there are any, have all data that this one holds.
 
         Any thread and a signal handler may call it.
         """
@@ -149,7 +149,7 @@ class Server:
         held, self._held = self._held, {}
         for peer, messages in held.items():
             for message in messages:
-                self._take_late(peer, message)
+                self._process_held(peer, message)
         is_in = self.server in view.ring.servers or (
             view.target is not None and self.server in view.target.servers
         )
@@ -161,18 +161,20 @@ class Server:
 
     def _hear(self, peer: str, message: Any) -> None:
         if isinstance(message, OF_CLIENTS):
-            may_say = peer == f"client-{message.client}"
+            is_allowed = peer == f"client-{message.client}"
         else:
-            may_say = server_of(peer) is not None
-        if not may_say:
+            is_allowed = server_of(peer) is not None
+        if not is_allowed:
             raise ProtocolError(f"{peer} may not send a {type(message).__name__} of another node")
-        if peer in self._held or self._is_ahead(message):
+        if peer in self._held or self._needs_later_view(message):
             self._held.setdefault(peer, []).append(message)
         else:
             self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
 
-    def _take_late(self, peer: str, message: Any) -> None:
-        """Take what was held; whose turn it is now is not to blame for it."""
+    def _process_held(self, peer: str, message: Any) -> None:
+        """Process a message that was held; its errors go to its sender, not to that of the current
+        message.
+        """
         try:
             self._hear(peer, message)
         except ProtocolError as error:
@@ -180,8 +182,8 @@ class Server:
                 raise
             self._node.send(peer, refused(message, error))
 
-    def _is_ahead(self, message: Any) -> bool:
-        """Whether only a view to come says which filters undo this."""
+    def _needs_later_view(self, message: Any) -> bool:
+        """Whether only a later view defines the filters that decode it."""
         one: Any = message.operation if isinstance(message, Copy) else message
         content = one.keys if isinstance(message, Pull) else getattr(one, "content", None)
         if not isinstance(content, Encoded) or self._node.filtering.knows(one.namespace):
@@ -190,7 +192,7 @@ class Server:
         return self._core.view is None or number > self._core.view.number
 
     def _show(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
-        """Let what was pushed be read where it lies, if once is enough, and nothing of it is kept."""
+        """Let a push be read in the sender's memory, if it is read once and nothing of it is kept."""
         if not isinstance(message, Push) or not isinstance(message.content, Entries):
             return False
         content = message.content
@@ -199,8 +201,8 @@ class Server:
         message.content = Entries(content.first, shown, content.keys, content.terms)
         return True
 
-    def _take_up(self, said: Sequence[Send]) -> None:
-        for to, message in said:
+    def _take_up(self, actions: Sequence[Send]) -> None:
+        for to, message in actions:
             if to == MANAGER:
                 assert isinstance(message, Filled)
                 self._node.tell(ServerFilled(now_s=0.0, node=self._node.name, view=message.view))
@@ -219,13 +221,13 @@ class Server:
 
 
 def serve(server: Server, is_there: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT tells it to leave.
+    """Serve until SIGTERM or SIGINT asks the server to leave.
 
     Args:
-        is_there: called once, when signals are heard.
+        is_there: called once, when the signal handlers are installed.
 
     Raises:
-        OffbeatError: it is out of the cluster though nobody told it to leave.
+        OffbeatError: it is no longer part of the cluster, and was not asked to leave.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())

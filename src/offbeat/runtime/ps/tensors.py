@@ -13,18 +13,18 @@ from offbeat.runtime.ps.requests import Requests
 
 
 class Tensors:
-    """Named tensors of a parameter server; `PS.tensors` makes it.
+    """Named tensors of a parameter server; `PS.tensors` creates it.
 
     Attributes:
-        namespace: where they are.
-        offsets: which keys are which tensor's.
+        namespace: that holds them.
+        offsets: the range of keys of each tensor.
     """
 
     def __init__(self, requests: Requests, namespace: Namespace, offsets: Offsets) -> None:
         self._requests, self.namespace, self.offsets = requests, namespace, offsets
 
     def push(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
-        """Send tensors, or gradients of them, by name; those that are left out get nothing.
+        """Send tensors, or gradients of them, by name; those that are left out do not change.
 
         Args:
             tensors: of the names, shapes and type that the namespace has. They must not change until the push
@@ -32,7 +32,7 @@ class Tensors:
             after: requests that have to be done before this one is sent.
 
         Raises:
-            ValueError: no tensor, or one that the namespace has not got.
+            ValueError: no tensor, or one that the namespace does not have.
             OffbeatError: this client is out of the parameter server.
         """
         ranges = self._ranges(tensors)
@@ -45,19 +45,19 @@ class Tensors:
         return self._requests.when_done(pushes)
 
     def pull(self, tensors: Mapping[str, Tensor], *, after: Iterable[Future] = ()) -> Future:
-        """Fetch tensors by name into the ones that are given, which change before the pull is done.
+        """Fetch tensors by name into the given ones, which change before the pull is done.
 
         Args:
             tensors: of the names, shapes and type that the namespace has.
             after: requests that have to be done before this one is sent.
 
         Raises:
-            ValueError: no tensor, or one that the namespace has not got.
+            ValueError: no tensor, or one that the namespace does not have.
             OffbeatError: this client is out of the parameter server.
         """
         ranges = self._ranges(tensors)
         for first, last in ranges:
-            self.offsets.gather(tensors, first, last)  # says what does not fit before anything is asked for
+            self.offsets.gather(tensors, first, last)  # raises for a mismatch before anything is requested
         before = list(after)
         pulls = [self.namespace.pull(first=first, last=last, after=before) for first, last in ranges]
 
@@ -68,7 +68,7 @@ class Tensors:
         return self._requests.when_done(pulls, write)
 
     def _ranges(self, tensors: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """The ranges of keys of these tensors, ascending; neighbours are one."""
+        """The ranges of keys of these tensors, ascending; adjacent ranges are merged."""
         found: list[tuple[int, int]] = []
         for first, last in sorted(self.offsets.range_of(name) for name in tensors):
             if found and found[-1][1] == first:

@@ -1,7 +1,7 @@
-"""Notices what a program writes to parameters and optimizer state between the steps of a session.
+"""Detection of a program's writes to parameters and optimizer state between the steps of a session.
 
-Parameters are compared by version and by where they lie, states by identity: what is written in place through
-`parameter.data`, or into a tensor of the state, leaves no trace and is not noticed.
+Parameters are compared by version counter and address, states by identity: writes in place through
+`parameter.data`, or into a tensor of the state, leave no trace and are not detected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.training.trained import Trained
 
 
-class _Mark(NamedTuple):
+class _ParameterState(NamedTuple):
     version: int
     address: int
     state: Any
@@ -26,7 +26,7 @@ class Writes:
     """What the program has written since the last `note`.
 
     Args:
-        trained: whose parameters and states.
+        trained: the parameters and states to watch.
     """
 
     def __init__(self, trained: Trained) -> None:
@@ -47,48 +47,48 @@ class Writes:
                 self._marks[place] = now[place]
 
     def take(self) -> list[str]:
-        """Returns what has been written since the last call of this."""
+        """Returns what has been written since the last call of this method."""
         self.collect()
         taken, self._collected = self._collected, []
         return taken
 
     def note(self) -> None:
-        """Takes everything as it is now for what training has made of it."""
+        """Records the current values as the results of training."""
         self._marks = self._now()
 
     def found(self, optimizer: Optimizer | None = None) -> list[str]:
-        """Returns what has been written since: "0.weight", or "the optimizer's state of 0.weight".
+        """Returns what has been written since `note`: "0.weight", or "the optimizer's state of 0.weight".
 
         Args:
-            optimizer: whose parameters alone are looked at; another one may have stepped its own.
+            optimizer: restricts the check to its parameters; another optimizer may have stepped its own.
         """
         return self._changed(self._now(), optimizer)
 
-    def _changed(self, marks: Sequence[_Mark], optimizer: Optimizer | None) -> list[str]:
+    def _changed(self, current: Sequence[_ParameterState], optimizer: Optimizer | None) -> list[str]:
         return [
             name if now[:2] != before[:2] else f"the optimizer's state of {name}"
-            for (name, _, owner), now, before in zip(self._watched, marks, self._marks, strict=True)
+            for (name, _, owner), now, before in zip(self._watched, current, self._marks, strict=True)
             if (optimizer is None or owner is optimizer)
             and (now[:2] != before[:2] or now.state is not before.state)
         ]
 
-    def _now(self) -> list[_Mark]:
+    def _now(self) -> list[_ParameterState]:
         return [
-            _Mark(one._version, one.data_ptr(), optimizer.state.get(one))
+            _ParameterState(one._version, one.data_ptr(), optimizer.state.get(one))
             for _, one, optimizer in self._watched
         ]
 
 
 def check_all_wrote(written: Sequence[str], total: float, workers: int) -> None:
-    """Refuses what this worker has written and others have not, for replicas differ by that.
+    """Rejects writes that this worker has made and others have not, since replicas would differ.
 
     Args:
         written: by this worker, as `Writes.take` returned it.
-        total: how much all workers have written together.
-        workers: how many they are.
+        total: the number of writes of all workers together.
+        workers: the number of workers.
 
     Raises:
-        OffbeatError: names the first of it.
+        OffbeatError: names the first write.
     """
     if written and total != len(written) * workers:
         raise OffbeatError(
