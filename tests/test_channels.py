@@ -102,7 +102,7 @@ def test_what_is_due_is_taken_however_much_has_come_before_its_turn():
 def test_an_answer_to_what_was_never_said_is_refused():
     a = Channel()
     a.send(["x"], 0.0)
-    with pytest.raises(ProtocolError, match="at most 1 messages to have come, got 2"):
+    with pytest.raises(ProtocolError, match="an acknowledgement of at most 1 messages, got 2"):
         a.hear(Packet(number=-1, received=2), 0.0)
 
 

@@ -159,7 +159,7 @@ def test_what_a_push_brings_comes_through_the_filters_of_pulls_once(chain: str) 
         assert plain(ends.here.decoded("there", arrived)) == plain(asked)
         if wants_values:
             assert np.abs(ends.heard(pulled(rows)).content.values - rows).max() < 0.01
-        with pytest.raises(ProtocolError, match="expected rows that were asked for"):
+        with pytest.raises(ProtocolError, match="expected rows that were requested"):
             ends.heard(pulled(rows))
 
 
@@ -269,7 +269,7 @@ def test_each_pull_is_answered_once_whichever_way() -> None:
         ends.there.encoded("here", pull(keys))  # again, in another epoch
         for one in (answer, answers[0]):
             ends.heard(one)
-        with pytest.raises(ProtocolError, match="expected rows that were asked for, got some of w"):
+        with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of w"):
             ends.heard(answers[0])
 
 
@@ -278,13 +278,13 @@ def test_rows_that_nobody_asked_for_are_refused() -> None:
     answer = pulled(np.ones(3, np.float32), keys)
     ends.there.encoded("here", pull(keys))
     for other in ({"number": 2}, {"first": 1}, {"last": 9}, {"namespace": "v"}):
-        with pytest.raises(ProtocolError, match="expected rows that were asked for, got some of"):
+        with pytest.raises(ProtocolError, match="expected rows that were requested, got rows of"):
             ends.there.decoded("here", replace(answer, **other))
-    with pytest.raises(ProtocolError, match="expected rows that were asked for"):
+    with pytest.raises(ProtocolError, match="expected rows that were requested"):
         ends.there.decoded("elsewhere", answer)
     ends.there.encoded("here", pull(keys))
     ends.there.forget("here")
-    with pytest.raises(ProtocolError, match="expected rows that were asked for"):
+    with pytest.raises(ProtocolError, match="expected rows that were requested"):
         ends.there.decoded("here", answer)
 
 
@@ -478,7 +478,7 @@ def test_states_that_are_not_beside_their_values_are_a_protocol_error() -> None:
     ends = Ends()
     ends.there.encoded("here", pull(None))
     content = Entries(0, np.ones(KEYS, np.float32), None, Terms(states={"mean": np.ones(3, np.float32)}))
-    with pytest.raises(ProtocolError, match="expected states of w beside its values"):
+    with pytest.raises(ProtocolError, match="expected states of w with the shape of its values"):
         ends.heard(replace(pulled(None), content=content))
 
 

@@ -371,7 +371,7 @@ def test_a_silent_server_with_the_last_copy_is_waited_for_and_that_is_said() -> 
     manager.handle(heard("server-1", 61.0))
     (view,) = tick(manager, 61.1)
     assert isinstance(view, Viewed)
-    assert (view.silent, view.reason) == ((), "server-1 is waited for no more")
+    assert (view.silent, view.reason) == ((), "server-1 is no longer waited for")
 
 
 def test_a_silent_server_is_lost_only_while_one_that_is_heard_has_the_same() -> None:
@@ -486,7 +486,7 @@ def test_what_is_lost_is_so_until_the_namespace_is_to_go_on_from_zero() -> None:
     view = viewed(manager.handle(replace(opened("client-0"), on_loss="reset")))
     assert view.lost == ()
     assert view.epoch == view.number
-    assert view.reason == "the namespace w was opened and goes on from zero after losses"
+    assert view.reason == "the namespace w was opened and restarts from zero after losses"
 
 
 def test_a_namespace_that_goes_on_from_zero_loses_nothing_until_that_is_to_be_an_error_again() -> None:
@@ -555,8 +555,8 @@ def test_a_namespace_before_the_first_view_is_in_it() -> None:
 @pytest.mark.parametrize(
     ("different", "why"),
     [
-        ({"keys": 101}, "expected the namespace w as it is"),
-        ({"block_keys": 11}, "expected the namespace w as it is"),
+        ({"keys": 101}, "expected the namespace w as it was opened"),
+        ({"block_keys": 11}, "expected the namespace w as it was opened"),
         ({"name": "v", "keys": 5, "block_keys": 6}, "expected blocks of 1 to 5 keys"),
         ({"name": "v", "keys": 5, "block_keys": 0}, "expected blocks of 1 to 5 keys"),
         ({"name": "v", "keys": 0, "block_keys": 1}, "expected blocks of 1 to 0 keys"),
@@ -739,7 +739,7 @@ def test_a_namespace_aggregates_for_all_or_for_none(aggregates: bool, manager: M
     manager.handle(opened("client-0", aggregates=aggregates))
     (refused,) = manager.handle(opened("client-1", aggregates=not aggregates))
     assert isinstance(refused, SpaceRefused)
-    assert "expected the namespace w as it is" in refused.reason
+    assert "expected the namespace w as it was opened" in refused.reason
 
 
 def test_a_manager_that_is_started_again_knows_who_takes_part_and_has_paused(aggregating: Manager) -> None:

@@ -202,7 +202,7 @@ def test_a_function_takes_no_settings(ps):
     mine = Namespace(
         ps._requests, ps._views.space(w.name), Function("a:b"), width=0, dtype="float32", combines=False
     )
-    with pytest.raises(ValueError, match="expected no settings for a function of your own"):
+    with pytest.raises(ValueError, match="expected no settings for a user-defined function"):
         mine.push(np.ones(10), settings={"lr": 1.0})
 
 
@@ -432,5 +432,5 @@ def test_a_time_that_has_been_is_refused(ps, name):
 
 @pytest.mark.parametrize("number", [-1, 2**62])
 def test_what_is_no_number_is_refused(ps, number):
-    with pytest.raises(ValueError, match="expected a client's number from 0 to"):
+    with pytest.raises(ValueError, match="expected a client number from 0 to"):
         offbeat.PS(ps.cluster, number=number)

@@ -206,7 +206,7 @@ def test_who_waits_for_room_in_vain_is_told_which_server_has_not_answered_and_no
         ask = {"push": lambda: w.push(np.ones(20 * COUNT)), "pull": w.pull}[what]
         first = ask()
         wait_until(lambda: ps._requests._client.waits_for("w", 0, w.keys) == [0], "server 1's answer")
-        text = rf"a {what} .* w was not sent: for 0.2 s there was no room .* server 0 has not answered"
+        text = rf"a {what} .* w was not sent: timed out after 0.2 s .* server 0 has not answered"
         with pytest.raises(OffbeatError, match=text) as raised:
             ask()
         assert "server 1" not in str(raised.value)

@@ -353,7 +353,7 @@ def test_requests_for_keys_whose_servers_are_all_gone_fail_and_name_keys_and_ser
         == str(failed.error)
         == (
             "the values of keys 0 to 99 of w are lost: all servers that had them are gone, server 0 last; "
-            'open the namespace with on_loss="reset" to go on from zero there'
+            'open the namespace with on_loss="reset" to restart them from zero'
         )
     )
 
@@ -497,7 +497,7 @@ def test_a_namespace_comes_with_a_new_epoch_and_once():
     space = Space("v", 50, 5)
     assert job.group.opened(space).epoch > epoch
     assert job.group.opened(space) is None
-    with pytest.raises(ProtocolError, match="expected the namespace v as it is"):
+    with pytest.raises(ProtocolError, match="expected the namespace v as it was opened"):
         job.group.opened(Space("v", 60, 5))
     with pytest.raises(ProtocolError, match="expected blocks of 1 to 50 keys"):
         job.group.opened(Space("u", 50, 51))

@@ -128,7 +128,7 @@ def test_the_first_worker_has_all_shards_and_those_who_come_later_their_part_of_
     view = viewed(group.join(2))
     assert group.owned() == {0: [0, 1, 2, 3], 1: [6, 7, 8, 9], 2: [4, 5, 10, 11]}
     assert [one.shards for one in view.workers] == [((0, 3),), ((6, 9),), ((4, 5), (10, 11))]
-    assert view.reason == "client-2 has come"
+    assert view.reason == "client-2 has joined"
 
 
 @pytest.mark.parametrize("members", range(1, 8))
@@ -220,7 +220,7 @@ def test_after_its_patience_the_others_share_what_waits():
     assert group.tick(PATIENCE_S - 0.25) == []
     view = viewed(group.tick(0.25))
     assert view.waiting == ()
-    assert view.reason == "nobody has come for 10 s"
+    assert view.reason == "no worker has joined for 10 s"
     assert sorted(map(len, group.owned().values())) == [4, 5]
 
 
@@ -400,9 +400,9 @@ def reports(client: int, task: int) -> TaskDone:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (joins(7, shards=5), "the group g as it is, 4 shards, .* got 5 shards"),
-        (joins(7, on_loss="continue"), "the group g as it is, .*'replace', .*'continue'"),
-        (joins(7, patience_s=9.0), "the group g as it is, .*=10, .*=9"),
+        (joins(7, shards=5), "the group g as it was created, 4 shards, .* got 5 shards"),
+        (joins(7, on_loss="continue"), "the group g as it was created, .*'replace', .*'continue'"),
+        (joins(7, patience_s=9.0), "the group g as it was created, .*=10, .*=9"),
         (joins(0), "expected a newcomer in the group g, got client-0"),
         (joins(7, "h", shards=0), "expected 1 to 65536 shards, got 0"),
         (joins(7, "h", shards=SHARDS_MAX + 1), "expected 1 to 65536 shards, got 65537"),

@@ -289,7 +289,7 @@ def test_who_pushes_no_more_withdraws_and_is_not_waited_for():
     job.push(1, {5: 10})
     job.settle()
     job.take("client-0", job.clients[0].withdraw("w"))
-    with pytest.raises(ProtocolError, match="expected nothing more for w"):
+    with pytest.raises(ProtocolError, match="from which this client has not withdrawn, got w"):
         job.clients[0].push("w", {5: 1}, 0, 100)
     job.push(1, {5: 10})
     job.settle()

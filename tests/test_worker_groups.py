@@ -203,7 +203,7 @@ def test_a_group_is_as_whoever_came_first_has_made_it(ps, other, name):
             {"shards": 4, "on_worker_loss": "continue"},
             {"shards": 4, "patience_s": 1},
         ):
-            with pytest.raises(OffbeatError, match=f"expected the group {name} as it is, 4 shards, .* got"):
+            with pytest.raises(OffbeatError, match=f"the group {name} as it was created, 4 shards, .* got"):
                 other.join_group(name, **wrong)
         other.join_group(name, 4).leave()
     with pytest.raises(OffbeatError, match="expected 1 to 65536 shards, got 65537"):

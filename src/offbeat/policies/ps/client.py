@@ -1,6 +1,39 @@
-"""A client of a parameter server, as a machine without I/O: who gets what of a request, and when it is done.
+"""A client of a parameter server as a state machine without I/O: messages in, messages out.
 
 Nothing here knows what values are or how messages travel.
+
+Theory of operation: pushes, pulls, and resending exactly once
+--------------------------------------------------------------
+
+Parts. A program makes requests (`push`, `pull`), each of a range of keys of one namespace and with a number.
+A request stays in `_asked`, in the order of creation, until every key of its range is answered; `missing`
+lists the ranges that are not. Each call returns messages to send (`Send`) and completions (`Done`, `Failed`).
+
+Sending. A range is split into spans with the same holders (`Ring.spans`), these into pieces (`pieces`), and
+each piece goes to its master with the epoch of the client's view. Without a view, or while the namespace is
+not in it, requests wait. Spans without a holder are skipped until a view names one.
+
+Times. A push receives its time when it is first sent, not when it is made: the next one of the namespace, or
+the one that the program chose. From then on it keeps it. The push also carries, piece by piece, the times of
+the client's previous pushes to its keys (`after`), from a range vector clock. In a namespace that aggregates,
+a push first needs participation (`Enlist`, answered by a view) and waits while the namespace is paused; the
+client answers a pause with `Reached`, the latest time that it has sent.
+
+Exactly once. A new view of the same epoch changes nothing here. In a new epoch everything that is missing is
+split and sent again, in order and with the same times, before anything newer. A server whose clock is at
+a push's time or later acknowledges it without applying it, so a push is applied once however often it is
+sent; a server to which the previous push is missing notices that from `after`. Replies may come twice: only
+ranges that are still missing are used, and replies to unknown numbers are ignored.
+
+Stale. A server that is not the master of a part, or has a newer epoch, replies `Stale`. The client does
+nothing then: the view of that epoch makes it send again.
+
+Invariants. Pushes of a namespace are sent in ascending time. A push is done only when all holders of all its
+keys have it. A request ends once, with `Done` or `Failed`.
+
+Failures. `Refused` for one part fails the whole request, though other parts may have been applied. Where the
+view lists lost keys, requests that include them fail; so does the next new request if none failed for the
+loss.
 """
 
 from __future__ import annotations
@@ -33,16 +66,16 @@ from offbeat.policies.ps.range_clock import Piece, RangeVectorClock
 from offbeat.policies.ps.server_node import MANAGER, Send
 
 _SPANS_MAX: Final = 4096
-_RANGES_MAX: Final = 8  # of lost keys that an error names
+_RANGES_MAX: Final = 8  # of lost keys named in an error
 
 
 class Done(NamedTuple):
-    """A request is done: everywhere, if it was a push.
+    """A request is done: a push on all holders.
 
     Attributes:
-        parts: of a pull, or a push that wants values: what came, by first key and key behind the last,
-            ascending.
-        times: of a pull that wants them: of this client's pushes that are in what came, ascending.
+        parts: for a pull, or a push that wants values: the contents received, each with its first key and the
+            key after its last, ascending.
+        times: for a pull that wants them: of this client's pushes contained in the values, ascending.
     """
 
     number: int
@@ -51,10 +84,10 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A request cannot be done: some server has refused its part of it; others may have done theirs.
+    """A request has failed: a server has refused a part of it; other parts may have been applied.
 
     Attributes:
-        error: what there is to say about it, where that is more than the reason.
+        error: an error with more information than `reason`, if there is one.
     """
 
     number: int
@@ -63,17 +96,17 @@ class Failed(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _PendingRequest:
     """A request that is not done.
 
     Attributes:
         first, last: of all its keys.
         missing: ranges of keys that have not been answered, ascending.
         time, after: of a push that has been sent; None of a pull.
-        chosen: the time that a push is to have, None for the next one.
-        wants: of a pull: whether states, and whether times; None for neither.
+        chosen_time: the time that the program chose for a push, None for the next one.
+        inspect_flags: of an `Inspect`: whether states, and whether times; None for other requests.
         wants_values: of a push.
-        times: that have come.
+        times: received so far.
     """
 
     number: int
@@ -86,30 +119,30 @@ class _Asked:
     time: int | None = None
     after: tuple[Piece, ...] = ()
     parts: list[tuple[int, int, Content]] = field(default_factory=list)
-    chosen: int | None = None
-    wants: tuple[bool, bool] | None = None
+    chosen_time: int | None = None
+    inspect_flags: tuple[bool, bool] | None = None
     wants_values: bool = False
     times: tuple[Piece, ...] = ()
 
 
 class Client:
-    """One client: its pushes of a range are applied in the order in which it makes them, each once.
+    """One client: its pushes of a range are applied in the order in which it makes them, each exactly once.
 
-    In a namespace that aggregates, what all participants push at a time is one operation, and none of it is
-    done before all of it is. Every participant pushes the same ranges at the same times, or leaves them out
-    and pushes there later; a push is done when all have pushed. What is pushed before this client takes part,
-    or while another is about to begin, is sent afterwards.
+    In a namespace that aggregates, the pushes of all participants at one time are one operation, and none of
+    them is done before all are. Every participant pushes the same ranges at the same times, or skips a time
+    and pushes later; a push is done when all participants have pushed. A push made before this client takes
+    part, or during a pause, is sent afterwards.
 
-    A client's times are 1, 2, ... in each namespace, or as it chooses them: each later than all before it.
+    A client's times are 1, 2, ... in each namespace, or chosen by the program: each later than all before it.
 
-    Where data of a namespace are lost, every request that has lost keys fails, until the namespace goes on
-    from zero there; if none was under way then, the next request fails for it whatever its keys.
+    Where data of a namespace are lost, every request for lost keys fails, until the namespace restarts from
+    zero there; if none was pending at the loss, the next request fails for it whatever its keys.
 
     Args:
         client: its id, which no other has or had.
-        cut: returns what a content has for keys `first` to `last` - 1.
-        pieces: returns in which ranges keys `first` to `last` - 1 of a request travel, by its namespace and
-            content; by default in one.
+        cut: returns the part of a content for keys `first` to `last` - 1.
+        pieces: returns the ranges in which keys `first` to `last` - 1 of a request travel, from its namespace
+            and content; by default one.
     """
 
     def __init__(
@@ -122,16 +155,16 @@ class Client:
         self._cut = cut
         self._pieces = pieces or (lambda _, __, first, last: ((first, last),))
         self._number = 0
-        self._asked: dict[int, _Asked] = {}  # in the order in which they were made
+        self._asked: dict[int, _PendingRequest] = {}  # in the order of creation
         self._times: dict[str, int] = {}  # the latest that was sent
-        self._chosen: dict[str, int] = {}  # the latest that was chosen
+        self._chosen_times: dict[str, int] = {}  # the latest that was chosen
         self._clocks: dict[str, RangeVectorClock] = {}
         self._view: View | None = None
-        self._enlisted: set[str] = set()
+        self._enlist_sent: set[str] = set()
         self._withdrawn: set[str] = set()
-        self._losses: dict[str, int] = {}  # by namespace: the latest loss that a request failed for
-        self._spans: dict[tuple[str, int, int], list[Span]] = {}  # of this epoch, as far as it was asked for
-        self._out: list[Send | Done | Failed] = []
+        self._reported_losses: dict[str, int] = {}  # by namespace: the latest loss that a request failed for
+        self._spans: dict[tuple[str, int, int], list[Span]] = {}  # of this epoch, cached
+        self._output: list[Send | Done | Failed] = []
 
     def push(
         self,
@@ -143,26 +176,26 @@ class Client:
         *,
         wants_values: bool = False,
     ) -> tuple[int, list[Send | Done | Failed]]:
-        """Push what `content` has for keys `first` to `last` - 1; return the request's number.
+        """Push what `content` has for keys `first` to `last` - 1; return the request's number and the output.
 
         Args:
-            time: that the push is to have; by default one later than the last one's. It fails if this client
-                takes part in the namespace later only.
-            wants_values: pull all keys of the range, with this push in them, as well.
+            time: of the push; by default one later than the last one's. The push fails if this client takes
+                part in the namespace only from a later time on.
+            wants_values: also pull all keys of the range, with this push applied.
 
         Raises:
             ProtocolError: this client has withdrawn from the namespace.
             ValueError: there was a push of that time, or of a later one.
         """
-        self._check_stays(namespace)
-        asked = self._new(namespace, content, first, last, is_push=True)
-        asked.wants_values = wants_values
+        self._check_not_withdrawn(namespace)
+        request = self._new(namespace, content, first, last, is_push=True)
+        request.wants_values = wants_values
         if time is not None:
-            latest = max(self._times.get(namespace, 0), self._chosen.get(namespace, 0))
+            latest = max(self._times.get(namespace, 0), self._chosen_times.get(namespace, 0))
             if time <= latest:
                 raise ValueError(f"expected a time of {namespace} later than {latest}, got {time}")
-            asked.chosen = self._chosen[namespace] = time
-        return self._ask(asked)
+            request.chosen_time = self._chosen_times[namespace] = time
+        return self._start(request)
 
     def pull(
         self,
@@ -177,52 +210,54 @@ class Client:
         """Pull the values of keys `first` to `last` - 1, or of those of them that `keys` lists.
 
         Args:
-            states: with what the update keeps besides them.
-            times: with the times of this client's own pushes that are in them.
+            states: also the states that the update keeps for them.
+            times: also the times of this client's own pushes contained in them.
         """
-        asked = self._new(namespace, keys, first, last, is_push=False)
+        request = self._new(namespace, keys, first, last, is_push=False)
         if states or times:
-            asked.wants = states, times
-        return self._ask(asked)
+            request.inspect_flags = states, times
+        return self._start(request)
 
     def enlist(self, namespace: str) -> list[Send | Done | Failed]:
-        """Take part in a namespace that aggregates, from a time on that a view says.
+        """Take part in a namespace that aggregates, from a time that a view gives.
 
-        Clients that begin together enlist before the first of them pushes; the first push does it at last.
-        Who comes later, where ranges differ from time to time, sees from `begins` which one is its first.
+        Clients that begin together enlist before the first of them pushes; otherwise the first push does it.
+        A client that comes later, where ranges differ from time to time, learns its first time from `begins`.
 
         Raises:
             ProtocolError: this client has withdrawn from the namespace.
         """
-        self._check_stays(namespace)
+        self._check_not_withdrawn(namespace)
         self._enlist(namespace)
-        return self._said()
+        return self._drain_output()
 
     def withdraw(self, namespace: str) -> list[Send | Done | Failed]:
-        """Take no part any more in a namespace that aggregates: others wait for whoever does.
+        """Stop taking part in a namespace that aggregates, so that its sums do not wait for this client.
 
         Raises:
             ProtocolError: a push to it is not done.
         """
-        if any(asked.is_push and asked.namespace == namespace for asked in self._asked.values()):
+        if any(request.is_push and request.namespace == namespace for request in self._asked.values()):
             raise ProtocolError(f"expected all pushes to {namespace} to be done before withdrawing from it")
         self._withdrawn.add(namespace)
-        self._out.append(Send(MANAGER, Withdraw(client=self.client, namespace=namespace)))
-        return self._said()
+        self._output.append(Send(MANAGER, Withdraw(client=self.client, namespace=namespace)))
+        return self._drain_output()
 
     def begins(self, namespace: str) -> int | None:
         """Return the time of this client's first push in a namespace that aggregates, None while unknown."""
         return None if self._view is None else self._view.participants.get(namespace, {}).get(self.client)
 
-    def _new(self, namespace: str, content: Content, first: int, last: int, *, is_push: bool) -> _Asked:
+    def _new(
+        self, namespace: str, content: Content, first: int, last: int, *, is_push: bool
+    ) -> _PendingRequest:
         self._number += 1
-        return _Asked(self._number, namespace, content, first, last, [(first, last)], is_push)
+        return _PendingRequest(self._number, namespace, content, first, last, [(first, last)], is_push)
 
-    def _ask(self, asked: _Asked) -> tuple[int, list[Send | Done | Failed]]:
-        self._asked[asked.number] = asked
-        if not self._fail_for_loss(asked, is_new=True):
-            self._send(asked)
-        return asked.number, self._said()
+    def _start(self, request: _PendingRequest) -> tuple[int, list[Send | Done | Failed]]:
+        self._asked[request.number] = request
+        if not self._fail_for_loss(request, is_new=True):
+            self._send(request)
+        return request.number, self._drain_output()
 
     def waits_for(self, namespace: str, first: int, last: int) -> list[int]:
         """Return the servers that have not answered for keys `first` to `last` - 1, ascending."""
@@ -231,121 +266,123 @@ class Client:
             return []
         missing = [
             part
-            for asked in list(self._asked.values())
-            if asked.namespace == namespace
-            for part in _within(asked.missing, first, last)
+            for request in list(self._asked.values())
+            if request.namespace == namespace
+            for part in _intersect(request.missing, first, last)
         ]
         spans = [span for part in missing for span in view.ring.spans(view.spaces[namespace], *part)]
         return sorted({span.holders[0] for span in spans if span.holders})
 
     def hear(self, message: ToClient) -> list[Send | Done | Failed]:
-        """Take a server's answer.
+        """Process a server's reply.
 
         Raises:
-            ProtocolError: it is no answer to that request.
+            ProtocolError: it does not fit that request.
         """
-        asked = self._asked.get(message.number)
-        if asked is not None:
+        request = self._asked.get(message.number)
+        if request is not None:
             match message:
                 case Pushed():
-                    if asked.wants_values or not asked.is_push:
-                        raise ProtocolError(f"expected values in answer to {asked.number}, got none")
-                    self._answered(asked, message.first, message.last)
+                    if request.wants_values or not request.is_push:
+                        raise ProtocolError(f"expected values in answer to {request.number}, got none")
+                    self._mark_answered(request, message.first, message.last)
                 case Pulled():
-                    self._take(asked, message)
-                    self._answered(asked, message.first, message.last)
+                    self._add_values(request, message)
+                    self._mark_answered(request, message.first, message.last)
                 case Refused():
-                    del self._asked[asked.number]
-                    self._out.append(Failed(asked.number, message.reason))
+                    del self._asked[request.number]
+                    self._output.append(Failed(request.number, message.reason))
                 case Stale():
-                    pass  # it is sent again with the view of that epoch, if it was not already
-        return self._said()
+                    pass  # the view of that epoch makes it be sent again, if it has not yet
+        return self._drain_output()
 
     def see(self, view: View) -> list[Send | Done | Failed]:
-        """Go by a new view; in a new epoch, send again what has not been answered, in order."""
+        """Adopt a new view; in a new epoch, send again what has not been answered, in order."""
         if self._view is None or view.epoch > self._view.epoch:
             self._view = view
             self._spans.clear()
             for namespace, pause in view.paused.items():
                 if self.client in view.participants.get(namespace, {}):
-                    self._pause(namespace, pause)
-            for asked in list(self._asked.values()):  # one may fail
-                if not self._fail_for_loss(asked, is_new=False):
-                    self._send(asked)
-        return self._said()
+                    self._report_pause(namespace, pause)
+            for request in list(self._asked.values()):  # one may fail
+                if not self._fail_for_loss(request, is_new=False):
+                    self._send(request)
+        return self._drain_output()
 
-    def _fail_for_loss(self, asked: _Asked, *, is_new: bool) -> bool:
-        """Let a request fail if keys of it are lost, or it is the first one after a loss; return whether."""
+    def _fail_for_loss(self, request: _PendingRequest, *, is_new: bool) -> bool:
+        """Fail a request that has lost keys, or is the first new one after a loss; return whether
+        it failed.
+        """
         view = self._view
         if view is None or not view.lost:
             return False
-        space = view.spaces.get(asked.namespace)
-        arcs = [arc for arc in view.lost if arc.namespace == asked.namespace]
+        space = view.spaces.get(request.namespace)
+        arcs = [arc for arc in view.lost if arc.namespace == request.namespace]
         if space is None or not arcs:
             return False
-        told = self._losses.get(space.name, 0)
-        fresh = [arc for arc in arcs if is_new and arc.number > told]
-        for span, of in (((0, space.keys), fresh), ((asked.first, asked.last), arcs)):
-            ranges, found = _lost_ranges(space, of, *span)
+        reported = self._reported_losses.get(space.name, 0)
+        new_arcs = [arc for arc in arcs if is_new and arc.number > reported]
+        for span, relevant in (((0, space.keys), new_arcs), ((request.first, request.last), arcs)):
+            ranges, found = _lost_ranges(space, relevant, *span)
             if ranges:
-                self._losses[space.name] = max(told, *(arc.number for arc in arcs))
-                del self._asked[asked.number]
-                error = _lost_keys(space.name, ranges, sorted({arc.server for arc in found}))
-                self._out.append(Failed(asked.number, str(error), error))
+                self._reported_losses[space.name] = max(reported, *(arc.number for arc in arcs))
+                del self._asked[request.number]
+                error = _lost_keys_error(space.name, ranges, sorted({arc.server for arc in found}))
+                self._output.append(Failed(request.number, str(error), error))
                 return True
         return False
 
     def _enlist(self, namespace: str) -> None:
-        if namespace not in self._enlisted:
-            self._enlisted.add(namespace)
-            self._out.append(Send(MANAGER, Enlist(client=self.client, namespace=namespace)))
+        if namespace not in self._enlist_sent:
+            self._enlist_sent.add(namespace)
+            self._output.append(Send(MANAGER, Enlist(client=self.client, namespace=namespace)))
 
-    def _check_stays(self, namespace: str) -> None:
+    def _check_not_withdrawn(self, namespace: str) -> None:
         if namespace in self._withdrawn:
             raise ProtocolError(
-                f"expected nothing more for {namespace}, from which this client has withdrawn"
+                f"expected a namespace from which this client has not withdrawn, got {namespace}"
             )
 
-    def _pause(self, namespace: str, pause: int) -> None:
+    def _report_pause(self, namespace: str, pause: int) -> None:
         time = self._times.get(namespace, 0)
         reached = Reached(client=self.client, namespace=namespace, pause=pause, time=time)
-        self._out.append(Send(MANAGER, reached))
+        self._output.append(Send(MANAGER, reached))
 
-    def _take(self, asked: _Asked, pulled: Pulled) -> None:
-        """Take of an answer what has not come before: nearly always all of it."""
-        for first, last in _within(asked.missing, pulled.first, pulled.last):
+    def _add_values(self, request: _PendingRequest, pulled: Pulled) -> None:
+        """Store the parts of an answer that were missing: nearly always all of it."""
+        for first, last in _intersect(request.missing, pulled.first, pulled.last):
             is_whole = first == pulled.first and last == pulled.last
             content = pulled.content if is_whole else self._cut(pulled.content, first, last)
-            asked.parts.append((first, last, content))
+            request.parts.append((first, last, content))
             if isinstance(pulled, Inspected):
-                asked.times += _of_range(pulled.times, first, last)
+                request.times += _clip(pulled.times, first, last)
 
-    def _answered(self, asked: _Asked, first: int, last: int) -> None:
-        if asked.missing == [(first, last)]:
-            asked.missing = []
+    def _mark_answered(self, request: _PendingRequest, first: int, last: int) -> None:
+        if request.missing == [(first, last)]:
+            request.missing = []
         else:
-            asked.missing = _without(asked.missing, first, last)
-        if not asked.missing:
-            del self._asked[asked.number]
-            parts = tuple(sorted(asked.parts, key=itemgetter(0)))
-            self._out.append(Done(asked.number, parts, _joined(asked.times) if asked.times else ()))
+            request.missing = _subtract(request.missing, first, last)
+        if not request.missing:
+            del self._asked[request.number]
+            parts = tuple(sorted(request.parts, key=itemgetter(0)))
+            self._output.append(Done(request.number, parts, _merged(request.times) if request.times else ()))
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, request: _PendingRequest) -> None:
         view = self._view
-        if view is None or asked.namespace not in view.spaces:
+        if view is None or request.namespace not in view.spaces:
             return
-        if asked.is_push and asked.time is None and not self._stamp(asked, view):
+        if request.is_push and request.time is None and not self._stamp(request, view):
             return
-        for begin, end in asked.missing:
-            for first, last, holders in self._spans_of(view, asked.namespace, begin, end):
-                if not holders:  # nobody is left; it is sent to whoever comes
+        for begin, end in request.missing:
+            for first, last, holders in self._spans_of(view, request.namespace, begin, end):
+                if not holders:  # no server is left; it is sent to the next one
                     continue
-                for piece in self._pieces(asked.namespace, asked.content, first, last):
-                    part = self._part(asked, view.epoch, *piece)
-                    self._out.append(Send(f"server-{holders[0]}", part))
+                for piece in self._pieces(request.namespace, request.content, first, last):
+                    part = self._message_for(request, view.epoch, *piece)
+                    self._output.append(Send(f"server-{holders[0]}", part))
 
     def _spans_of(self, view: View, namespace: str, first: int, last: int) -> list[Span]:
-        """Who holds which of these keys; the same ranges are asked for again and again."""
+        """Return the spans of these keys by holders, cached, as the same ranges recur."""
         spans = self._spans.get((namespace, first, last))
         if spans is None:
             if len(self._spans) == _SPANS_MAX:
@@ -354,9 +391,9 @@ class Client:
             self._spans[namespace, first, last] = spans
         return spans
 
-    def _stamp(self, asked: _Asked, view: View) -> bool:
-        """Give a push its time, if it may have one now."""
-        namespace, begins = asked.namespace, 1
+    def _stamp(self, request: _PendingRequest, view: View) -> bool:
+        """Assign a push its time, if it may have one now; return whether it may be sent."""
+        namespace, begins = request.namespace, 1
         if view.spaces[namespace].aggregates:
             if self.client not in view.participants.get(namespace, {}):
                 self._enlist(namespace)
@@ -365,69 +402,72 @@ class Client:
                 return False
             begins = view.participants[namespace][self.client]
         earliest = max(self._times.get(namespace, 0) + 1, begins)
-        time = earliest if asked.chosen is None else asked.chosen
+        time = earliest if request.chosen_time is None else request.chosen_time
         if time < earliest:
             reason = f"expected time {earliest} or a later one of {namespace}, got {time}"
-            del self._asked[asked.number]
-            self._out.append(Failed(asked.number, reason))
+            del self._asked[request.number]
+            self._output.append(Failed(request.number, reason))
             return False
         self._times[namespace] = time
         clock = self._clocks.get(namespace)
         if clock is None:
             clock = self._clocks[namespace] = RangeVectorClock()
-        asked.time, asked.after = time, tuple(clock.advance(self.client, asked.first, asked.last, time))
+        request.time, request.after = (
+            time,
+            tuple(clock.advance(self.client, request.first, request.last, time)),
+        )
         return True
 
-    def _part(self, asked: _Asked, epoch: int, first: int, last: int) -> Push | Pull:
-        content, after = asked.content, asked.after
-        if (first, last) != (asked.first, asked.last):
+    def _message_for(self, request: _PendingRequest, epoch: int, first: int, last: int) -> Push | Pull:
+        content, after = request.content, request.after
+        if (first, last) != (request.first, request.last):
             content = None if content is None else self._cut(content, first, last)
-            after = _of_range(after, first, last)
-        if asked.wants is not None:
-            with_states, with_times = asked.wants
+            after = _clip(after, first, last)
+        if request.inspect_flags is not None:
+            with_states, with_times = request.inspect_flags
             return Inspect(
                 client=self.client,
-                number=asked.number,
+                number=request.number,
                 epoch=epoch,
-                namespace=asked.namespace,
+                namespace=request.namespace,
                 first=first,
                 last=last,
                 keys=content,
                 with_states=with_states,
                 with_times=with_times,
             )
-        if asked.time is None:
+        if request.time is None:
             return Pull(
                 client=self.client,
-                number=asked.number,
+                number=request.number,
                 epoch=epoch,
-                namespace=asked.namespace,
+                namespace=request.namespace,
                 first=first,
                 last=last,
                 keys=content,
             )
         return Push(
             client=self.client,
-            number=asked.number,
+            number=request.number,
             epoch=epoch,
-            namespace=asked.namespace,
+            namespace=request.namespace,
             first=first,
             last=last,
-            time=asked.time,
+            time=request.time,
             after=after,
             content=content,
-            wants_values=asked.wants_values,
+            wants_values=request.wants_values,
         )
 
-    def _said(self) -> list[Send | Done | Failed]:
-        said, self._out = self._out, []
-        return said
+    def _drain_output(self) -> list[Send | Done | Failed]:
+        output, self._output = self._output, []
+        return output
 
 
 def _lost_ranges(
     space: Space, arcs: list[LostArc], first: int, last: int
 ) -> tuple[list[tuple[int, int]], list[LostArc]]:
-    """Return which of these keys are lost, as ranges, but not more than can be named, and where."""
+    """Return which of these keys are lost, as at most _RANGES_MAX ranges, and in which arcs."""
     ranges: list[tuple[int, int]] = []
     found: list[LostArc] = []
     if not arcs:
@@ -448,30 +488,30 @@ def _lost_ranges(
     return ranges, found
 
 
-def _lost_keys(namespace: str, ranges: list[tuple[int, int]], servers: list[int]) -> LostKeysError:
+def _lost_keys_error(namespace: str, ranges: list[tuple[int, int]], servers: list[int]) -> LostKeysError:
     named = " and ".join(f"server {server}" for server in servers)
     keys = ", ".join(f"{first} to {last - 1}" for first, last in ranges)
     more = ", and perhaps more" if len(ranges) == _RANGES_MAX else ""
     text = (
         f"the values of keys {keys}{more} of {namespace} are lost: all servers that had them are gone, "
-        f'{named} last; open the namespace with on_loss="reset" to go on from zero there'
+        f'{named} last; open the namespace with on_loss="reset" to restart them from zero'
     )
     return LostKeysError(text, namespace=namespace, ranges=tuple(ranges), servers=tuple(servers))
 
 
-def _without(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+def _subtract(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     cut = [part for begin, end in ranges for part in ((begin, min(end, first)), (max(begin, last), end))]
     return [part for part in cut if part[0] < part[1]]
 
 
-def _within(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+def _intersect(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     if ranges == [(first, last)]:  # nearly always
         return ranges
     cut = [(max(begin, first), min(end, last)) for begin, end in ranges]
     return [part for part in cut if part[0] < part[1]]
 
 
-def _of_range(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
+def _clip(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
     return tuple(
         Piece(max(first, piece.first), min(last, piece.last), piece.time)
         for piece in pieces
@@ -479,12 +519,12 @@ def _of_range(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ..
     )
 
 
-def _joined(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Return what came in any order as few pieces as there can be, ascending."""
-    joined: list[Piece] = []
+def _merged(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """Merge adjacent pieces of the same time; ascending."""
+    merged: list[Piece] = []
     for piece in sorted(pieces):
-        if joined and (joined[-1].last, joined[-1].time) == (piece.first, piece.time):
-            joined[-1] = joined[-1]._replace(last=piece.last)
+        if merged and (merged[-1].last, merged[-1].time) == (piece.first, piece.time):
+            merged[-1] = merged[-1]._replace(last=piece.last)
         else:
-            joined.append(piece)
-    return tuple(joined)
+            merged.append(piece)
+    return tuple(merged)

@@ -1,6 +1,6 @@
-"""Where keys live: a ring of servers, and the ranges that each of them is responsible for.
+"""Placement of keys: a ring of servers, and the ranges that each of them is responsible for.
 
-Nothing here knows what is stored, or which servers live.
+Nothing here knows what is stored, or which servers are alive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ POINTS: Final = 2**62  # places on the ring are 0 to POINTS - 1, the upper bits 
 
 
 class Space(NamedTuple):
-    """A namespace: keys 0 to `keys` - 1, in blocks of `block_keys` neighbours that are held together.
+    """A namespace: keys 0 to `keys` - 1, in blocks of `block_keys` neighbours that are stored together.
 
     Attributes:
-        about: what a value is and what a push does to it, as the servers' stores understand it.
-        aggregates: whether what all clients push at one time is summed, and is one operation.
+        about: the type of its values and its update, in a form that the servers' stores understand.
+        aggregates: whether the pushes of all participants at one time are summed into one operation.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Space(NamedTuple):
     aggregates: bool = False
 
     def blocks(self, first: int, last: int) -> range:
-        """Return the numbers of the blocks that have any of keys `first` to `last` - 1."""
+        """Return the numbers of the blocks that contain any of keys `first` to `last` - 1."""
         return range(first // self.block_keys, (last - 1) // self.block_keys + 1)
 
     def range_of(self, block: int) -> tuple[int, int]:
-        """Return the first key of a block and the one behind its last."""
+        """Return the first key of a block and the key after its last."""
         return block * self.block_keys, min((block + 1) * self.block_keys, self.keys)
 
 
@@ -58,20 +58,20 @@ class Move:
 
 
 class Ring:
-    """Servers at many points of a ring each; a block of keys belongs to the first point at or after its own.
+    """A consistent-hash ring; a block of keys belongs to the first point at or after its own place.
 
-    A block is some neighbouring keys of one namespace: that keeps ranges together, which hashing single keys
-    would not. The block's master is the server at that point, its replicas are the next distinct
-    servers behind it. So whoever leaves is followed, in every block that it was master of, by one that holds
-    a copy already, and adding or removing one server changes nothing where it has no part.
+    Each server has many points. A block is a range of neighbouring keys of one namespace: hashing blocks
+    keeps ranges together, unlike hashing single keys. The block's master is the server at that point, its
+    replicas are the next distinct servers after it. So when a server leaves, the new master of each of its
+    blocks already has a copy, and adding or removing one server changes nothing where it holds nothing.
 
     Source: the parameter server of OSDI'14, section 4.3 (consistent hashing with virtual nodes, a "direct
     mapped" ring). Deviation: blocks in place of keys.
 
     Args:
         servers: their ids.
-        virtual_nodes: points of each server; the load of the busiest is about 1 + sqrt(2 ln S / V) times the
-            mean.
+        virtual_nodes: points per server; with S servers and V points each, the load of the busiest is about
+            1 + sqrt(2 ln S / V) times the mean.
         copies: how many replicas each block has, as far as there are servers.
 
     Attributes:
@@ -92,22 +92,24 @@ class Ring:
             if value < least:
                 raise ValueError(f"expected {name} of at least {least}, got {value}")
         self.virtual_nodes, self.copies = virtual_nodes, copies
-        nodes = sorted((_node(server, v), server) for server in self.servers for v in range(virtual_nodes))
+        nodes = sorted(
+            (_virtual_node_point(server, v), server) for server in self.servers for v in range(virtual_nodes)
+        )
         self._points = [point for point, _ in nodes]
         self._owners = [server for _, server in nodes]
-        self._holders: dict[int, tuple[int, ...]] = {}  # by place in `_points`
+        self._holders: dict[int, tuple[int, ...]] = {}  # by index into `_points`
 
     def holders_at(self, point: int) -> tuple[int, ...]:
-        """Return the servers that hold what lies at a point: the master first, then the replicas.
+        """Return the servers that hold the data at a place of the ring: the master first, then the replicas.
 
-        They are fewer than `copies` + 1 where there are fewer servers; nobody where there is none.
+        They are fewer than `copies` + 1 if there are fewer servers; none without servers.
         """
         if not self._points:
             return ()
-        place = bisect_left(self._points, point) % len(self._points)
-        found = self._holders.get(place)
+        index = bisect_left(self._points, point) % len(self._points)
+        found = self._holders.get(index)
         if found is None:
-            found = self._holders[place] = self._walk(place)
+            found = self._holders[index] = self._walk(index)
         return found
 
     def holders(self, space: Space, key: int) -> tuple[int, ...]:
@@ -115,8 +117,8 @@ class Ring:
         return self.holders_at(block_point(space.name, key // space.block_keys))
 
     def spans(self, space: Space, first: int, last: int) -> Iterator[Span]:
-        """Yield the keys `first` to `last` - 1 by who holds them, ascending; neighbours with the same holders
-        are one. Takes time for every block.
+        """Yield the keys `first` to `last` - 1 in ranges with the same holders, ascending, as long as
+        possible. The cost is linear in the number of blocks.
 
         Raises:
             ValueError: no such range of keys.
@@ -125,73 +127,73 @@ class Ring:
             raise ValueError(
                 f"expected a range of keys within 0 to {space.keys} in {space.name}, got {first} to {last}"
             )
-        begun, holders = first, self.holders(space, first)
+        start, holders = first, self.holders(space, first)
         for block in space.blocks(first, last)[1:]:
-            others, (bound, _) = self.holders_at(block_point(space.name, block)), space.range_of(block)
-            if others != holders:
-                yield Span(begun, bound, holders)
-                begun, holders = bound, others
-        yield Span(begun, last, holders)
+            next_holders, (bound, _) = self.holders_at(block_point(space.name, block)), space.range_of(block)
+            if next_holders != holders:
+                yield Span(start, bound, holders)
+                start, holders = bound, next_holders
+        yield Span(start, last, holders)
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Where stretches with the same holders begin, ascending; the one that begins last goes on at 0."""
+        """Where stretches with the same holders begin, ascending; the last one continues at 0."""
         return tuple(point + 1 for point in self._points)
 
     def with_server(self, server: int) -> Ring:
-        """Return the ring that has one more server."""
-        return self._like((*self.servers, server))
+        """Return the ring with one more server."""
+        return self._with_servers((*self.servers, server))
 
     def without_server(self, server: int) -> Ring:
-        """Return the ring that has one server less."""
+        """Return the ring without a server."""
         if server not in self.servers:
             raise ValueError(f"expected one of the servers {self.servers}, got {server}")
-        return self._like(other for other in self.servers if other != server)
+        return self._with_servers(other for other in self.servers if other != server)
 
     def moves(self, after: Ring) -> list[Move]:
-        """Return where this ring and another have other holders, ascending; neighbours that change alike are
-        one.
+        """Return where the holders differ between this ring and another, ascending; neighbours with the same
+        change are merged.
         """
         bounds = sorted({0, *self.bounds, *after.bounds, POINTS})
         found: list[Move] = []
         for first, last in pairwise(bounds):
-            before, then = self.holders_at(first), after.holders_at(first)
-            if before == then:
+            before, holders = self.holders_at(first), after.holders_at(first)
+            if before == holders:
                 continue
-            if found and (found[-1].last, found[-1].before, found[-1].after) == (first, before, then):
-                found[-1] = Move(found[-1].first, last, before, then)
+            if found and (found[-1].last, found[-1].before, found[-1].after) == (first, before, holders):
+                found[-1] = Move(found[-1].first, last, before, holders)
             else:
-                found.append(Move(first, last, before, then))
+                found.append(Move(first, last, before, holders))
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arguments that make the same ring, as plain data."""
+        """Return the arguments that create the same ring, as plain data."""
         return {
             "servers": list(self.servers),
             "virtual_nodes": self.virtual_nodes,
             "copies": self.copies,
         }
 
-    def _walk(self, place: int) -> tuple[int, ...]:
+    def _walk(self, index: int) -> tuple[int, ...]:
         wanted = min(self.copies + 1, len(self.servers))
         found: list[int] = []
         while len(found) < wanted:
-            if self._owners[place] not in found:
-                found.append(self._owners[place])
-            place = (place + 1) % len(self._owners)
+            if self._owners[index] not in found:
+                found.append(self._owners[index])
+            index = (index + 1) % len(self._owners)
         return tuple(found)
 
-    def _like(self, servers: Iterable[int]) -> Ring:
+    def _with_servers(self, servers: Iterable[int]) -> Ring:
         return Ring(servers, virtual_nodes=self.virtual_nodes, copies=self.copies)
 
 
 @lru_cache(maxsize=2**16)
 def block_point(namespace: str, block: int) -> int:
-    """Return where a block of a namespace lies on the ring."""
+    """Return the place of a block on the ring."""
     return _hash(f"{namespace}:{block}")
 
 
-def _node(server: int, virtual: int) -> int:
+def _virtual_node_point(server: int, virtual: int) -> int:
     return _hash(f"server {server}.{virtual}")
 
 

@@ -1,6 +1,6 @@
-"""The manager of a parameter server as a policy of the coordinator: who is there, and who holds what.
+"""The manager of a parameter server as a policy of the coordinator: its nodes, and which server holds what.
 
-Nothing here knows how a closed process is noticed or what is stored.
+Nothing here knows how a closed process is detected or what is stored.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ _SERVER, _CLIENT = "server-", "client-"
 
 
 class Manager:
-    """Tells servers and clients the views of a `ServerGroup`, and clients what `WorkerGroups` have for them.
+    """Publishes the views of a `ServerGroup` to servers and clients, and the actions of `WorkerGroups` to
+    clients.
 
-    A node is gone when it leaves, when its process is closed (`NodeLost`), or when `FailureDetector` says so.
+    A node is gone when it leaves, when its process is closed (`NodeLost`), or when `FailureDetector` decides
+    so.
 
     Source: the parameter server of OSDI'14, sections 3 and 4.5 ("server manager"). Deviations: of two servers
     that cannot reach each other one has to go, though the manager may reach both; the paper's task
@@ -66,20 +68,20 @@ class Manager:
         silent_s: of the failure detector.
 
     Raises:
-        ValueError: no server, a ring that cannot be, or no time for a silence.
+        ValueError: no server, or arguments that `Ring` or `FailureDetector` rejects.
     """
 
     def __init__(
         self, servers: int, *, virtual_nodes: int = 16, copies: int = 2, silent_s: float = SILENT_S
     ) -> None:
         self._detector = FailureDetector(silent_s)
-        self._standing: dict[str, str] = {}  # why these servers are waited for, as everybody was told
+        self._standing: dict[str, str] = {}  # servers that are waited for, with the published reason
         self._group = ServerGroup(servers, virtual_nodes=virtual_nodes, copies=copies)
         self._virtual_nodes, self._copies = virtual_nodes, copies
         self._workers = WorkerGroups()
         self._addresses: dict[int, tuple[str, ...]] = {}
         self._functions: dict[int, tuple[str, ...]] = {}
-        self._needed: set[str] = set()  # functions, by namespaces that were opened
+        self._needed: set[str] = set()  # functions that opened namespaces use
 
     def handle(self, event: Event) -> list[Action]:
         """See `Policy.handle`."""
@@ -87,7 +89,7 @@ class Manager:
             case NodeJoined():
                 return self._join(event)
             case NodeLeft() | NodeLost():
-                return self._part(event)
+                return self._remove(event)
             case NodeSilent():
                 self._detector.on_silent(event.node, event.now_s - event.silent_s)
                 return []
@@ -97,17 +99,17 @@ class Manager:
             case SpaceOpened():
                 return self._open(event)
             case ClientEnlists() | ClientPaused() | ClientWithdraws():
-                return self._hear_client(event)
+                return self._on_client(event)
             case ServerLeaves():
-                return self._leave(event)
+                return self._on_server_leaves(event)
             case ServerMissed() | ServerReached():
-                return self._hear_report(event)
+                return self._on_reachability(event)
             case ServerFilled():
-                return self._hear_server(event)
+                return self._on_filled(event)
             case WorkerJoins() | WorkerLeaves() | TaskWanted() | TaskDone() | TauSet() | ProgressWanted():
-                return self._hear_worker(event)
+                return self._on_worker(event)
             case Tick():
-                return [*self._judge(event.now_s), *self._workers.tick(event)]
+                return [*self._detect_losses(event.now_s), *self._workers.tick(event)]
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class Manager:
 
     def _join(self, event: NodeJoined) -> list[Action]:
         if client_of(event.node) is not None:
-            return self._say(self._group.view, f"{event.node} has come", node=event.node)
+            return self._say(self._group.view, f"{event.node} has joined", node=event.node)
         server = server_of(event.node)
         if server is None:
             reason = f"expected a name such as server-3 or client-7, got {event.node}"
@@ -149,9 +151,9 @@ class Manager:
         except ProtocolError as error:
             return [Refuse(peer=event.node, reason=str(error))]
         self._addresses[server], self._functions[server] = event.addresses, event.functions
-        return self._say(view, f"server {server} has come")
+        return self._say(view, f"server {server} has joined")
 
-    def _part(self, event: NodeLeft | NodeLost) -> list[Action]:
+    def _remove(self, event: NodeLeft | NodeLost) -> list[Action]:
         how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
         self._detector.forget(event.node)
         self._standing.pop(event.node, None)
@@ -169,21 +171,21 @@ class Manager:
         self._forget(server)
         return self._say(self._group.lost(server), f"server {server} {how}")
 
-    def _leave(self, event: ServerLeaves) -> list[Action]:
-        """A server that is waited for in silence is given up: it cannot hand anything over."""
+    def _on_server_leaves(self, event: ServerLeaves) -> list[Action]:
+        """Let a server leave; one that is silent and waited for cannot hand over its data and is removed."""
         name = f"{_SERVER}{event.server}"
         if name in self._standing and self._detector.is_silent(name):
             return self._lose(event.now_s, name, f"{event.node} has given it up")
         return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
 
-    def _judge(self, now_s: float) -> list[Action]:
-        """Look who is lost by now, and say who is waited for all the same."""
+    def _detect_losses(self, now_s: float) -> list[Action]:
+        """Remove nodes that are lost by now, and publish which silent servers are waited for."""
         actions: list[Action] = []
         while (lost := self._detector.next_lost(now_s, self._servers(), self._may_lose)) is not None:
             actions += self._lose(now_s, lost.node, lost.cause)
         standing = self._detector.standing(now_s, self._servers())
         if standing != self._standing:
-            ended = [f"{one} is waited for no more" for one in self._standing.keys() - standing.keys()]
+            ended = [f"{one} is no longer waited for" for one in self._standing.keys() - standing.keys()]
             self._standing = standing
             self._group.note_silent([one for one in self._silent() if f"{_SERVER}{one}" in standing])
             actions += self._say(self._group.view, "; ".join([*standing.values(), *sorted(ended)]))
@@ -201,20 +203,20 @@ class Manager:
         return self._group.may_lose(server, self._silent())
 
     def _lose(self, now_s: float, node: str, cause: str) -> list[Action]:
-        """A node is out that may live; it is told."""
+        """Remove a node that may be alive, and notify it."""
         refuse = Refuse(peer=node, reason=f"{node} was lost: {cause}")
-        return [refuse, *self._part(NodeLost(now_s=now_s, node=node, cause=cause))]
+        return [refuse, *self._remove(NodeLost(now_s=now_s, node=node, cause=cause))]
 
-    def _hear_server(self, event: ServerFilled) -> list[Action]:
+    def _on_filled(self, event: ServerFilled) -> list[Action]:
         server = server_of(event.node)
         if server is None:
             reason = f"expected ServerFilled from a server, got it from {event.node}"
             return [Refuse(peer=event.node, reason=reason)]
         view = self._group.filled(Filled(server=server, view=event.view))
-        return self._say(view, "who was being filled has everything")
+        return self._say(view, "all servers have received what they gain")
 
-    def _hear_report(self, event: ServerMissed | ServerReached) -> list[Action]:
-        """Take note of which servers do not reach each other; what a client misses stops nobody else."""
+    def _on_reachability(self, event: ServerMissed | ServerReached) -> list[Action]:
+        """Record which servers cannot reach each other; reports of clients are ignored."""
         server = server_of(event.node)
         if server is None:
             return []
@@ -237,16 +239,16 @@ class Manager:
             return [SpaceRefused(node=event.node, name=event.name, reason=str(error))]
         if event.function:
             self._needed.add(event.function)
-        how = " and goes on from zero after losses" if event.on_loss == "reset" else ""
+        how = " and restarts from zero after losses" if event.on_loss == "reset" else ""
         return self._say(view, f"the namespace {event.name} was opened{how}")
 
-    def _hear_worker(self, event: Said) -> list[Action]:
-        return [_no_client(event)] if client_of(event.node) is None else self._workers.hear(event)
+    def _on_worker(self, event: Said) -> list[Action]:
+        return [_refuse_non_client(event)] if client_of(event.node) is None else self._workers.hear(event)
 
-    def _hear_client(self, event: ClientEnlists | ClientPaused | ClientWithdraws) -> list[Action]:
+    def _on_client(self, event: ClientEnlists | ClientPaused | ClientWithdraws) -> list[Action]:
         client, name = client_of(event.node), event.namespace
         if client is None:
-            return [_no_client(event)]
+            return [_refuse_non_client(event)]
         match event:
             case ClientEnlists():
                 try:
@@ -259,7 +261,7 @@ class Manager:
                 return self._say(self._group.reached(reached), f"all clients have paused {name}")
             case ClientWithdraws():
                 view = self._group.withdrawn(Withdraw(client=client, namespace=name))
-                return self._say(view, f"{event.node} takes no more part in {name}")
+                return self._say(view, f"{event.node} no longer takes part in {name}")
 
     def _forget(self, server: int) -> None:
         self._addresses.pop(server, None)
@@ -302,14 +304,14 @@ class Manager:
 
 
 def view_of(viewed: Viewed) -> View:
-    """Return the view that a manager has told."""
+    """Return the view that a manager has published."""
     filling: dict[int, tuple[Arc, ...]] = {}
     for one in viewed.filling:
         filling[one.server] = (*filling.get(one.server, ()), Arc(first=one.first, last=one.last))
 
     participants: dict[str, dict[int, int]] = {}
-    for who in viewed.participants:
-        participants.setdefault(who.namespace, {})[who.client] = who.begins
+    for participant in viewed.participants:
+        participants.setdefault(participant.namespace, {})[participant.client] = participant.begins
 
     def ring_of(servers: tuple[int, ...]) -> Ring:
         return Ring(servers, virtual_nodes=viewed.virtual_nodes, copies=viewed.copies)
@@ -333,17 +335,17 @@ def view_of(viewed: Viewed) -> View:
 
 
 def server_of(node: str) -> int | None:
-    """Return the number of a server by its name; None where that is no server's."""
+    """Return a server's id from its node name; None if the node is no server."""
     return _number(node, _SERVER)
 
 
-def _no_client(event: NodeEvent) -> Refuse:
+def _refuse_non_client(event: NodeEvent) -> Refuse:
     reason = f"expected {type(event).__name__} from a client, got it from {event.node}"
     return Refuse(peer=event.node, reason=reason)
 
 
 def client_of(node: str) -> int | None:
-    """Return the number of a client by its name; None where that is no client's."""
+    """Return a client's id from its node name; None if the node is no client."""
     return _number(node, _CLIENT)
 
 

@@ -1,7 +1,7 @@
-"""The manager of a parameter server's servers: which ring is in force, who is being filled, what comes next.
+"""The servers of a parameter server, as the manager sees them: the ring in force, filling, the next ring.
 
-Nothing here knows what is stored, how messages travel or how a death is noticed. See
-docs/decisions/0008-how-servers-replicate.md for why it is as it is.
+Nothing here knows what is stored, how messages travel or how the loss of a server is detected. See
+docs/decisions/0008-how-servers-replicate.md for the reasons.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from offbeat.policies.ps.range_clock import KEYS
 
 
 class ServerGroup:
-    """Numbers the views of a ring whose servers come, leave and die.
+    """Numbers the views of a ring whose servers join, leave and are lost.
 
-    The first view is of all servers that are there at the start. Who comes later, or wants to leave, is taken
-    in, or let go, by preparing a ring: who gains in it is filled, while every push goes to it too; then the
-    ring is gone over to. A death changes the ring at once, and what was being prepared is prepared anew.
+    The first view has all servers of the start. A server that joins later, or asks to leave, is added or
+    removed by preparing a ring: the servers that gain in it are filled, while every push goes to them too;
+    then that ring comes into force. A loss changes the ring at once, and a ring in preparation is prepared
+    again.
 
     When the last server that has all of a stretch of the ring is gone, the data of the stretch are lost. The
-    keys of each namespace there are lost until somebody says that it goes on from zero after losses.
+    keys of each namespace there are lost until a client opens it with `on_loss` "reset".
 
     Source: the parameter server of OSDI'14, section 4.5. Deviations: docs/decisions/0008.
 
@@ -37,10 +38,10 @@ class ServerGroup:
 
     Attributes:
         view: the one in force, None before the first.
-        losses: how many servers were lost that were the last ones to have something.
+        losses: how many lost servers were the last ones to have some data.
 
     Raises:
-        ValueError: no server, or a ring that cannot be.
+        ValueError: no server, or arguments that `Ring` rejects.
     """
 
     def __init__(self, servers: int, *, virtual_nodes: int = 16, copies: int = 2) -> None:
@@ -48,11 +49,11 @@ class ServerGroup:
             raise ValueError(f"expected at least 1 server at the start, got {servers}")
         self._expected = servers
         self._virtual_nodes, self._copies = virtual_nodes, copies
-        self._ring_of(())
+        self._make_ring(())
         self.view: View | None = None
         self.losses = 0
         self._lost: list[LostArc] = []
-        self._resets: set[str] = set()  # namespaces that go on from zero after losses
+        self._resets: set[str] = set()  # namespaces that restart from zero after losses
         self._silent: tuple[int, ...] = ()
         self._spaces: dict[str, Space] = {}
         self._alive: set[int] = set()
@@ -63,24 +64,25 @@ class ServerGroup:
 
     @property
     def servers(self) -> Collection[int]:
-        """All servers that are there."""
+        """All servers that have joined and have not left or been lost."""
         return self._alive
 
     def opened(self, space: Space, on_loss: str = "") -> View | None:
-        """Somebody wants a namespace; return the next view, if it is new, or has been lost and is reset.
+        """A client opens a namespace; return the next view if the namespace is new, or lost keys of it are
+        reset.
 
         Args:
-            space: it.
+            space: its definition.
             on_loss: see `SpaceOpened`.
 
         Raises:
-            ProtocolError: there is another with this name, or it cannot be.
+            ProtocolError: the name belongs to another namespace, or the definition is invalid.
         """
         if on_loss not in ("", "error", "reset"):
             raise ProtocolError(f'expected on_loss to be "error" or "reset", got {on_loss!r}')
         known = self._spaces.get(space.name)
         if known is not None and known != space:
-            raise ProtocolError(f"expected the namespace {space.name} as it is, {known}, got {space}")
+            raise ProtocolError(f"expected the namespace {space.name} as it was opened, {known}, got {space}")
         if space.keys >= KEYS:
             raise ProtocolError(f"expected less than {KEYS} keys, got {space}")
         if not 0 < space.block_keys <= space.keys:
@@ -89,10 +91,10 @@ class ServerGroup:
         if known is not None and not is_reset:
             return None
         self._spaces[space.name] = space
-        return self._say_anew()
+        return self._next_epoch()
 
     def _set_on_loss(self, namespace: str, on_loss: str) -> bool:
-        """Return whether keys of the namespace were lost that are so no more."""
+        """Set what happens after losses; return whether lost keys of the namespace were reset."""
         if on_loss == "error":
             self._resets.discard(namespace)
         if on_loss != "reset":
@@ -102,7 +104,7 @@ class ServerGroup:
         return before != self._lost
 
     def enlisted(self, enlist: Enlist) -> View | None:
-        """A client wants to take part in a namespace that aggregates; return the next view, if there is one.
+        """A client asks to take part in a namespace that aggregates; return the next view, if there is one.
 
         Raises:
             ProtocolError: there is no such namespace, or it does not aggregate.
@@ -112,46 +114,46 @@ class ServerGroup:
             raise ProtocolError(f"expected a namespace that aggregates, got {space or enlist.namespace}")
         number = None if self.view is None else self.view.number + 1
         is_new = self._participants.enlist(enlist.client, enlist.namespace, number)
-        return self._say_anew() if is_new else None
+        return self._next_epoch() if is_new else None
 
     def reached(self, said: Reached) -> View | None:
         """A participant has paused; return the next view, if all have."""
         is_over = self._participants.reach(said.client, said.namespace, said.pause, said.time)
-        return self._say_anew() if is_over else None
+        return self._next_epoch() if is_over else None
 
     def withdrawn(self, withdraw: Withdraw) -> View | None:
-        """A client pushes no more to a namespace; return the next view, if there is one."""
+        """A client withdraws from a namespace; return the next view, if there is one."""
         is_new = self._participants.withdraw(withdraw.client, withdraw.namespace)
-        return self._say_anew() if is_new else None
+        return self._next_epoch() if is_new else None
 
     def client_gone(self, client: int) -> View | None:
         """A client is lost, or has left; return the next view, if there is one."""
-        return self._say_anew() if self._participants.lose(client) else None
+        return self._next_epoch() if self._participants.lose(client) else None
 
     def joined(self, server: int) -> View | None:
-        """A server is there; return the next view, if there is one.
+        """A server joins; return the next view, if there is one.
 
         Raises:
             ProtocolError: a server with this id is or was there.
         """
         if server in self._alive or server in self._gone:
-            raise ProtocolError(f"expected a new server, got server {server}, which there was")
+            raise ProtocolError(f"expected a new server, got server {server}, whose id was used before")
         self._alive.add(server)
         if self.view is None:
             if len(self._alive) < self._expected:
                 return None
-            return self._say(epoch=0, ring=self._ring_of(self._alive))
+            return self._say(epoch=0, ring=self._make_ring(self._alive))
         return self._prepare(self.view)
 
     def leaves(self, server: int) -> View | None:
-        """A server wants to leave; it may, once a view says nothing of it."""
+        """A server asks to leave; return the next view. It may go once a view does not contain it."""
         if server not in self._alive or self.view is None:
             return None
         self._leaving.add(server)
         return self._prepare(self.view)
 
     def lost(self, server: int) -> View | None:
-        """A server is gone; return the next view, if that changes anything."""
+        """A server is lost; return the next view, if that changes anything."""
         if server not in self._alive:
             return None
         self._alive.discard(server)
@@ -170,7 +172,7 @@ class ServerGroup:
         )
 
     def may_lose(self, server: int, silent: Collection[int] = ()) -> bool:
-        """Whether all that a server has is with another one, too, that is not silent."""
+        """Whether another server, and one that is not silent, has all that a server has."""
         view = self.view
         if view is None:
             return True
@@ -180,13 +182,13 @@ class ServerGroup:
         )
 
     def note_silent(self, servers: Iterable[int]) -> None:
-        """These have been silent for too long, and are waited for; the view says so, and stays the same."""
+        """Set the silent servers that the manager waits for in the view, which keeps its number."""
         self._silent = tuple(sorted(servers))
         if self.view is not None:
             self.view = replace(self.view, silent=self._silent)
 
     def filled(self, said: Filled) -> View | None:
-        """A server has all that it was to be filled with; what it says of an older view counts no more."""
+        """A server reports that it has been filled; reports about older views are ignored."""
         view = self.view
         if view is None or said.view != view.number or said.server not in self._alive:
             return None
@@ -198,10 +200,10 @@ class ServerGroup:
             )
         if not gaining <= self._filled:
             return None
-        return self._go_over(view)
+        return self._after_filling(view)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is not an argument of the constructor, as plain data."""
+        """Return the whole state but the constructor's arguments, as plain data."""
         view = self.view
         return {
             "view": None
@@ -227,7 +229,7 @@ class ServerGroup:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a group with the same arguments."""
+        """Restore a `state_dict` of a group with the same arguments."""
         view = state["view"]
         self._spaces = {space[0]: Space(*space) for space in state["spaces"]}
         self._participants.load_state_dict(state["participants"])
@@ -242,29 +244,29 @@ class ServerGroup:
             self.view = View(
                 number=view["number"],
                 epoch=view["epoch"],
-                ring=self._ring_of(view["servers"]),
+                ring=self._make_ring(view["servers"]),
                 spaces=dict(self._spaces),
                 filling={
                     one: tuple(Arc(first=first, last=last) for first, last in arcs)
                     for one, arcs in view["filling"]
                 },
-                target=None if view["target"] is None else self._ring_of(view["target"]),
+                target=None if view["target"] is None else self._make_ring(view["target"]),
                 emptied=tuple(Arc(first=first, last=last) for first, last in view["emptied"]),
-                **self._what_goes_along(),
+                **self._common_fields(),
             )
         self._alive, self._gone = set(state["alive"]), set(state["gone"])
         self._leaving, self._filled = set(state["leaving"]), set(state["filled"])
 
-    # Within ----------------------------------------------------------------------------------------------
+    # Internal --------------------------------------------------------------------------------------------
 
-    def _say_anew(self) -> View | None:
-        """Say to clients, too, what has changed but servers."""
+    def _next_epoch(self) -> View | None:
+        """Return the next view for a change other than of servers, in a new epoch."""
         view = self.view
         if view is None:
             return None
         return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
 
-    def _what_goes_along(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         begins = {name: dict(times) for name, times in self._participants.begins.items() if times}
         return {
             "participants": begins,
@@ -291,26 +293,26 @@ class ServerGroup:
             filling=filling or {},
             target=target,
             emptied=emptied,
-            **self._what_goes_along(),
+            **self._common_fields(),
         )
         self._filled.clear()
         return self.view
 
-    def _ring_of(self, servers: Iterable[int]) -> Ring:
+    def _make_ring(self, servers: Iterable[int]) -> Ring:
         return Ring(servers, virtual_nodes=self._virtual_nodes, copies=self._copies)
 
     def _target(self, ring: Ring) -> Ring | None:
-        """The ring that is wanted, None where that is the one in force."""
+        """The ring to prepare, None if it is the one in force."""
         wanted = tuple(sorted(self._alive - self._leaving)) or ring.servers
-        return None if wanted == ring.servers else self._ring_of(wanted)
+        return None if wanted == ring.servers else self._make_ring(wanted)
 
     def _prepare(self, view: View) -> View:
         return self._say(
             epoch=view.epoch, ring=view.ring, filling=view.filling, target=self._target(view.ring)
         )
 
-    def _go_over(self, view: View) -> View:
-        """Everybody has what the ring in force gives it, and what the next one does."""
+    def _after_filling(self, view: View) -> View:
+        """Return the next view after filling: with the target as its ring, if there is one."""
         if view.target is None:
             return self._say(epoch=view.epoch, ring=view.ring)
         left = self._leaving - set(view.target.servers)
@@ -320,7 +322,7 @@ class ServerGroup:
         return self._say(epoch=view.number + 1, ring=view.target, target=self._target(view.target))
 
     def _filling_after(self, view: View, ring: Ring) -> dict[int, tuple[Arc, ...]]:
-        """Who has to be filled with what once a server is gone from the ring; nobody with what is lost."""
+        """Which servers have to be filled with what after a loss; lost data are filled nowhere."""
         found: dict[int, list[Arc]] = {}
         for first, last, holders in self._stretches(view, *ring.bounds):
             after = ring.holders_at(first)
@@ -332,26 +334,26 @@ class ServerGroup:
         return {server: tuple(arcs) for server, arcs in sorted(found.items())}
 
     def _lose(self, view: View, server: int) -> tuple[Arc, ...]:
-        """Note what is lost with a server, which was the last one to have it; return where on the ring."""
-        known = [bound for arc in self._lost for bound in (arc.first, arc.last)]
+        """Record what is lost with a server that was the last one to have it; return the places."""
+        bounds = [bound for arc in self._lost for bound in (arc.first, arc.last)]
         stretches = [
-            (first, last) for first, last, holders in self._stretches(view, *known) if holders == [server]
+            (first, last) for first, last, holders in self._stretches(view, *bounds) if holders == [server]
         ]
         self.losses += bool(stretches)
         lost = [
             LostArc(number=self.losses, namespace=name, first=arc.first, last=arc.last, server=server)
             for name in self._spaces
             if name not in self._resets
-            for arc in _joined(stretch for stretch in stretches if not self._is_lost(name, stretch[0]))
+            for arc in _merged(stretch for stretch in stretches if not self._is_lost(name, stretch[0]))
         ]
         self._lost += lost
-        return tuple(_joined(stretches))
+        return tuple(_merged(stretches))
 
     def _is_lost(self, namespace: str, point: int) -> bool:
         return any(arc.namespace == namespace and arc.first <= point < arc.last for arc in self._lost)
 
     def _stretches(self, view: View, *bounds: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield the ring in stretches, each with those who have all of it."""
+        """Yield stretches of the ring, each with the servers that have all of it."""
         found = {0, POINTS, *view.ring.bounds, *bounds}
         found.update(
             bound for arcs in view.filling.values() for arc in arcs for bound in (arc.first, arc.last)
@@ -365,8 +367,8 @@ class ServerGroup:
             )
 
 
-def _joined(stretches: Iterable[tuple[int, int]]) -> list[Arc]:
-    """Return neighbours as one."""
+def _merged(stretches: Iterable[tuple[int, int]]) -> list[Arc]:
+    """Merge adjacent stretches."""
     arcs: list[Arc] = []
     for first, last in stretches:
         if arcs and arcs[-1].last == first:

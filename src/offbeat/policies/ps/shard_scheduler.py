@@ -1,6 +1,6 @@
-"""Whose data is whose in a group of workers, and which task comes next; a part that `WorkerGroups` owns.
+"""The assignment of shards and tasks to the workers of a group; a part of `WorkerGroups`.
 
-Nothing here knows what a shard holds, how a death is noticed, or what a worker pushes.
+Nothing here knows what a shard contains, how the loss of a worker is detected, or what a worker pushes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, GroupViewed, PassesEnded, TaskIssued, Worker, WorkerRefused
 
-SHARDS_MAX: Final = 2**16  # so that who owns which fits into a control message, however they lie
+SHARDS_MAX: Final = 2**16  # so that any assignment fits into a control message
 POLICIES: Final = ("replace", "continue", "drop_slowest")
 
 
@@ -25,7 +25,7 @@ class _Task(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """A worker has asked for a task, and there was none for it."""
+    """A worker's request for a task that could not be answered yet."""
 
     passes: int
     shards_max: int
@@ -37,7 +37,7 @@ class _Member:
     """A worker.
 
     Attributes:
-        tasks: that it has and has not reported done, by number.
+        tasks: assigned and not reported done, by number.
         done: passes over a shard that it has reported done.
     """
 
@@ -51,11 +51,11 @@ class _Member:
         return sorted(self.shards - busy)
 
 
-class _Parcel(NamedTuple):
-    """What a worker had that is gone; whoever has no shard takes it over.
+class _FreeShards(NamedTuple):
+    """The shards of a worker that is gone; the next worker without shards gets them.
 
     Attributes:
-        due_s: from when on the others share it; None for never: it is lost until somebody takes it over.
+        due_s: when the remaining workers share them; None for never: they are lost until a worker gets them.
     """
 
     due_s: float | None
@@ -63,40 +63,44 @@ class _Parcel(NamedTuple):
 
 
 class ShardScheduler:
-    """Gives the shards 0 to `shards` - 1 to the workers of a group, and passes over them as tasks.
+    """Assigns the shards 0 to `shards` - 1 to the workers of a group, and passes over them as tasks.
 
-    Every shard is one worker's, or waits for one, or is lost. The first worker has all. Who comes later takes
-    over what somebody left who is gone; then shards go, one at a time, from who has most to who has fewest,
-    until they differ by one at most. A shard that is in a task stays where it is until that is done.
+    Every shard belongs to one worker, or waits for one, or is lost. The first worker gets all. A later one
+    takes over the shards of a worker that is gone; then shards move, one at a time, from the worker with most
+    to the worker with fewest, until they differ by one at most. A shard that is in a task stays until the
+    task is done.
 
-    A task is some shards of one worker, all in the same pass. With a `tau`, pass p of a shard may be begun
-    when every shard that is not lost has been through p - tau passes. A shard goes through its passes in
-    order. A pass over it counts when the worker that was given the task reports it done, and hence once: the
-    tasks of a worker that is gone are no more, and whoever gets their shards is given new ones.
+    A task is some shards of one worker, all in the same pass. With a `tau`, pass p of a shard may begin when
+    every shard that is not lost has completed p - tau passes. A shard goes through its passes in order. A
+    pass over it counts when the worker that got the task reports it done, and hence once: the tasks of a
+    worker that is gone are cancelled, and the new owners of its shards get new ones.
 
-    Who leaves hands its shards to the others. What becomes of those of a worker that is lost is the policy:
+    A worker that leaves hands its shards to the remaining ones. What happens to those of a lost worker is the
+    policy:
 
-    - "replace": they wait for a newcomer. After `patience_s` seconds without one, the others share them.
-    - "continue": they are lost, and the group goes on without them. A newcomer takes them over, and begins
-      with the pass in which the group is: nobody makes up for what they have missed.
-    - "drop_slowest": the others share them at once. Besides, when a worker has waited for a task for
-      `patience_s` seconds, that worker is dropped which is furthest behind, as if it were lost.
+    - "replace": they wait for a newcomer. After `patience_s` seconds without one, the remaining workers share
+      them.
+    - "continue": they are lost, and the group continues without them. A newcomer takes them over, and begins
+      with the group's current pass: the passes that they have missed are not repeated.
+    - "drop_slowest": the remaining workers share them at once. Also, when a worker has waited for a task for
+      `patience_s` seconds, the worker that is furthest behind is dropped as if it were lost.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", OSDI, section
     4.6 ("worker management"), which leaves it to the program whether a lost worker is replaced, or the others
     continue without it because a model suffers little from the loss of a little data, or slow ones are even
     ended. Hence "continue" is without the data. Deviations: a newcomer owns its shards before it has loaded
-    them, since nobody writes to them and what is under way stays where it is; what a worker had that is
-    dropped for being slow goes to the others. The bounded delay of section 3.5 is one of passes here.
+    them, since nothing writes to them and shards in a task stay where they are; the shards of a worker that
+    is dropped for being slow go to the remaining ones. The bounded delay of section 3.5 is one of passes
+    here.
 
-    `policies/work.py` deals samples to groups whose members finish rounds together; here nobody waits for a
-    round, and data stay with who has loaded them.
+    `policies/work.py` assigns samples to groups whose members finish rounds together; here no worker waits
+    for a round, and data stay with the worker that has loaded them.
 
     Args:
         name: of the group.
         shards: 1 to 65536.
         on_loss: the policy.
-        patience_s: seconds, as above.
+        patience_s: in seconds, see above.
 
     Attributes:
         tau: passes, None for no bound. It holds for tasks that are issued later.
@@ -114,47 +118,47 @@ class ShardScheduler:
             )
         self.name, self.shards, self.on_loss, self.patience_s = name, shards, on_loss, patience_s
         self.tau: int | None = None
-        self._passes = [0] * shards  # that each shard has been through
-        self._count: Counter[int] = Counter({0: shards})  # of shards that are not lost, by these passes
-        self._members: dict[str, _Member] = {}  # in the order in which they came
+        self._passes = [0] * shards  # completed by each shard
+        self._count: Counter[int] = Counter({0: shards})  # of shards that are not lost, by their passes
+        self._members: dict[str, _Member] = {}  # in the order of joining
         self._wants: dict[str, _Want] = {}
-        self._parcels = [_Parcel(0.0, tuple(range(shards)))]  # the oldest first
+        self._free = [_FreeShards(0.0, tuple(range(shards)))]  # the oldest first
         self._next = 0
-        self._has_changed = False  # since everybody was told
+        self._has_changed = False  # since the members received a view
 
     def __contains__(self, node: str) -> bool:
         return node in self._members
 
     @property
     def passes(self) -> int:
-        """How many passes all shards have been through that are not lost."""
+        """How many passes every shard that is not lost has completed."""
         return min(self._count, default=0)
 
-    # What is heard ---------------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------
 
     def join(self, node: str, now_s: float) -> list[Action]:
-        """A worker comes, which is no member."""
+        """A worker joins that is not a member."""
         self._members[node] = _Member()
         self._has_changed = True
-        return self._settle(now_s, f"{node} has come")
+        return self._settle(now_s, f"{node} has joined")
 
     def leave(self, node: str, now_s: float) -> list[Action]:
-        """A member goes in order."""
-        return self._part(node, now_s, now_s, f"{node} has left")
+        """A member leaves in order."""
+        return self._remove(node, now_s, now_s, f"{node} has left")
 
     def lose(self, node: str, now_s: float, reason: str) -> list[Action]:
-        """A member is gone without a word."""
+        """A member is lost."""
         due_s = {"replace": now_s + self.patience_s, "continue": None, "drop_slowest": now_s}[self.on_loss]
-        return self._part(node, due_s, now_s, reason)
+        return self._remove(node, due_s, now_s, reason)
 
     def want(self, node: str, passes: int, shards_max: int, now_s: float) -> list[Action]:
-        """A member asks for a task of at most so many shards, in the first so many passes.
+        """A member requests a task of at most `shards_max` shards, in the first `passes` passes.
 
         Raises:
-            ProtocolError: no shards.
+            ProtocolError: `shards_max` is below 1.
         """
         if shards_max < 1:
-            raise ProtocolError(f"expected a task of at least 1 shard to be asked for, got {shards_max}")
+            raise ProtocolError(f"expected a request for at least 1 shard, got {shards_max}")
         since_s = self._wants[node].since_s if node in self._wants else now_s
         self._wants[node] = _Want(passes, shards_max, since_s)
         return self._serve([node])
@@ -170,10 +174,10 @@ class ShardScheduler:
         if task is None:
             raise ProtocolError(f"expected one of the {len(member.tasks)} tasks of {node}, got task {number}")
         for shard in task.shards:
-            self._go_on(shard, task.pass_number + 1)
+            self._set_passes(shard, task.pass_number + 1)
         member.done += len(task.shards)
-        said = self._settle(now_s, f"{node} has done task {number}")
-        return said or self._serve(list(self._wants) if self.passes > before else [node])
+        actions = self._settle(now_s, f"{node} has done task {number}")
+        return actions or self._serve(list(self._wants) if self.passes > before else [node])
 
     def set_tau(self, tau: int | None, now_s: float) -> list[Action]:
         """Bound how many passes a shard may be ahead of another one, from now on."""
@@ -182,16 +186,16 @@ class ShardScheduler:
         return self._settle(now_s, f"tau is {tau}")
 
     def tick(self, now_s: float) -> list[Action]:
-        """Time has passed."""
-        said: list[Action] = []
+        """Time has passed: share overdue shards, or drop the slowest worker."""
+        actions: list[Action] = []
         if self.on_loss == "drop_slowest":
-            said = self._drop_slowest(now_s)
-        return said or self._settle(now_s, f"nobody has come for {self.patience_s:g} s")
+            actions = self._drop_slowest(now_s)
+        return actions or self._settle(now_s, f"no worker has joined for {self.patience_s:g} s")
 
     def view(self, node: str, reason: str) -> GroupViewed:
-        """Return what a node, or every member if that is empty, is to be told of who has what."""
-        lost = [parcel.shards for parcel in self._parcels if parcel.due_s is None]
-        waiting = [parcel.shards for parcel in self._parcels if parcel.due_s is not None]
+        """Return the view of the group for a node, or for every member if `node` is empty."""
+        lost = [parcel.shards for parcel in self._free if parcel.due_s is None]
+        waiting = [parcel.shards for parcel in self._free if parcel.due_s is not None]
         return GroupViewed(
             node=node,
             group=self.name,
@@ -209,7 +213,7 @@ class ShardScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is not an argument of the constructor, as plain data."""
+        """Return the whole state but the constructor's arguments, as plain data."""
         return {
             "tau": self.tau,
             "passes": list(self._passes),
@@ -223,62 +227,62 @@ class ShardScheduler:
                 for name, member in self._members.items()
             ],
             "wants": [[name, *want] for name, want in self._wants.items()],
-            "parcels": [[due_s, list(shards)] for due_s, shards in self._parcels],
+            "parcels": [[due_s, list(shards)] for due_s, shards in self._free],
             "next": self._next,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of a scheduler with the same arguments."""
+        """Restore a `state_dict` of a scheduler with the same arguments."""
         self.tau, self._passes, self._next = state["tau"], list(state["passes"]), state["next"]
-        self._parcels = [_Parcel(due_s, tuple(shards)) for due_s, shards in state["parcels"]]
+        self._free = [_FreeShards(due_s, tuple(shards)) for due_s, shards in state["parcels"]]
         self._members = {}
         for name, shards, tasks, done in state["members"]:
-            held = {number: _Task(number, at, tuple(those)) for number, at, those in tasks}
+            held = {number: _Task(number, at, tuple(task_shards)) for number, at, task_shards in tasks}
             self._members[name] = _Member(set(shards), held, done)
         self._wants = {name: _Want(*want) for name, *want in state["wants"]}
-        lost = {shard for due_s, shards in self._parcels if due_s is None for shard in shards}
+        lost = {shard for due_s, shards in self._free if due_s is None for shard in shards}
         self._count = Counter(found for shard, found in enumerate(self._passes) if shard not in lost)
 
-    # Who has what ----------------------------------------------------------------------------------------
+    # Assignment of shards --------------------------------------------------------------------------------
 
-    def _part(self, node: str, due_s: float | None, now_s: float, reason: str) -> list[Action]:
+    def _remove(self, node: str, due_s: float | None, now_s: float, reason: str) -> list[Action]:
         shards = tuple(sorted(self._members.pop(node).shards))
         self._wants.pop(node, None)
         self._has_changed = True
         if shards:
-            self._parcels.append(_Parcel(due_s, shards))
+            self._free.append(_FreeShards(due_s, shards))
         if due_s is None:
             self._count -= Counter(self._passes[shard] for shard in shards)
         return self._settle(now_s, reason)
 
     def _settle(self, now_s: float, reason: str) -> list[Action]:
-        """Give away what can be, and tell everybody if anything has changed."""
+        """Assign the shards that are free, and send all members a view if anything has changed."""
         for member in self._members.values():
-            if not member.shards and self._parcels:
-                self._take_over(member, self._parcels.pop(0))
+            if not member.shards and self._free:
+                self._adopt(member, self._free.pop(0))
         if self._members:
-            due = [one for one in self._parcels if one.due_s is not None and one.due_s <= now_s]
-            for parcel in due:
-                self._parcels.remove(parcel)
-                self._share(parcel.shards)
+            due = [one for one in self._free if one.due_s is not None and one.due_s <= now_s]
+            for free in due:
+                self._free.remove(free)
+                self._share(free.shards)
             self._even_out()
         if not self._has_changed:
             return []
         self._has_changed = False
-        said: list[Action] = [self.view("", reason)] if self._members else []
-        return said + self._serve(list(self._wants))
+        actions: list[Action] = [self.view("", reason)] if self._members else []
+        return actions + self._serve(list(self._wants))
 
-    def _take_over(self, member: _Member, parcel: _Parcel) -> None:
-        if parcel.due_s is None:
+    def _adopt(self, member: _Member, free: _FreeShards) -> None:
+        if free.due_s is None:
             passes = self.passes
-            for shard in parcel.shards:
+            for shard in free.shards:
                 self._passes[shard] = max(self._passes[shard], passes)
                 self._count[self._passes[shard]] += 1
-        member.shards.update(parcel.shards)
+        member.shards.update(free.shards)
         self._has_changed = True
 
     def _share(self, shards: Sequence[int]) -> None:
-        """Give each of these shards to one of those who have fewest then, and neighbours to the same one."""
+        """Assign each shard to the member with fewest at that point, in contiguous runs."""
         sizes = {name: len(member.shards) for name, member in self._members.items()}
         before = dict(sizes)
         for _ in shards:
@@ -289,7 +293,7 @@ class ShardScheduler:
         self._has_changed = True
 
     def _even_out(self) -> None:
-        """Move shards from who has most to who has fewest, as few as possible."""
+        """Move shards from the member with most to the one with fewest, as few as possible."""
         sizes = [len(member.shards) for member in self._members.values()]
         if max(sizes) - min(sizes) < 2:
             return
@@ -310,7 +314,7 @@ class ShardScheduler:
             self._has_changed = True
 
     def _drop_slowest(self, now_s: float) -> list[Action]:
-        """Drop who keeps a member waiting that has shards and no task; nobody else for as long again."""
+        """Drop the slowest member if one with shards and no task is overdue; then none for as long again."""
         overdue = [
             name
             for name, want in self._wants.items()
@@ -334,19 +338,19 @@ class ShardScheduler:
     # Tasks -----------------------------------------------------------------------------------------------
 
     def _serve(self, nodes: Iterable[str]) -> list[Action]:
-        """Answer those of these members that want a task."""
-        said: list[Action] = []
+        """Answer the waiting requests of these members."""
+        actions: list[Action] = []
         for node in nodes:
             want = self._wants.get(node)
-            answer = None if want is None else self._answer(node, self._members[node], want)
+            answer = None if want is None else self._next_task(node, self._members[node], want)
             if answer is not None:
                 del self._wants[node]
-                said.append(answer)
-        return said
+                actions.append(answer)
+        return actions
 
-    def _answer(self, node: str, member: _Member, want: _Want) -> TaskIssued | PassesEnded | None:
+    def _next_task(self, node: str, member: _Member, want: _Want) -> TaskIssued | PassesEnded | None:
         if self.passes >= want.passes:
-            reason = f"all shards have been through {self.passes} passes"
+            reason = f"all shards have completed {self.passes} passes"
             return PassesEnded(node=node, group=self.name, passes=self.passes, reason=reason)
         idle = member.idle()
         pass_number = min((self._passes[shard] for shard in idle), default=want.passes)
@@ -365,7 +369,7 @@ class ShardScheduler:
             reason=f"{len(shards)} shards of {node} are in pass {pass_number}",
         )
 
-    def _go_on(self, shard: int, passes: int) -> None:
+    def _set_passes(self, shard: int, passes: int) -> None:
         self._count -= Counter([self._passes[shard]])
         self._passes[shard] = passes
         self._count[passes] += 1
@@ -375,7 +379,7 @@ class ShardScheduler:
 
 
 def _ranges(shards: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The first and last of each run of neighbours, ascending."""
+    """The first and last of each run of consecutive shards, ascending."""
     found: list[tuple[int, int]] = []
     for shard in sorted(shards):
         if found and found[-1][1] == shard - 1:

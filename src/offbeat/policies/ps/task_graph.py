@@ -1,6 +1,6 @@
-"""Which task may run where, and when it has finished; which iterations may overlap.
+"""A graph of tasks and subtasks over nodes, and the iterations of bounded delay on top of it.
 
-Nothing here knows what a task does, how calls travel or how a death is noticed.
+Nothing here knows what a task does, how calls travel or how the loss of a node is detected.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from offbeat.errors import ProtocolError
 
 
 class State(StrEnum):
-    """How far a task has come at one callee."""
+    """The state of a task at one callee."""
 
-    ISSUED = "issued"  # it waits for other tasks
+    ISSUED = "issued"  # waits for other tasks
     READY = "ready"
     RUNNING = "running"
-    RETURNED = "returned"  # subtasks of it have not finished
+    RETURNED = "returned"  # waits for its subtasks
     FINISHED = "finished"
 
 
 class Run(NamedTuple):
-    """A task at one of its callees; where the graph says so, it may run there now."""
+    """A task at one of its callees; as an action, it may run there now."""
 
     number: int
     callee: str
 
 
 class TaskFinished(NamedTuple):
-    """A task has finished at every callee that it was not dropped at."""
+    """A task has finished at all its callees, except those it was dropped from."""
 
     number: int
 
 
 class IssueAgain(NamedTuple):
-    """A task has lost all its callees before it finished at one: it needs others, see `issue_again`."""
+    """A task has lost all its callees before any finished it: it needs new ones, see `issue_again`."""
 
     number: int
 
 
 class Withdrawn(NamedTuple):
-    """Nobody waits for a subtask any more, since whoever issued it is gone. It never finishes."""
+    """A subtask is cancelled, since the call that issued it is gone. It never finishes."""
 
     number: int
 
@@ -68,9 +68,9 @@ class _Task:
     """A task that has not finished.
 
     Attributes:
-        parent: the call that issued it, None if it is nobody's subtask.
+        parent: the call that issued it, None if it is not a subtask.
         waits: the tasks before it that have not finished.
-        calls: by callee; a callee that dies before it has finished is taken out.
+        calls: by callee; a callee that is lost before it has finished is removed.
         unfinished: how many of the calls have not finished.
         followers: the tasks that wait for it; none of them has begun.
     """
@@ -84,26 +84,26 @@ class _Task:
 
 
 class TaskGraph:
-    """Tasks that wait for each other, each run at one node or at a group of them.
+    """Tasks that wait for each other, each run at one node or at a group of nodes.
 
-    A task is ready when all that it waits for has finished; then it may run at each of its callees at once.
-    It has finished at a callee when the call has returned there and all subtasks that this call issued have
-    finished, and it has finished when it has at every callee that is alive. Tasks can be added ahead or while
-    others run. Numbers are given in ascending order and a task can only wait for one that has its number
-    already, from the same caller: nothing can wait for itself, nor for what it is a part of.
+    A task is ready when all tasks that it waits for have finished; then it may run at each of its callees at
+    once. It has finished at a callee when the call has returned there and all subtasks that this call issued
+    have finished, and it has finished when it has at every callee that is alive. Tasks can be added ahead or
+    while others run. Numbers are given in ascending order and a task can only wait for one that already has
+    its number, from the same caller: a task cannot wait for itself, nor for a task that it is a part of.
 
-    A node that dies before it has finished a task is dropped from it, and the subtasks that it issued for
-    that task are withdrawn: whoever runs the task instead issues them anew. A task without callees is to be
-    issued again, and waits until it is.
+    A node that is lost before it has finished a task is dropped from the task, and the subtasks that it
+    issued for it are withdrawn: a node that runs the task instead issues them again. A task without callees
+    has to be issued again, and waits until it is.
 
-    A task is forgotten as it finishes: a number that was given and is not held is over, so that a task which
-    waits for it later need not. What is held grows with the tasks that have not finished and the nodes that
-    have died, not with the tasks that have finished.
+    A finished task is removed: a number that was given and is not in the graph is over, so a task that waits
+    for it later does not have to. Memory grows with the unfinished tasks and the lost nodes, not with the
+    finished tasks.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", OSDI, section
     3.4 ("asynchronous tasks and dependency": execute-after-finished, done when all subtasks are). Deviations:
     a task waits until those before it have finished at all their callees, not at its own only, since bounded
-    delay counts iterations that are finished everywhere; withdrawing, of which the paper does not speak.
+    delay counts iterations that are finished everywhere; withdrawing, which the paper does not describe.
     """
 
     def __init__(self) -> None:
@@ -114,26 +114,28 @@ class TaskGraph:
     def add(
         self, callees: Iterable[str], *, after: Iterable[int] = (), parent: Run | None = None
     ) -> tuple[int, list[Told]]:
-        """Issue a task at these nodes; return its number and what may run now.
+        """Issue a task at these nodes; return its number and the actions that follow.
 
         Args:
             callees: one node or a group.
-            after: the tasks that have to finish before; those that have already are no matter.
-            parent: the call that issues it, which is running. One that was dropped or withdrawn, as a callee
-                may not know yet, is not: see `state`.
+            after: the tasks that have to finish before; those that have finished already are ignored.
+            parent: the call that issues it, which is running. One that was dropped or withdrawn, which a
+                callee may not know yet, is not running: see `state`.
 
         Raises:
             ValueError: no callee, or one that is down; a number in `after` that no task has yet, or that
-                another caller's has; a parent that is not running.
+                belongs to a task of another caller; a parent that is not running.
         """
         number = self._next
         waits = self._unfinished(after, parent)
         calls = self._calls(callees)
         if parent is not None:
-            above = self._held(parent)
-            if above is None or above.state is not State.RUNNING:
-                raise ValueError(f"expected a parent that is running, got {parent}: {self._where(parent)}")
-            above.subtasks.add(number)
+            parent_call = self._call(parent)
+            if parent_call is None or parent_call.state is not State.RUNNING:
+                raise ValueError(
+                    f"expected a parent that is running, got {parent}: {self._describe_state(parent)}"
+                )
+            parent_call.subtasks.add(number)
         self._next += 1
         task = self._tasks[number] = _Task(number, parent, waits, calls, len(calls))
         for earlier in waits:
@@ -141,7 +143,7 @@ class TaskGraph:
         return number, self._run(task)
 
     def issue_again(self, number: int, callees: Iterable[str]) -> list[Told]:
-        """Give a task that has lost all its callees new ones; return what may run now.
+        """Give new callees to a task that has lost all of its own; return the actions that follow.
 
         Raises:
             ValueError: it has callees or is over; no callee, or one that is down.
@@ -154,65 +156,65 @@ class TaskGraph:
         return self._run(task)
 
     def started(self, number: int, callee: str) -> None:
-        """A task has begun to run at a callee; what has been dropped or withdrawn is ignored.
+        """A task has begun to run at a callee; ignored if it was dropped or withdrawn.
 
         Raises:
             ProtocolError: it was not ready there.
         """
-        call = self._heard(Run(number, callee), State.READY)
+        call = self._expect_call(Run(number, callee), State.READY)
         if call is not None:
             call.state = State.RUNNING
 
     def returned(self, number: int, callee: str) -> list[Told]:
-        """A call has returned; what has been dropped or withdrawn is ignored. Return what follows.
+        """A call has returned; return the actions that follow. Ignored if it was dropped or withdrawn.
 
         Raises:
             ProtocolError: it was not running there.
         """
-        call = self._heard(Run(number, callee), State.RUNNING)
+        call = self._expect_call(Run(number, callee), State.RUNNING)
         if call is None:
             return []
         call.state = State.RETURNED
         return self._settle(Run(number, callee))
 
     def node_down(self, node: str) -> list[Told]:
-        """A node is gone for good; return what has to be issued again, what is withdrawn and what follows.
+        """A node is lost for good; return tasks to issue again, withdrawn tasks and the actions that follow.
 
         What the node has finished stays finished.
         """
         self._down.add(node)
-        told: list[Told] = []
-        hit = []
+        actions: list[Told] = []
+        affected = []
         for task in list(self._tasks.values()):  # parents before their subtasks
             call = task.calls.get(node)
             if call is not None and call.state is not State.FINISHED and task.number in self._tasks:
-                told += self._withdraw(call.subtasks)
+                actions += self._withdraw(call.subtasks)
                 del task.calls[node]
                 task.unfinished -= 1
-                hit.append(task)
-        for task in hit:
+                affected.append(task)
+        for task in affected:
             if not task.calls:
-                told.append(IssueAgain(task.number))
+                actions.append(IssueAgain(task.number))
             elif not task.unfinished:
-                told += self._finish(task)
-        return told
+                actions += self._finish(task)
+        return actions
 
     def is_open(self, number: int) -> bool:
-        """Return whether a task is there that has not finished."""
+        """Return whether a task exists that has not finished."""
         return number in self._tasks
 
     def waits_for(self, number: int) -> tuple[int, ...]:
-        """Return the tasks that a task still has to wait for, ascending; none if it is over."""
+        """Return the tasks that a task still waits for, ascending; none if it is over."""
         task = self._tasks.get(number)
         return () if task is None else tuple(sorted(task.waits))
 
     def state(self, number: int, callee: str) -> State | None:
-        """Return how far a task is at a callee; None if the task is over, or not at this callee."""
-        call = self._held(Run(number, callee))
+        """Return the state of a task at a callee; None if the task is over, or not at this callee."""
+        call = self._call(Run(number, callee))
         return None if call is None else call.state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as plain data."""
+        """Return the whole state, as plain data."""
         tasks = [
             [
                 task.number,
@@ -225,19 +227,19 @@ class TaskGraph:
         return {"next": self._next, "tasks": tasks, "down": sorted(self._down)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._next = state["next"]
         self._down = set(state["down"])
         self._tasks = {}
         for number, parent, waits, states in state["tasks"]:
             calls = {callee: _Call(State(one)) for callee, one in states}
             unfinished = sum(call.state is not State.FINISHED for call in calls.values())
-            above = None if parent is None else Run(*parent)
-            self._tasks[number] = _Task(number, above, set(waits), calls, unfinished)
+            parent_run = None if parent is None else Run(*parent)
+            self._tasks[number] = _Task(number, parent_run, set(waits), calls, unfinished)
             for earlier in waits:
                 self._tasks[earlier].followers.append(number)
-            if above is not None:
-                self._tasks[above.number].calls[above.callee].subtasks.add(number)
+            if parent_run is not None:
+                self._tasks[parent_run.number].calls[parent_run.callee].subtasks.add(number)
 
     def _unfinished(self, after: Iterable[int], parent: Run | None) -> set[int]:
         waits = set()
@@ -264,20 +266,20 @@ class TaskGraph:
             raise ValueError(f"expected one callee or more that are up, got {', '.join(calls) or 'none'}")
         return calls
 
-    def _held(self, run: Run) -> _Call | None:
+    def _call(self, run: Run) -> _Call | None:
         task = self._tasks.get(run.number)
         return None if task is None else task.calls.get(run.callee)
 
-    def _heard(self, run: Run, expected: State) -> _Call | None:
+    def _expect_call(self, run: Run, expected: State) -> _Call | None:
         is_over = run.number < self._next and run.number not in self._tasks
         if is_over or run.callee in self._down:
             return None
-        call = self._held(run)
+        call = self._call(run)
         if call is None or call.state is not expected:
-            raise ProtocolError(f"expected {run} to be {expected}: {self._where(run)}")
+            raise ProtocolError(f"expected {run} to be {expected}: {self._describe_state(run)}")
         return call
 
-    def _where(self, run: Run) -> str:
+    def _describe_state(self, run: Run) -> str:
         state = self.state(*run)
         return "it is not there" if state is None else f"it is {state}"
 
@@ -289,7 +291,7 @@ class TaskGraph:
         return [Run(task.number, callee) for callee in task.calls]
 
     def _settle(self, run: Run) -> list[Told]:
-        """Finish a call if that is due, and with it perhaps its task."""
+        """Finish a call if it has returned and has no subtasks left, and with its last call the task."""
         task = self._tasks[run.number]
         call = task.calls[run.callee]
         if call.state is not State.RETURNED or call.subtasks:
@@ -299,27 +301,27 @@ class TaskGraph:
         return [] if task.unfinished else self._finish(task)
 
     def _finish(self, task: _Task) -> list[Told]:
-        """Forget a task that has finished, let run what waited for it, and settle what it was a part of."""
+        """Remove a finished task, make its followers ready, and settle the call that it was a subtask of."""
         del self._tasks[task.number]
-        told: list[Told] = [TaskFinished(task.number)]
+        actions: list[Told] = [TaskFinished(task.number)]
         for number in task.followers:
             follower = self._tasks[number]
             follower.waits.discard(task.number)
-            told += self._run(follower)
+            actions += self._run(follower)
         if task.parent is not None:
-            above = self._tasks[task.parent.number].calls[task.parent.callee]
-            above.subtasks.discard(task.number)
-            told += self._settle(task.parent)
-        return told
+            parent_call = self._tasks[task.parent.number].calls[task.parent.callee]
+            parent_call.subtasks.discard(task.number)
+            actions += self._settle(task.parent)
+        return actions
 
     def _withdraw(self, subtasks: Iterable[int]) -> list[Told]:
-        """Forget these tasks, their subtasks and so on; only such tasks wait for them."""
-        told: list[Told] = []
+        """Remove these tasks with their subtasks, recursively; only such tasks wait for them."""
+        actions: list[Told] = []
         for number in sorted(subtasks):
-            told.append(Withdrawn(number))
+            actions.append(Withdrawn(number))
             for call in self._tasks.pop(number).calls.values():
-                told += self._withdraw(call.subtasks)
-        return told
+                actions += self._withdraw(call.subtasks)
+        return actions
 
 
 def _issued_by(parent: Run | None) -> str:
@@ -327,16 +329,16 @@ def _issued_by(parent: Run | None) -> str:
 
 
 class IterationScheduler:
-    """Issues iterations 0, 1, 2, ... as tasks of a graph, of which so many may overlap.
+    """Issues iterations 0, 1, 2, ... as tasks of a graph; a limited number of them may overlap.
 
     Iteration t may start when all iterations up to t - tau - 1 have finished, tau being the one in force when
-    t is issued. Hence, while t runs, tau + 1 iterations up to t are in flight at most. With a tau of 0
+    t is issued. Hence, while t runs, at most tau + 1 iterations up to t are in flight. With a tau of 0
     iterations run one after the other (sequential), with None none waits for another (eventual), and between
-    them the delay is bounded. How far apart workers are is not bounded by it: that is the threshold of stale
+    them the delay is bounded. It does not bound how far apart workers are: that is the threshold of stale
     synchronous parallel, which compares their clocks.
 
-    Only edges that say something new are added: t waits for those up to u = t - tau - 1 that u itself did not
-    wait for. With an unchanging tau these are t - 2 tau - 1 to t - tau - 1, as in the authors' code.
+    Redundant edges are not added: t waits for those up to u = t - tau - 1 that u itself did not wait for.
+    With a constant tau these are t - 2 tau - 1 to t - tau - 1, as in the authors' code.
 
     Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server", OSDI, section
     3.5 ("flexible consistency"), also for a tau that changes. Deviation: the paper says that a task is
@@ -344,7 +346,7 @@ class IterationScheduler:
     sequential.
 
     Args:
-        graph: shared with whoever adds subtasks or other tasks, and saved by whoever made it.
+        graph: may be shared with code that adds subtasks or other tasks; its owner saves it.
         tau: iterations, at least 0; None for no bound.
 
     Attributes:
@@ -359,7 +361,7 @@ class IterationScheduler:
         self.graph = graph
         self.set_tau(tau)
         self.issued = 0
-        # t: its task's number, and how many iterations from 0 on it comes after; some have finished since.
+        # By t: its task's number, and how many iterations, counted from 0, have to finish before it.
         self._open: dict[int, tuple[int, int]] = {}
 
     def set_tau(self, tau: int | None) -> None:
@@ -373,7 +375,7 @@ class IterationScheduler:
         self.tau = tau
 
     def issue(self, callees: Iterable[str]) -> tuple[int, list[Told]]:
-        """Issue the next iteration at these nodes; return its task's number and what may run now.
+        """Issue the next iteration at these nodes; return its task's number and the actions that follow.
 
         Raises:
             ValueError: no callee, or one that is down.
@@ -382,11 +384,11 @@ class IterationScheduler:
         t = self.issued
         before = 0 if self.tau is None else max(0, t - self.tau)
         _, implied = self._open.get(before - 1, (0, 0))
-        after = [number for one, (number, _) in self._open.items() if implied <= one < before]
-        number, told = self.graph.add(callees, after=after)
+        after = [number for earlier, (number, _) in self._open.items() if implied <= earlier < before]
+        number, actions = self.graph.add(callees, after=after)
         self._open[t] = (number, before)
         self.issued += 1
-        return number, told
+        return number, actions
 
     @property
     def in_flight(self) -> dict[int, int]:
@@ -398,12 +400,12 @@ class IterationScheduler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it but the graph, as plain data."""
+        """Return the whole state except the graph, as plain data."""
         held = [[t, *known] for t, known in self._open.items()]
         return {"tau": self.tau, "issued": self.issued, "open": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; the graph goes on from its own."""
+        """Restore a `state_dict`; the graph has its own."""
         self.tau = state["tau"]
         self.issued = state["issued"]
         self._open = {t: (number, before) for t, number, before in state["open"]}

@@ -1,6 +1,6 @@
-"""The groups of workers of a parameter server, by name; a part that `Manager` owns.
+"""The worker groups of a parameter server, by name; a part of `Manager`.
 
-Nothing here decides who gets what: see `offbeat.policies.shards`.
+Nothing here decides which worker gets which data: see `offbeat.policies.shards`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ Said: TypeAlias = WorkerJoins | WorkerLeaves | TaskWanted | TaskDone | TauSet | 
 
 
 class WorkerGroups:
-    """Gives data and tasks to groups of clients.
+    """Gives shards and tasks to groups of clients.
 
-    A group begins when somebody joins it, and stays for as long as the manager does: when all its workers are
-    gone, whoever joins goes on where they were. What cannot be is told to whoever said it, and changes
-    nothing.
+    A group is created by the first client that joins it, and exists as long as the manager: when all its
+    workers are gone, the next one to join continues their work. An invalid request is refused to its sender,
+    and changes nothing.
     """
 
     def __init__(self) -> None:
         self._groups: dict[str, ShardScheduler] = {}
 
     def hear(self, event: Said) -> list[Action]:
-        """Answer what a client says."""
+        """Process an event of a client; return the actions that answer it."""
         try:
             return self._answer(event)
         except ProtocolError as error:
             return [WorkerRefused(node=event.node, group=event.group, reason=str(error))]
 
     def part(self, event: NodeLeft | NodeLost) -> list[Action]:
-        """A client is gone, and with it all that it was a member of."""
+        """Remove a client that is gone from all its groups."""
         node, now_s = event.node, event.now_s
         return [
             action
@@ -59,11 +59,11 @@ class WorkerGroups:
         ]
 
     def tick(self, event: Tick) -> list[Action]:
-        """Time has passed."""
+        """Advance the time of all groups."""
         return [action for group in self._groups.values() for action in group.tick(event.now_s)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as plain data."""
+        """Return the whole state, as plain data."""
         return {
             "groups": [
                 [group.name, group.shards, group.on_loss, group.patience_s, group.state_dict()]
@@ -72,7 +72,7 @@ class WorkerGroups:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._groups = {}
         for name, shards, on_loss, patience_s, group in state["groups"]:
             self._groups[name] = ShardScheduler(name, shards, on_loss, patience_s)
@@ -86,7 +86,7 @@ class WorkerGroups:
         if isinstance(event, WorkerLeaves):
             return [] if group is None else self._leave(group, node, now_s)
         if group is None or node not in group:
-            raise ProtocolError(f"expected a member of the group {event.group}, got {node}, which is none")
+            raise ProtocolError(f"expected a member of the group {event.group}, got {node}, which is not one")
         match event:
             case TaskWanted():
                 return group.want(node, event.passes, event.shards_max, now_s)
@@ -95,7 +95,7 @@ class WorkerGroups:
             case TauSet():
                 return group.set_tau(event.tau, now_s)
             case ProgressWanted():
-                return [group.view(node, f"{node} has asked")]
+                return [group.view(node, f"{node} requested the progress")]
         assert_never(event)
 
     def _join(self, event: WorkerJoins) -> list[Action]:
@@ -106,7 +106,8 @@ class WorkerGroups:
         known = (group.shards, group.on_loss, group.patience_s)
         if known != wanted:
             raise ProtocolError(
-                f"expected the group {event.group} as it is, {_shown(known)}, got {_shown(wanted)}"
+                f"expected the group {event.group} as it was created, {_described(known)}, "
+                f"got {_described(wanted)}"
             )
         if event.node in group:
             raise ProtocolError(f"expected a newcomer in the group {event.group}, got {event.node}, a member")
@@ -114,11 +115,11 @@ class WorkerGroups:
         return group.join(event.node, event.now_s)
 
     def _leave(self, group: ShardScheduler, node: str, now_s: float) -> list[Action]:
-        """Who was dropped may say so as well; whoever it is hears of a group without it."""
-        said = group.leave(node, now_s) if node in group else []
-        return [*said, group.view(node, f"{node} has left")]
+        """Remove a member; a client that was dropped may leave too, and receives the view either way."""
+        actions = group.leave(node, now_s) if node in group else []
+        return [*actions, group.view(node, f"{node} has left")]
 
 
-def _shown(what: tuple[int, str, float]) -> str:
-    shards, on_loss, patience_s = what
+def _described(settings: tuple[int, str, float]) -> str:
+    shards, on_loss, patience_s = settings
     return f"{shards} shards, on_worker_loss={on_loss!r}, patience_s={patience_s:g}"

@@ -107,14 +107,14 @@ class Filtering:
             del self._cachings[key]
         self._asked.pop(node, None)
 
-    def found(self, namespace: str) -> dict[str, dict[str, Passed]]:
+    def report(self, namespace: str) -> dict[str, dict[str, Passed]]:
         """Return the bytes before and after each filter of a namespace at this node, by kind and name."""
         found = {
             kind: dict(passed) for (name, kind), passed in self._bytes_passed.items() if name == namespace
         }
         for (_, name, kind), chain in self._chains.items():
             if name == namespace:
-                _accumulate(found.setdefault(kind, {}), chain.found())
+                _accumulate(found.setdefault(kind, {}), chain.report())
         return found
 
     def encoded(self, node: str, message: Any) -> Any:
