@@ -247,7 +247,7 @@ class Post:
             self._endpoint.send(peer, self._encoder.encode(batch))
         for packet in packets:
             packed: Packed = packet.message
-            arrays: list[Array | bytes] = list(packed.arrays)
+            arrays: list[Array | bytes] = list(packed.beside)
             batch = _Batch(state.connection, packet.received, packet.number, self._tag, 0, packed.messages)
             long_bytes = len(memoryview(packed.messages))
             if long_bytes > _BATCH_BYTES:
