@@ -310,9 +310,7 @@ class Client:
         return self._drain_output()
 
     def _fail_for_loss(self, request: _PendingRequest, *, is_new: bool) -> bool:
-        """Fail a request that has lost keys, or is the first new one after a loss; return whether
-        it failed.
-        """
+        """Fail a request for lost keys, or the first new one after a loss; return whether it failed."""
         view = self._view
         if view is None or not view.lost:
             return False

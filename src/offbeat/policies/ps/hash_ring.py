@@ -117,8 +117,9 @@ class Ring:
         return self.holders_at(block_point(space.name, key // space.block_keys))
 
     def spans(self, space: Space, first: int, last: int) -> Iterator[Span]:
-        """Yield the keys `first` to `last` - 1 in ranges with the same holders, ascending, as long as
-        possible. The cost is linear in the number of blocks.
+        """Yield the keys `first` to `last` - 1 as maximal ranges with the same holders, ascending.
+
+        Linear in the number of blocks.
 
         Raises:
             ValueError: no such range of keys.
@@ -151,8 +152,9 @@ class Ring:
         return self._with_servers(other for other in self.servers if other != server)
 
     def moves(self, after: Ring) -> list[Move]:
-        """Return where the holders differ between this ring and another, ascending; neighbours with the same
-        change are merged.
+        """Return the stretches whose holders differ between this ring and another, ascending.
+
+        Neighbours with the same change are merged.
         """
         bounds = sorted({0, *self.bounds, *after.bounds, POINTS})
         found: list[Move] = []

@@ -52,8 +52,7 @@ _SERVER, _CLIENT = "server-", "client-"
 
 
 class Manager:
-    """Publishes the views of a `ServerGroup` to servers and clients, and the actions of `WorkerGroups` to
-    clients.
+    """Publishes the views of a `ServerGroup` to all nodes, and actions of `WorkerGroups` to clients.
 
     A node is gone when it leaves, when its process is closed (`NodeLost`), or when `FailureDetector` decides
     so.

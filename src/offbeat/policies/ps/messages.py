@@ -151,9 +151,7 @@ class Inspected(Pulled):
 
 @dataclass(kw_only=True, slots=True)
 class Stale:
-    """Another server is, or is about to be, the master of this part; the client needs a view of
-    this epoch.
-    """
+    """Another server is, or will be, the master of this part; the client needs a view of this epoch."""
 
     number: int
     first: int
@@ -176,9 +174,7 @@ class Refused:
 
 @dataclass(kw_only=True, slots=True)
 class Mark:
-    """One client's push in an operation: its time, and the times of its previous pushes, for the
-    whole range.
-    """
+    """One client's push in an operation: its time and its previous times, for the whole range."""
 
     client: int
     time: int
@@ -187,9 +183,7 @@ class Mark:
 
 @dataclass(kw_only=True, slots=True)
 class Operation:
-    """What a master has applied to keys `first` to `last` - 1: one push, or the sum of several
-    clients' pushes.
-    """
+    """One push, or the sum of several clients' pushes, for keys `first` to `last` - 1."""
 
     namespace: str
     first: int

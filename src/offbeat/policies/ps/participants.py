@@ -45,9 +45,7 @@ class Participants:
         return True
 
     def reach(self, client: int, namespace: str, pause: int, time: int) -> bool:
-        """A participant sends nothing after `time` in this pause; return whether all participants have
-        reported.
-        """
+        """A participant sends nothing after `time` in this pause; return whether all have paused."""
         if self.paused.get(namespace) != pause or client not in self.begins[namespace]:
             return False
         self._reached[namespace][client] = time
@@ -87,9 +85,7 @@ class Participants:
         self._gone = set(state["gone"])
 
     def _end_pause(self, namespace: str) -> bool:
-        """End the pause, and let the newcomers begin, once all participants have reported or no newcomer is
-        left.
-        """
+        """End the pause and let the newcomers begin, if all have paused or no newcomer is left."""
         if namespace not in self.paused:
             return False
         begins, newcomers = self.begins[namespace], self._newcomers[namespace]

@@ -68,8 +68,7 @@ class ServerGroup:
         return self._alive
 
     def opened(self, space: Space, on_loss: str = "") -> View | None:
-        """A client opens a namespace; return the next view if the namespace is new, or lost keys of it are
-        reset.
+        """A client opens a namespace; return the next view if it is new, or lost keys of it are reset.
 
         Args:
             space: its definition.

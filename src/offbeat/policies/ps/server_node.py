@@ -132,9 +132,7 @@ class Table(Protocol):
         """Return a copy of everything that is kept for keys `first` to `last` - 1."""
 
     def copy_in(self, first: int, last: int, content: Content) -> None:
-        """Replace everything that is kept for keys `first` to `last` - 1 by the result of another
-        table's `copy_out`.
-        """
+        """Replace everything kept for keys `first` to `last` - 1 by another table's `copy_out`."""
 
     def drop(self, first: int, last: int) -> None:
         """Delete keys `first` to `last` - 1."""
@@ -182,8 +180,7 @@ class _Fill:
 
 
 class ServerNode:
-    """One server: master of some arcs of the ring, replica of others, source for servers that are being
-    filled.
+    """One server: master of some arcs of the ring, replica of others, source for filling servers.
 
     Source: the parameter server of OSDI'14, sections 4.3 to 4.5. Deviations: docs/decisions/0008.
 
@@ -260,7 +257,7 @@ class ServerNode:
         return said
 
     def _hear(self, sender: str, message: ToServer) -> None:
-        """Keep messages of later views; drop those of earlier views, whose senders send them again."""
+        """Keep messages of later views; drop servers' messages of earlier ones: they are sent again."""
         number = -1 if self.view is None else self.view.number
         is_of_client = isinstance(message, OF_CLIENTS)
         of_view = message.epoch if is_of_client else message.view  # type: ignore[union-attr]
@@ -414,9 +411,7 @@ class ServerNode:
         self._release_requests([request])
 
     def _wait_for_kept(self, request: Request) -> None:
-        """Let a request wait for operations in flight that contain parts of the same push, received
-        before.
-        """
+        """Let a request wait for operations in flight that contain parts of the same push."""
         for kept in self._kept.values():
             if _is_of(kept.operation, request.push):
                 kept.requests.append(request)
@@ -435,8 +430,7 @@ class ServerNode:
         )
 
     def _begin(self, operation: Operation, requests: list[Request]) -> None:
-        """Apply an operation as its master and send it down its chains; if it is invalid, refuse its
-        requests.
+        """Apply an operation as its master and send it down its chains; or refuse its requests.
 
         The caller holds one more count of each request, so that none completes while parts of it are not
         begun.
@@ -628,9 +622,7 @@ class ServerNode:
                     self._hear(sender, message)
 
     def _send_again(self, operation: Operation, requests: list[Request]) -> None:
-        """Send an operation of an earlier view down its chains as master, or keep it to hand to its
-        master.
-        """
+        """Send an operation of an earlier view down its chains, or keep it for its master."""
         for part, chain in self._by_chain(operation):
             if self.server not in chain:
                 continue
@@ -649,9 +641,7 @@ class ServerNode:
             self._tell(chain[0], handed)
 
     def _end_handing(self) -> None:
-        """Send HandEnd to the masters of this server's chains; note the holders that owe one to
-        this master.
-        """
+        """Send HandEnd to the masters of this server's chains; note which holders owe one."""
         self._unheard.clear()
         if not any(space.aggregates for space in self._now().spaces.values()):
             return
@@ -689,9 +679,7 @@ class ServerNode:
         self._have = {block for block in self._have if not self._is_emptied(block)}
 
     def _not_emptied(self, operations: Iterable[Operation]) -> list[Operation]:
-        """Return the parts of operations for keys whose data are not lost; clients send none of
-        these again.
-        """
+        """Return the parts of operations whose keys' data are not lost; clients do not resend them."""
         found: list[Operation] = []
         for one in operations:
             blocks = list(self._blocks_of(one.namespace, one.first, one.last))
@@ -734,9 +722,7 @@ class ServerNode:
         return self._chain(next(self._blocks_of(operation.namespace, operation.first, operation.last)))
 
     def _chain_at(self, point: int) -> tuple[int, ...]:
-        """The servers that an operation at this place goes to: master, replicas, then those of the
-        next ring.
-        """
+        """The servers that have an operation at this place: master, replicas, then the next ring's."""
         chain = self._chains.get(point)
         if chain is None:
             view = self._now()

@@ -302,8 +302,7 @@ class PS:
 
     @property
     def tau(self) -> int | None:
-        """How many earlier iterations may be unfinished when one begins: 0 runs one at a time, None has no
-        bound.
+        """How many earlier iterations may be unfinished when one begins; 0: sequential, None: no bound.
 
         It holds for iterations that begin after it was set.
         """

@@ -52,9 +52,7 @@ class Views:
         return f"{text}; the manager receives nothing from {_named(silent)}, and waits" if silent else text
 
     def masters(self, name: str, first: int, last: int) -> str:
-        """Return which servers are masters of keys `first` to `last` - 1 of a namespace, as text
-        for errors.
-        """
+        """Return the masters of keys `first` to `last` - 1 of a namespace, as text for errors."""
         view = self.latest
         if view is None or name not in view.spaces:
             return "no server is known"

@@ -1,6 +1,4 @@
-"""`Future`: the result of a request to a parameter server, for threads that wait for it and for
-follow-up work.
-"""
+"""`Future`: the result of a request to a parameter server, to wait for or to continue from."""
 
 from __future__ import annotations
 

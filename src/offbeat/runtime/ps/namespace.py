@@ -262,8 +262,7 @@ class Namespace:
         self._requests.in_order(lambda: self._requests.node.filtering.kkt(self.name).set_margin(margin))
 
     def active(self, keys: ArrayLike) -> NDArray[np.bool_]:
-        """Return which keys the KKT filter does not skip in pushes: for the others nothing needs to be
-        computed.
+        """Return which keys the KKT filter does not skip in pushes; the others need no computation.
 
         Keys that are not pushed at all do not count as skipped in the report.
 
@@ -281,8 +280,7 @@ class Namespace:
         return found
 
     def take_part(self, clients: int = 1, timeout_s: float = TIMEOUT_S) -> int:
-        """Take part in a namespace that aggregates, and wait until there are so many participants, this one
-        included.
+        """Take part in a namespace that aggregates, and wait for so many participants, this one included.
 
         A client that pushes without this call takes part from then on. Clients that are to begin together
         call this before any of them pushes.
@@ -341,9 +339,7 @@ class Namespace:
         self._requests.withdraw(self.name).result(timeout_s)
 
     def withdraw_after(self, requests: Iterable[Future]) -> Future:
-        """Withdraw once these requests are done, without waiting for it; if one fails, the future
-        fails too.
-        """
+        """Withdraw once these requests are done, without blocking; the future fails if one of them fails."""
         return self._requests.withdraw(self.name, requests)
 
     def _push(

@@ -62,8 +62,7 @@ class Answer:
         return Answer(first, last, None, self._shape, self._dtype, self._buffers)
 
     def place(self, first: int, last: int, coming: Rows) -> Rows | None:
-        """Return the memory into which a server's rows are to be received; None if they need memory of their
-        own.
+        """Return the memory into which a server's rows are to be received; None for memory of their own.
 
         Memory is given once only, as two arrivals could not be told apart: an answer that arrives again, even
         from the same server, may contain other pushes, and the first one may be used before all of the second
@@ -94,9 +93,7 @@ class Answer:
     def result(
         self, parts: tuple[tuple[int, int, Entries], ...], times: tuple[Piece, ...]
     ) -> Rows | States | tuple[Rows | States, tuple[Piece, ...]]:
-        """Return the result from parts in ascending order: rows, with states a dictionary of rows,
-        and times.
-        """
+        """Return the result from parts in ascending order: rows, or rows by state, and times."""
         rows = self._states(parts) if self._wants_states else self.rows(parts)
         return (rows, times) if self._wants_times else rows
 

@@ -64,8 +64,7 @@ class Combiner:
         return True
 
     def give(self, count: int | None = None) -> tuple[str, Entries, int, list[Future]]:
-        """Remove the first pushes, by keys; return them as one: namespace, combined, last key + 1, their
-        futures.
+        """Remove the first pushes, by keys; return namespace, merged content, last key + 1, futures.
 
         Args:
             count: how many of those waiting; by default all.

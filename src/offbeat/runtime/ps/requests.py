@@ -302,15 +302,11 @@ class Requests:
         self._piece_keys[name] = max(1, _PUSHED_BYTES // row_bytes), max(1, _PULLED_BYTES // row_bytes)
 
     def enlist(self, name: str) -> Future:
-        """Take part in a namespace that aggregates; the future is done once the request is sent to
-        the manager.
-        """
+        """Take part in a namespace that aggregates; the future is done once the manager was asked."""
         return self.when_done([], lambda: self._take_up(self._client.enlist(name)))
 
     def withdraw(self, name: str, after: Iterable[Future] = ()) -> Future:
-        """Stop taking part once these requests are done; the future fails if pushes to the
-        namespace are not done.
-        """
+        """Stop taking part once these requests are done; the future fails if pushes are not done."""
         return self.when_done(after, lambda: self._take_up(self._client.withdraw(name)))
 
     def when_done(self, requests: Iterable[Future], function: Callable[[], Any] = lambda: None) -> Future:
@@ -571,9 +567,7 @@ class Requests:
         return of == name and begin <= first and last <= end and space is not None and not space.aggregates
 
     def _combine(self, content: Entries, future: Future) -> None:
-        """Queue a push to be merged with adjacent ones; if it is not adjacent, those queued are
-        sent first.
-        """
+        """Queue a push to be merged with adjacent ones; if it cannot be, send those queued first."""
         future.is_sent_push = True
         if not self._combined.take(content, future):
             self._send_combined()
@@ -581,9 +575,7 @@ class Requests:
         self.node.post.write_soon()
 
     def _send_some(self) -> None:
-        """Send the combined pushes; in two halves if nothing is in flight, so that client and
-        servers overlap.
-        """
+        """Send the combined pushes; in two halves if nothing is in flight, so that sending overlaps."""
         count = len(self._combined)
         if not self._asked and count >= _SMALL_PUSHES_TO_HALVE_MIN:
             self._call(self._send_combined)

@@ -172,9 +172,7 @@ class Server:
             self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
 
     def _process_held(self, peer: str, message: Any) -> None:
-        """Process a message that was held; its errors go to its sender, not to that of the current
-        message.
-        """
+        """Process a held message; its errors go to its sender, not to that of the current one."""
         try:
             self._hear(peer, message)
         except ProtocolError as error:
