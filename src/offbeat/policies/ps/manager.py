@@ -137,7 +137,7 @@ class Manager:
 
     def _join(self, event: NodeJoined) -> list[Action]:
         if client_of(event.node) is not None:
-            return self._say(self._group.view, f"{event.node} has joined", node=event.node)
+            return self._publish(self._group.view, f"{event.node} has joined", node=event.node)
         server = server_of(event.node)
         if server is None:
             reason = f"expected a name such as server-3 or client-7, got {event.node}"
@@ -150,7 +150,7 @@ class Manager:
         except ProtocolError as error:
             return [Refuse(peer=event.node, reason=str(error))]
         self._addresses[server], self._functions[server] = event.addresses, event.functions
-        return self._say(view, f"server {server} has joined")
+        return self._publish(view, f"server {server} has joined")
 
     def _remove(self, event: NodeLeft | NodeLost) -> list[Action]:
         how = f"was lost: {event.cause}" if isinstance(event, NodeLost) else "has left"
@@ -164,18 +164,18 @@ class Manager:
             gone = ClientGone(node=event.node, reason=f"{event.node} {how}")
             return [
                 gone,
-                *self._say(self._group.client_gone(client), gone.reason),
+                *self._publish(self._group.client_gone(client), gone.reason),
                 *self._workers.part(event),
             ]
         self._forget(server)
-        return self._say(self._group.lost(server), f"server {server} {how}")
+        return self._publish(self._group.lost(server), f"server {server} {how}")
 
     def _on_server_leaves(self, event: ServerLeaves) -> list[Action]:
         """Let a server leave; one that is silent and waited for cannot hand over its data and is removed."""
         name = f"{_SERVER}{event.server}"
         if name in self._standing and self._detector.is_silent(name):
             return self._lose(event.now_s, name, f"{event.node} has given it up")
-        return self._say(self._group.leaves(event.server), f"server {event.server} is to leave")
+        return self._publish(self._group.leaves(event.server), f"server {event.server} is to leave")
 
     def _detect_losses(self, now_s: float) -> list[Action]:
         """Remove nodes that are lost by now, and publish which silent servers are waited for."""
@@ -187,7 +187,7 @@ class Manager:
             ended = [f"{one} is no longer waited for" for one in self._standing.keys() - standing.keys()]
             self._standing = standing
             self._group.note_silent([one for one in self._silent() if f"{_SERVER}{one}" in standing])
-            actions += self._say(self._group.view, "; ".join([*standing.values(), *sorted(ended)]))
+            actions += self._publish(self._group.view, "; ".join([*standing.values(), *sorted(ended)]))
         return actions
 
     def _servers(self) -> list[str]:
@@ -212,7 +212,7 @@ class Manager:
             reason = f"expected ServerFilled from a server, got it from {event.node}"
             return [Refuse(peer=event.node, reason=reason)]
         view = self._group.filled(Filled(server=server, view=event.view))
-        return self._say(view, "all servers have received what they gain")
+        return self._publish(view, "all servers have received what they gain")
 
     def _on_reachability(self, event: ServerMissed | ServerReached) -> list[Action]:
         """Record which servers cannot reach each other; reports of clients are ignored."""
@@ -239,7 +239,7 @@ class Manager:
         if event.function:
             self._needed.add(event.function)
         how = " and restarts from zero after losses" if event.on_loss == "reset" else ""
-        return self._say(view, f"the namespace {event.name} was opened{how}")
+        return self._publish(view, f"the namespace {event.name} was opened{how}")
 
     def _on_worker(self, event: Said) -> list[Action]:
         return [_refuse_non_client(event)] if client_of(event.node) is None else self._workers.hear(event)
@@ -254,19 +254,19 @@ class Manager:
                     view = self._group.enlisted(Enlist(client=client, namespace=name))
                 except ProtocolError as error:
                     return [SpaceRefused(node=event.node, name=name, reason=str(error))]
-                return self._say(view, f"{event.node} takes part in {name}")
+                return self._publish(view, f"{event.node} takes part in {name}")
             case ClientPaused():
                 reached = Reached(client=client, namespace=name, pause=event.pause, time=event.time)
-                return self._say(self._group.reached(reached), f"all clients have paused {name}")
+                return self._publish(self._group.reached(reached), f"all clients have paused {name}")
             case ClientWithdraws():
                 view = self._group.withdrawn(Withdraw(client=client, namespace=name))
-                return self._say(view, f"{event.node} no longer takes part in {name}")
+                return self._publish(view, f"{event.node} no longer takes part in {name}")
 
     def _forget(self, server: int) -> None:
         self._addresses.pop(server, None)
         self._functions.pop(server, None)
 
-    def _say(self, view: View | None, reason: str, *, node: str = "") -> list[Action]:
+    def _publish(self, view: View | None, reason: str, *, node: str = "") -> list[Action]:
         if view is None:
             return []
         viewed = Viewed(

@@ -141,7 +141,7 @@ class ServerGroup:
         if self.view is None:
             if len(self._alive) < self._expected:
                 return None
-            return self._say(epoch=0, ring=self._make_ring(self._alive))
+            return self._next_view(epoch=0, ring=self._make_ring(self._alive))
         return self._prepare(self.view)
 
     def leaves(self, server: int) -> View | None:
@@ -166,7 +166,7 @@ class ServerGroup:
         ring = view.ring.without_server(server)
         emptied = self._lose(view, server)
         filling = self._filling_after(view, ring)
-        return self._say(
+        return self._next_view(
             epoch=view.number + 1, ring=ring, filling=filling, target=self._target(ring), emptied=emptied
         )
 
@@ -263,7 +263,9 @@ class ServerGroup:
         view = self.view
         if view is None:
             return None
-        return self._say(epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target)
+        return self._next_view(
+            epoch=view.number + 1, ring=view.ring, filling=view.filling, target=view.target
+        )
 
     def _common_fields(self) -> dict[str, Any]:
         begins = {name: dict(times) for name, times in self._participants.begins.items() if times}
@@ -274,7 +276,7 @@ class ServerGroup:
             "silent": tuple(one for one in self._silent if one in self._alive),
         }
 
-    def _say(
+    def _next_view(
         self,
         *,
         epoch: int,
@@ -306,19 +308,19 @@ class ServerGroup:
         return None if wanted == ring.servers else self._make_ring(wanted)
 
     def _prepare(self, view: View) -> View:
-        return self._say(
+        return self._next_view(
             epoch=view.epoch, ring=view.ring, filling=view.filling, target=self._target(view.ring)
         )
 
     def _after_filling(self, view: View) -> View:
         """Return the next view after filling: with the target as its ring, if there is one."""
         if view.target is None:
-            return self._say(epoch=view.epoch, ring=view.ring)
+            return self._next_view(epoch=view.epoch, ring=view.ring)
         left = self._leaving - set(view.target.servers)
         self._alive -= left
         self._gone |= left
         self._leaving -= left
-        return self._say(epoch=view.number + 1, ring=view.target, target=self._target(view.target))
+        return self._next_view(epoch=view.number + 1, ring=view.target, target=self._target(view.target))
 
     def _filling_after(self, view: View, ring: Ring) -> dict[int, tuple[Arc, ...]]:
         """Which servers have to be filled with what after a loss; lost data are filled nowhere."""

@@ -153,7 +153,7 @@ class Send(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _UnackedOperation:
     """An operation that is not known to have reached all holders after this one.
 
     Attributes:
@@ -200,13 +200,17 @@ class ServerNode:
         self.gaps = 0
         self._store = store
         self._clocks: dict[str, RangeVectorClock] = {}
-        self._kept: dict[tuple[int, int], _Kept] = {}  # by master and serial, in the order of application
+        self._kept: dict[
+            tuple[int, int], _UnackedOperation
+        ] = {}  # by master and serial, in the order of application
         self._serial = 0  # of this view
         self._carried: list[Operation] = []  # of earlier views, handed to a master to send again, in order
-        self._fetched: list[Operation] = []  # the same, contained in blocks received in this view
+        self._unacked_fetched: list[Operation] = []  # the same, contained in blocks received in this view
         self._early: dict[int, list[tuple[str, ToServer]]] = {}  # by the view that they wait for
         self._fills: dict[int, _Fill] = {}  # by the server that is being filled from here, in this view
-        self._awaited: set[int] = set()  # sources of this server that have not sent FillEnd in this view
+        self._pending_sources: set[int] = (
+            set()
+        )  # sources of this server that have not sent FillEnd in this view
         self._have: set[Block] = set()  # of the blocks that it gains
         self._buffered: dict[Block, list[Operation]] = {}  # on blocks that have not come
         self._deferred: list[Push | Pull] = []  # for blocks that have not come, of which this is the master
@@ -214,7 +218,7 @@ class ServerNode:
         self._unheard: set[int] = set()  # holders that may still hand over operations of earlier views
         self._chains: dict[int, tuple[int, ...]] = {}  # by point: cache for this view
         self._routes: dict[tuple[str, int, int], list[Span]] = {}  # by range of keys: cache for this view
-        self._out: list[Send] = []
+        self._output: list[Send] = []
 
     # Received messages -----------------------------------------------------------------------------------
 
@@ -225,13 +229,13 @@ class ServerNode:
             ProtocolError: no client of this version sends such a request; nothing has changed.
         """
         self._hear(sender, message)
-        return self._said()
+        return self._drain_output()
 
     def see(self, view: View) -> list[Send]:
         """Adopt a new view; an older one is ignored."""
         if self.view is None or view.number > self.view.number:
             self._follow(view)
-        return self._said()
+        return self._drain_output()
 
     def keeps_nothing_of(self, push: Push) -> bool:
         """Whether a push, if received now, would be read once only and nothing of it kept.
@@ -242,7 +246,7 @@ class ServerNode:
         space = None if view is None else view.spaces.get(push.namespace)
         if view is None or space is None or space.aggregates or push.epoch > view.number:
             return False
-        if self._awaited or self._gains() or not 0 <= push.first < push.last <= space.keys:
+        if self._pending_sources or self._gains() or not 0 <= push.first < push.last <= space.keys:
             return False
         is_alone = all(len(chain) == 1 for _, _, chain in self._route(space.name, push.first, push.last))
         return is_alone and self._store.table(space).looks_once
@@ -252,9 +256,9 @@ class ServerNode:
         clock = self._clock(namespace)
         return {client: time for client in clock.clients if (time := clock.at(client, key))}
 
-    def _said(self) -> list[Send]:
-        said, self._out = self._out, []
-        return said
+    def _drain_output(self) -> list[Send]:
+        output, self._output = self._output, []
+        return output
 
     def _hear(self, sender: str, message: ToServer) -> None:
         """Keep messages of later views; drop servers' messages of earlier ones: they are sent again."""
@@ -264,35 +268,35 @@ class ServerNode:
         if of_view > number:
             self._early.setdefault(of_view, []).append((sender, message))
         elif is_of_client or of_view == number:
-            self._take(sender, message)
+            self._dispatch(sender, message)
 
-    def _take(self, sender: str, message: ToServer) -> None:
+    def _dispatch(self, sender: str, message: ToServer) -> None:
         match message:
             case Push() | Pull():
-                self._serve(message)
+                self._on_request(message)
             case Copy():
-                self._copy(message, _server(sender))
+                self._on_replicate(message, _server(sender))
             case Copied():
-                self._done((message.master, message.serial))
+                self._on_replicate_ack((message.master, message.serial))
             case Handed():
-                self._take_over(_server(sender), message)
+                self._on_handoff(_server(sender), message)
             case Resent():
-                self._forward_resent(message)
+                self._on_handoff_replayed(message)
             case HandEnd():
-                self._end_handover_from(_server(sender))
+                self._on_handoff_done(_server(sender))
             case Fetch():
-                self._start_transfer(_server(sender), message)
+                self._on_transfer_request(_server(sender), message)
             case Chunk():
-                self._store_chunk(_server(sender), message)
+                self._on_transfer_chunk(_server(sender), message)
             case ChunkTaken():
                 self._fills[_server(sender)].unacked -= 1
                 self._send_chunks(_server(sender))
             case FillEnd():
-                self._end_transfer_from(_server(sender))
+                self._on_transfer_done(_server(sender))
 
     # Requests of clients ---------------------------------------------------------------------------------
 
-    def _serve(self, message: Push | Pull) -> None:
+    def _on_request(self, message: Push | Pull) -> None:
         view = self._now()
         space = view.spaces.get(message.namespace)
         if space is None or not 0 <= message.first < message.last <= space.keys:
@@ -303,11 +307,11 @@ class ServerNode:
         holders = view.ring.holders(space, message.first)
         if message.epoch < view.epoch or not holders or holders[0] != self.server:
             stale = Stale(number=message.number, first=message.first, last=message.last, epoch=view.epoch)
-            self._tell_client(message.client, stale)
+            self._send_to_client(message.client, stale)
         elif self._has_to_wait(message):
             self._deferred.append(message)
         elif isinstance(message, Pull):
-            self._tell_client(message.client, self._pulled(space, message))
+            self._send_to_client(message.client, self._pulled(space, message))
         else:
             self._check(space, message)
             if space.aggregates:
@@ -367,7 +371,7 @@ class ServerNode:
         """
         if self._unheard and isinstance(message, Push) and self._now().spaces[message.namespace].aggregates:
             return True
-        if not self._awaited:  # everything has come
+        if not self._pending_sources:  # everything has come
             return False
         blocks = self._blocks_of(message.namespace, message.first, message.last)
         return any(self._lacks(block) for block in blocks) or any(
@@ -393,7 +397,7 @@ class ServerNode:
         if fresh != [(push.first, push.last)]:
             self._wait_for_kept(request)
         for first, last in fresh:
-            self._begin(self._part(whole, first, last), [request])
+            self._apply_and_replicate(self._part(whole, first, last), [request])
         self._release_requests([request])
 
     def _push_to_sum(self, push: Push) -> None:
@@ -406,7 +410,7 @@ class ServerNode:
             request.waits_for += last - first  # one for each key, until its sum is begun
             for one in self._aggregation.add(request, first, last):
                 requests = [request for of_client in one.requests for request in of_client]
-                self._begin(self._sum(push.namespace, one), requests)
+                self._apply_and_replicate(self._sum(push.namespace, one), requests)
                 self._release_requests(requests, one.last - one.first)
         self._release_requests([request])
 
@@ -429,7 +433,7 @@ class ServerNode:
             content=table.aggregated(contents, one.first, one.last),
         )
 
-    def _begin(self, operation: Operation, requests: list[Request]) -> None:
+    def _apply_and_replicate(self, operation: Operation, requests: list[Request]) -> None:
         """Apply an operation as its master and send it down its chains; or refuse its requests.
 
         The caller holds one more count of each request, so that none completes while parts of it are not
@@ -452,9 +456,9 @@ class ServerNode:
             if len(chain) > 1:
                 for request in requests:
                     request.waits_for += 1
-                self._send_part(_Kept(part, None, list(requests)), chain[1:])
+                self._send_part(_UnackedOperation(part, None, list(requests)), chain[1:])
 
-    def _send_part(self, kept: _Kept, route: tuple[int, ...]) -> None:
+    def _send_part(self, kept: _UnackedOperation, route: tuple[int, ...]) -> None:
         self._serial += 1
         self._kept[self.server, self._serial] = kept
         copy = Copy(
@@ -464,7 +468,7 @@ class ServerNode:
             operation=kept.operation,
             route=route[1:],
         )
-        self._tell(route[0], copy)
+        self._send_to_server(route[0], copy)
 
     def _acknowledge(self, request: Request) -> None:
         push = request.push
@@ -477,17 +481,17 @@ class ServerNode:
                 answer = refused(push, error)
         else:
             answer = Pushed(number=push.number, first=push.first, last=push.last)
-        self._tell_client(push.client, answer)
+        self._send_to_client(push.client, answer)
 
     # Chains ----------------------------------------------------------------------------------------------
 
-    def _copy(self, copy: Copy, sender: int) -> None:
+    def _on_replicate(self, copy: Copy, sender: int) -> None:
         """Apply an operation as a replica, or as a server that is being filled, and forward it."""
         self._apply(copy.operation)
         if not copy.route:
-            self._tell(sender, Copied(view=copy.view, master=copy.master, serial=copy.serial))
+            self._send_to_server(sender, Copied(view=copy.view, master=copy.master, serial=copy.serial))
             return
-        self._kept[copy.master, copy.serial] = _Kept(copy.operation, sender)
+        self._kept[copy.master, copy.serial] = _UnackedOperation(copy.operation, sender)
         onward = Copy(
             view=copy.view,
             master=copy.master,
@@ -495,15 +499,17 @@ class ServerNode:
             operation=copy.operation,
             route=copy.route[1:],
         )
-        self._tell(copy.route[0], onward)
+        self._send_to_server(copy.route[0], onward)
 
-    def _done(self, key: tuple[int, int]) -> None:
+    def _on_replicate_ack(self, key: tuple[int, int]) -> None:
         """All holders after this one have an operation."""
         kept = self._kept.pop(key)
         if kept.came_from is None:
             self._release_requests(kept.requests)
         else:
-            self._tell(kept.came_from, Copied(view=self._now().number, master=key[0], serial=key[1]))
+            self._send_to_server(
+                kept.came_from, Copied(view=self._now().number, master=key[0], serial=key[1])
+            )
 
     def _release_requests(self, requests: Iterable[Request], count: int = 1) -> None:
         for request in requests:
@@ -511,23 +517,23 @@ class ServerNode:
             if not request.waits_for:
                 self._acknowledge(request)
 
-    def _take_over(self, holder: int, handed: Handed) -> None:
+    def _on_handoff(self, holder: int, handed: Handed) -> None:
         """Begin, like a push, the operations of a holder that this new master may not have."""
         for operation in handed.operations:
             for first, last in self._fresh(operation):
-                self._begin(self._part(operation, first, last), [])
-        self._forward_resent(Resent(view=handed.view, chain=handed.chain, of=holder))
+                self._apply_and_replicate(self._part(operation, first, last), [])
+        self._on_handoff_replayed(Resent(view=handed.view, chain=handed.chain, of=holder))
 
-    def _forward_resent(self, resent: Resent) -> None:
+    def _on_handoff_replayed(self, resent: Resent) -> None:
         if resent.of == self.server:
             self._carried = [
                 operation for operation in self._carried if self._chain_of(operation) != resent.chain
             ]
         place = resent.chain.index(self.server)
         if place + 1 < len(resent.chain):
-            self._tell(resent.chain[place + 1], resent)
+            self._send_to_server(resent.chain[place + 1], resent)
 
-    def _end_handover_from(self, holder: int) -> None:
+    def _on_handoff_done(self, holder: int) -> None:
         self._unheard.discard(holder)
         if not self._unheard:
             self._serve_deferred()
@@ -561,7 +567,7 @@ class ServerNode:
                 table.apply(first, last, operation.content)
                 clock.advance(one.client, first, last, one.time)
                 return
-        self.gaps += self._misses(clock, operation)
+        self.gaps += self._has_gap(clock, operation)
         for first, last in self._fresh(operation):
             table.apply(first, last, table.cut(operation.content, first, last))
             for mark in operation.marks:
@@ -575,7 +581,7 @@ class ServerNode:
             parts = [part for at in parts for part in clock.fresh(mark.client, *at, mark.time)]
         return parts
 
-    def _misses(self, clock: RangeVectorClock, operation: Operation) -> bool:
+    def _has_gap(self, clock: RangeVectorClock, operation: Operation) -> bool:
         """Whether a push that precedes one of the operation's pushes has not been applied here."""
         for mark in operation.marks:
             for piece in mark.after:
@@ -603,7 +609,7 @@ class ServerNode:
         self._drop_blocks_of_others()
         self._fetch()
         kept, self._kept, self._serial = self._kept, {}, 0
-        carried, self._carried, self._fetched = [*self._carried, *self._fetched], [], []
+        carried, self._carried, self._unacked_fetched = [*self._carried, *self._unacked_fetched], [], []
         for operation in carried:
             self._send_again(operation, [])
         for one in kept.values():
@@ -638,7 +644,7 @@ class ServerNode:
             by_chain.setdefault(self._chain_of(operation), []).append(operation)
         for chain, operations in by_chain.items():
             handed = Handed(view=self._now().number, chain=chain, operations=tuple(operations))
-            self._tell(chain[0], handed)
+            self._send_to_server(chain[0], handed)
 
     def _end_handing(self) -> None:
         """Send HandEnd to the masters of this server's chains; note which holders owe one."""
@@ -646,13 +652,13 @@ class ServerNode:
         if not any(space.aggregates for space in self._now().spaces.values()):
             return
         masters: set[int] = set()
-        for master, *others in {self._chain_at(point) for point in self._points()} - {()}:
+        for master, *others in {self._chain_at(point) for point in self._stretch_points()} - {()}:
             if master == self.server:
                 self._unheard.update(others)
             elif self.server in others:
                 masters.add(master)
         for master in sorted(masters):
-            self._tell(master, HandEnd(view=self._now().number))
+            self._send_to_server(master, HandEnd(view=self._now().number))
 
     def _drop_blocks_of_others(self) -> None:
         for namespace, block in list(self._own_blocks()):
@@ -672,9 +678,9 @@ class ServerNode:
             self._store.table(self._now().spaces[block[0]]).drop(first, last)
             self._clock(block[0]).drop(first, last)
         kept = self._not_emptied(one.operation for one in self._kept.values())
-        self._kept = {(self.server, -place): _Kept(one, None) for place, one in enumerate(kept)}
+        self._kept = {(self.server, -place): _UnackedOperation(one, None) for place, one in enumerate(kept)}
         self._carried = self._not_emptied(self._carried)
-        self._fetched = self._not_emptied(self._fetched)
+        self._unacked_fetched = self._not_emptied(self._unacked_fetched)
         self._buffered = {at: one for at, one in self._buffered.items() if not self._is_emptied(at)}
         self._have = {block for block in self._have if not self._is_emptied(block)}
 
@@ -704,9 +710,9 @@ class ServerNode:
     def _serve_deferred_one(self, message: Push | Pull) -> None:
         """Serve a deferred request; its errors go to its client, not to the sender of the current message."""
         try:
-            self._serve(message)
+            self._on_request(message)
         except ProtocolError as error:
-            self._tell_client(message.client, refused(message, error))
+            self._send_to_client(message.client, refused(message, error))
 
     # Chains and places -----------------------------------------------------------------------------------
 
@@ -757,13 +763,13 @@ class ServerNode:
     def _lacks(self, block: Block) -> bool:
         """Whether this server is to receive the content of a block and has not."""
         return (
-            bool(self._awaited)
+            bool(self._pending_sources)
             and block not in self._have
             and self._is_gained(block)
-            and self._source_at(block_point(*block)) in self._awaited
+            and self._source_at(block_point(*block)) in self._pending_sources
         )
 
-    def _points(self) -> list[int]:
+    def _stretch_points(self) -> list[int]:
         """One point of every stretch of the ring that has one chain and one set of gainers."""
         view = self._now()
         bounds = {0, *view.ring.bounds}
@@ -819,15 +825,15 @@ class ServerNode:
             clock = self._clocks[namespace] = RangeVectorClock()
         return clock
 
-    def _tell(self, server: int, message: ToServer) -> None:
-        self._out.append(Send(f"server-{server}", message))
+    def _send_to_server(self, server: int, message: ToServer) -> None:
+        self._output.append(Send(f"server-{server}", message))
 
-    def _tell_client(self, client: int, message: ToClient) -> None:
-        self._out.append(Send(f"client-{client}", message))
+    def _send_to_client(self, client: int, message: ToClient) -> None:
+        self._output.append(Send(f"client-{client}", message))
 
     # Filling other servers -------------------------------------------------------------------------------
 
-    def _start_transfer(self, gainer: int, fetch: Fetch) -> None:
+    def _on_transfer_request(self, gainer: int, fetch: Fetch) -> None:
         """Send a server the blocks that it gains from here; later operations reach it through the chain."""
         have = set(fetch.have)
         pending = [
@@ -855,13 +861,17 @@ class ServerNode:
                 clocks=self._clock(namespace).cut_out(first, last),
                 pending=tuple(self._pending(namespace, first, last)),
             )
-            self._tell(gainer, chunk)
+            self._send_to_server(gainer, chunk)
         if not fill.pending and not fill.unacked:
-            self._tell(gainer, FillEnd(view=view.number))
+            self._send_to_server(gainer, FillEnd(view=view.number))
 
     def _pending(self, namespace: str, first: int, last: int) -> Iterator[Operation]:
         """Yield operations on these keys, in order, that are applied here and not known to be everywhere."""
-        for operation in [*self._carried, *self._fetched, *(kept.operation for kept in self._kept.values())]:
+        for operation in [
+            *self._carried,
+            *self._unacked_fetched,
+            *(kept.operation for kept in self._kept.values()),
+        ]:
             begin, end = max(operation.first, first), min(operation.last, last)
             if operation.namespace == namespace and begin < end:
                 yield self._part(operation, begin, end)
@@ -872,35 +882,37 @@ class ServerNode:
         """Request the blocks that this server gains in this view and does not have."""
         view = self._now()
         sources = {
-            self._source_at(point) for point in self._points() if self.server in self._gainers_at(point)
+            self._source_at(point)
+            for point in self._stretch_points()
+            if self.server in self._gainers_at(point)
         }
-        self._awaited = {source for source in sources if source is not None}
+        self._pending_sources = {source for source in sources if source is not None}
         have = tuple(sorted(self._have))
-        for source in sorted(self._awaited):
-            self._tell(source, Fetch(view=view.number, have=have))
+        for source in sorted(self._pending_sources):
+            self._send_to_server(source, Fetch(view=view.number, have=have))
         self._flush()
-        if self._gains() and not self._awaited:
-            self._out.append(Send(MANAGER, Filled(server=self.server, view=view.number)))
+        if self._gains() and not self._pending_sources:
+            self._output.append(Send(MANAGER, Filled(server=self.server, view=view.number)))
 
-    def _store_chunk(self, source: int, chunk: Chunk) -> None:
+    def _on_transfer_chunk(self, source: int, chunk: Chunk) -> None:
         space = self._now().spaces[chunk.namespace]
         first, last = space.range_of(chunk.block)
         self._store.table(space).copy_in(first, last, chunk.content)
         clock = self._clock(chunk.namespace)
         clock.drop(first, last)
         clock.adopt(chunk.clocks)
-        self._fetched += chunk.pending
+        self._unacked_fetched += chunk.pending
         self._have.add((chunk.namespace, chunk.block))
         self._flush()
         self._serve_deferred()
-        self._tell(source, ChunkTaken(view=chunk.view))
+        self._send_to_server(source, ChunkTaken(view=chunk.view))
 
-    def _end_transfer_from(self, source: int) -> None:
-        self._awaited.discard(source)
+    def _on_transfer_done(self, source: int) -> None:
+        self._pending_sources.discard(source)
         self._flush()
         self._serve_deferred()
-        if not self._awaited:
-            self._out.append(Send(MANAGER, Filled(server=self.server, view=self._now().number)))
+        if not self._pending_sources:
+            self._output.append(Send(MANAGER, Filled(server=self.server, view=self._now().number)))
 
     def _flush(self) -> None:
         """Apply operations buffered for blocks that have come, or that no source has."""

@@ -86,7 +86,7 @@ class PS:
         if number is not None and not 0 <= number < _NUMBERS:
             raise ValueError(f"expected a client number from 0 to 2**62 - 1, got {number}")
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-        self._owned: LocalServers | None = None
+        self._local_servers: LocalServers | None = None
         self._pid = os.getpid()
         self.number = secrets.randbelow(_NUMBERS) if number is None else operator.index(number)
         self._groups: dict[str, WorkerGroup] = {}
@@ -95,7 +95,7 @@ class PS:
             self.cluster,
             host=host or self.cluster.own_host(),
             start_s=start_s,
-            on_group=self._hear_group,
+            on_group=self._on_group,
             on_end=self._end_groups,
         )
         self._node, self._views = self._requests.node, self._requests.views
@@ -130,7 +130,7 @@ class PS:
         except BaseException:
             owned.close()
             raise
-        ps._owned = owned
+        ps._local_servers = owned
         return ps
 
     @property
@@ -152,11 +152,11 @@ class PS:
         Raises:
             OffbeatError: this client did not start any.
         """
-        if self._owned is None:
+        if self._local_servers is None:
             raise OffbeatError(
                 "expected a client that PS.local made, got one of a cluster that runs elsewhere"
             )
-        return self._owned
+        return self._local_servers
 
     def namespace(
         self,
@@ -385,8 +385,8 @@ class PS:
         if os.getpid() != self._pid:
             return
         self._requests.close()
-        if self._owned is not None:
-            self._owned.close()
+        if self._local_servers is not None:
+            self._local_servers.close()
 
     def __enter__(self) -> PS:
         return self
@@ -420,7 +420,7 @@ class PS:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def _hear_group(self, action: GroupAction) -> None:
+    def _on_group(self, action: GroupAction) -> None:
         group = self._groups.get(action.group)
         if group is not None:
             group.hear(action)

@@ -41,10 +41,10 @@ class Future:
     """
 
     __slots__ = (
-        "_asleep",
+        "_flag",
         "_run_until",
+        "_unanswered",
         "_value",
-        "_who",
         "error",
         "followers",
         "is_done",
@@ -61,11 +61,11 @@ class Future:
         span: Span | None = None,
     ) -> None:
         self.is_done = self.is_sent_push = False
-        self.what, self._who, self._run_until, self.span = what, who, run_until, span
+        self.what, self._unanswered, self._run_until, self.span = what, who, run_until, span
         self._value: Any = None
         self.error: Exception | None = None
         self.followers: list[Callable[[], None]] = []
-        self._asleep: Flag | None = None  # created when a thread blocks
+        self._flag: Flag | None = None  # created when a thread blocks
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait until the request is done, and return its result: for a pull the rows.
@@ -92,30 +92,30 @@ class Future:
         return self.result()
 
     def _wait(self, timeout_s: float) -> bool:
-        return self._run_until(self._wait_asleep, lambda: self.is_done, timeout_s)
+        return self._run_until(self._wait_on_flag, lambda: self.is_done, timeout_s)
 
-    def _wait_asleep(self, timeout_s: float) -> bool:
+    def _wait_on_flag(self, timeout_s: float) -> bool:
         with _flag_creation:
-            if self._asleep is None:
-                self._asleep = Flag()
+            if self._flag is None:
+                self._flag = Flag()
         if self.is_done:  # perhaps before the flag existed
             return True
-        return self._asleep.wait(timeout_s)
+        return self._flag.wait(timeout_s)
 
     def _overdue(self, timeout_s: float) -> OffbeatError:
         return OffbeatError(f"{self.what} is not done after {timeout_s:g} s: {self.waits_for()}")
 
     def waits_for(self) -> str:
         """Return which servers have not answered, as text for errors."""
-        return self._who() if self.span is None else self._who(*self.span)
+        return self._unanswered() if self.span is None else self._unanswered(*self.span)
 
     def finish(self, value: Any, error: Exception | None = None) -> None:
         """Set the result or the error, and call the followers; in the links' thread."""
         if not self.is_done:
             self._value, self.error = value, error
             self.is_done = True
-            if self._asleep is not None:
-                self._asleep.set()
+            if self._flag is not None:
+                self._flag.set()
             if self.followers:
                 followers, self.followers = self.followers, []
                 for follow in followers:

@@ -149,7 +149,7 @@ class Node:
             token=cluster.token,
             on_message=self._hear,
             on_lost=self._lost,
-            on_left=self._left,
+            on_left=self._on_left,
             on_unreachable=self._unreachable,
             on_reachable=self._reachable,
             on_error=lambda error: self._end(f"the links of {name} failed: {error!r}"),
@@ -164,7 +164,7 @@ class Node:
         self.post = Post(self.endpoint, kinds, on_message, place, gather, show)
         self.filtering = Filtering(crc32(name.encode()))
         self._buffers = Buffers(self._allocate, lambda buffer: self.endpoint.is_read(buffer.data))
-        self._line = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
+        self._control = ControlLine(self.endpoint, Coordinator.NAME, cluster.manager, on_gone=self._end)
         self._functions = functions
 
     def join(self) -> None:
@@ -174,7 +174,7 @@ class Node:
 
     def tell(self, *events: Event) -> None:
         """Send events to the manager; never blocks."""
-        self._line.tell(*events)
+        self._control.tell(*events)
 
     def send(self, to: str, message: Any) -> None:
         """Send a message to a server or a client, encoded by its namespace's filters."""
@@ -192,7 +192,7 @@ class Node:
         if not self._is_over:
             self._is_over = True
             self.tell(NodeLeft(now_s=0.0, node=self.name))
-            self._line.settle(_GOODBYE_S)
+            self._control.settle(_GOODBYE_S)
         self.endpoint.close()
 
     # In the links' thread --------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ class Node:
                     self._reachable(peer)
                 self.post.hear(peer, payload)
             return
-        for action in self._line.hear(payload):
+        for action in self._control.hear(payload):
             match action:
                 case Viewed():
-                    self._see(action)
+                    self._on_view_action(action)
                 case SpaceRefused():
                     self._on_refused(action)
                 case ClientGone():
@@ -225,7 +225,7 @@ class Node:
                 case Refuse() | Stop():
                     self._end(action.reason)
 
-    def _see(self, viewed: Viewed) -> None:
+    def _on_view_action(self, viewed: Viewed) -> None:
         servers = {f"server-{one.server}": one.addresses for one in viewed.servers}
         for name in self._addresses.keys() - servers.keys():
             self._gone.add(name)
@@ -245,7 +245,7 @@ class Node:
     def _lost(self, error: LinkError) -> None:
         peer = error.peer
         if peer == Coordinator.NAME:
-            self._line.lost(error)
+            self._control.lost(error)
             return
         if error.failure == "no files":  # a limit of this process, not the peer's fault
             self._end(str(error))
@@ -258,9 +258,9 @@ class Node:
             else:
                 self.endpoint.later(_RETRY_S, partial(self._reconnect, peer))
 
-    def _left(self, peer: str) -> None:
+    def _on_left(self, peer: str) -> None:
         if peer == Coordinator.NAME:
-            self._line.left()
+            self._control.left()
         else:
             self._forget(peer)
 

@@ -161,8 +161,8 @@ class Requests:
         self._piece_keys: dict[str, tuple[int, int]] = {}  # by namespace: keys per piece, pushed and pulled
         self._asked: dict[int, _Sent] = {}  # by the client's number
         self._buffers = Buffers()  # for pulled rows; reused once the program has released them
-        self._combined = Combiner(lambda shape, dtype: self.node.empty(shape, dtype))
-        self._behind_combined: list[_Request] = []  # to be sent right after the combined pushes
+        self._coalescer = Combiner(lambda shape, dtype: self.node.empty(shape, dtype))
+        self._pulls_behind: list[_Request] = []  # to be sent right after the combined pushes
         self._waiting: set[Future] = set()  # for other requests, their iteration, or room
         self._pushed, self._pulled = Window(_UNACKED_BYTES_MAX), Window(_UNACKED_BYTES_MAX)
         self._room_s = TIMEOUT_S  # how long a caller waits for room
@@ -175,7 +175,7 @@ class Requests:
             f"client-{number}",
             cluster,
             host=host,
-            on_view=self._see,
+            on_view=self._on_view,
             on_message=self._hear,
             on_gone=self._end,
             on_refused=self.views.refuse,
@@ -523,9 +523,9 @@ class Requests:
         if request.part is not None:
             self._combine(request.part, future)
             return
-        if behind and len(self._combined):
+        if behind and len(self._coalescer):
             self._waiting.add(future)
-            self._behind_combined.append(request)
+            self._pulls_behind.append(request)
             return
         self._send_combined()
         try:
@@ -569,14 +569,14 @@ class Requests:
     def _combine(self, content: Entries, future: Future) -> None:
         """Queue a push to be merged with adjacent ones; if it cannot be, send those queued first."""
         future.is_sent_push = True
-        if not self._combined.take(content, future):
+        if not self._coalescer.take(content, future):
             self._send_combined()
-            self._combined.take(content, future)
+            self._coalescer.take(content, future)
         self.node.post.write_soon()
 
     def _send_some(self) -> None:
         """Send the combined pushes; in two halves if nothing is in flight, so that sending overlaps."""
-        count = len(self._combined)
+        count = len(self._coalescer)
         if not self._asked and count >= _SMALL_PUSHES_TO_HALVE_MIN:
             self._call(self._send_combined)
             count //= 2
@@ -584,10 +584,10 @@ class Requests:
 
     def _send_combined(self, count: int | None = None) -> None:
         """Send the combined pushes, or the first `count`; their values answer the pulls that follow them."""
-        if not len(self._combined):  # they were sent already
+        if not len(self._coalescer):  # they were sent already
             return
-        name, content, last, futures = self._combined.give(count)
-        behind, self._behind_combined = self._behind_combined, []
+        name, content, last, futures = self._coalescer.give(count)
+        behind, self._pulls_behind = self._pulls_behind, []
         pulls, rest = _split_covering((name, content.first, last), behind)
         self._waiting.difference_update(pull.future for pull in pulls)
         answer = _joint_answer(pulls, content.first, last) if pulls else None
@@ -672,7 +672,7 @@ class Requests:
                 return ClientWithdraws(now_s=0.0, node=node, namespace=message.namespace)
         raise AssertionError(f"a client sends no {type(message).__name__} to the manager")
 
-    def _see(self, view: View) -> None:
+    def _on_view(self, view: View) -> None:
         self._take_up(self._client.see(view))
         self.views.see(view)
 
@@ -705,8 +705,8 @@ class Requests:
         asked = self._asked.values()
         waiting = [*chain.from_iterable(sent.futures for sent in asked), *self._waiting]
         waiting += (pull.future for sent in asked for pull in sent.pulls)
-        if len(self._combined):
-            waiting += self._combined.give()[-1]
+        if len(self._coalescer):
+            waiting += self._coalescer.give()[-1]
         self._asked.clear()
         self._waiting.clear()
         for future in waiting:

@@ -98,11 +98,11 @@ class Server:
             f"server-{self.server}",
             configuration.cluster,
             host=configuration.host,
-            on_view=self._see,
-            on_message=self._hear,
-            on_close=self._close,
-            on_gone=self._end,
-            show=self._show,
+            on_view=self._on_view,
+            on_message=self._on_message,
+            on_close=self._on_close,
+            on_gone=self._on_gone,
+            show=self._share,
             functions=configuration.functions,
             unix=configuration.unix,
         )
@@ -135,7 +135,9 @@ class Server:
 
         Any thread and a signal handler may call it.
         """
-        start_thread("offbeat leaves", self._leave, lambda error: self._end(f"it could not leave: {error!r}"))
+        start_thread(
+            "offbeat leaves", self._leave, lambda error: self._on_gone(f"it could not leave: {error!r}")
+        )
 
     def _leave(self) -> None:
         with self._changed:
@@ -144,8 +146,8 @@ class Server:
 
     # In the links' thread --------------------------------------------------------------------------------
 
-    def _see(self, view: View) -> None:
-        self._take_up(self._core.see(view))
+    def _on_view(self, view: View) -> None:
+        self._emit(self._core.see(view))
         held, self._held = self._held, {}
         for peer, messages in held.items():
             for message in messages:
@@ -159,7 +161,7 @@ class Server:
             self._is_last = view.ring.servers == (self.server,) and view.target is None
             self._changed.notify_all()
 
-    def _hear(self, peer: str, message: Any) -> None:
+    def _on_message(self, peer: str, message: Any) -> None:
         if isinstance(message, OF_CLIENTS):
             is_allowed = peer == f"client-{message.client}"
         else:
@@ -169,12 +171,12 @@ class Server:
         if peer in self._held or self._needs_later_view(message):
             self._held.setdefault(peer, []).append(message)
         else:
-            self._take_up(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
+            self._emit(self._core.hear(peer, self._node.filtering.decoded(peer, message)))
 
     def _process_held(self, peer: str, message: Any) -> None:
         """Process a held message; its errors go to its sender, not to that of the current one."""
         try:
-            self._hear(peer, message)
+            self._on_message(peer, message)
         except ProtocolError as error:
             if not isinstance(message, OF_CLIENTS):
                 raise
@@ -189,7 +191,7 @@ class Server:
         number = message.epoch if isinstance(message, OF_CLIENTS) else message.view
         return self._core.view is None or number > self._core.view.number
 
-    def _show(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
+    def _share(self, peer: str, message: Any, array: Array, shown: Array) -> bool:
         """Let a push be read in the sender's memory, if it is read once and nothing of it is kept."""
         if not isinstance(message, Push) or not isinstance(message.content, Entries):
             return False
@@ -199,7 +201,7 @@ class Server:
         message.content = Entries(content.first, shown, content.keys, content.terms)
         return True
 
-    def _take_up(self, actions: Sequence[Send]) -> None:
+    def _emit(self, actions: Sequence[Send]) -> None:
         for to, message in actions:
             if to == MANAGER:
                 assert isinstance(message, Filled)
@@ -207,12 +209,12 @@ class Server:
             else:
                 self._node.send(to, message)
 
-    def _close(self) -> None:
+    def _on_close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _end(self, cause: str) -> None:
+    def _on_gone(self, cause: str) -> None:
         with self._changed:
             self._gone = cause
             self._changed.notify_all()
