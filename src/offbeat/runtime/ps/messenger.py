@@ -288,8 +288,8 @@ class Post:
         def on_data(_: int, length: int) -> None:
             incoming.missing_bytes -= length
             if not incoming.missing_bytes:
-                incoming.messages, beside = self._unpacker.unpack(messages)
-                self._expect_arrays(peer, state, incoming, beside, batch.tag + 1)
+                incoming.messages, arrays = self._unpacker.unpack(messages)
+                self._expect_arrays(peer, state, incoming, arrays, batch.tag + 1)
                 self._deliver(peer, state)
 
         state.incoming.append(incoming)
